@@ -1,0 +1,37 @@
+# Every target first makes .venv from requirements.lock; once it is there a target starts at once.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint lock clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# uv itself comes from the lock, with its hashes, and installs the rest in a fraction of pip's time.
+.venv/installed: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3,11) <= sys.version_info[:2] < (3,14) else f"Python 3.11 to 3.13 is needed, {sys.version.split()[0]} was found: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	@awk '/^uv==/ {on=1} on {print} on && !/\\$$/ {exit}' requirements.lock > .venv/uv.lock
+	$(BIN)/pip install --quiet --require-hashes --only-binary :all: -r .venv/uv.lock
+	VIRTUAL_ENV=.venv $(BIN)/uv pip sync --require-hashes requirements.lock
+	VIRTUAL_ENV=.venv $(BIN)/uv pip install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: .venv/installed  ## digits from nothing to a registered model, in a few minutes
+	$(BIN)/ddpm run
+
+test: lint  ## lint, types, then every test that needs no cluster
+	$(BIN)/pytest -n 2 --dist loadgroup
+
+lint: .venv/installed  ## ruff, formatting, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+lock: .venv/installed  ## resolve requirements.lock anew from pyproject.toml
+	$(BIN)/uv pip compile --universal --generate-hashes --no-header --no-emit-find-links --no-emit-index-url \
+	  --quiet --upgrade pyproject.toml --extra all --group dev --output-file requirements.lock
+
+clean:  ## remove the demo's workspace and its MLflow store
+	rm -rf workspace mlflow.db mlartifacts mlruns

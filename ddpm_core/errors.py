@@ -1,0 +1,33 @@
+"""The mistakes that are the user's to mend: one sentence each, never a traceback."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+class UserError(Exception):
+    """What was given, where, what is allowed, and what to do. Shown as it is; exit status 1."""
+
+
+class Interrupted(Exception):
+    """The work stopped at a request (SIGTERM, Ctrl-C) with everything saved.
+
+    `status` is the exit status that tells a scheduler to start the same command again.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency, or name the extra that brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = (error.name or module).partition(".")[0]
+        raise UserError(
+            f"The package {name!r} is not installed. It comes with the extra {extra!r}: "
+            f"pip install 'ddpm-core[{extra}]'"
+        ) from error

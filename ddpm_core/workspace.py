@@ -1,0 +1,76 @@
+"""The names of everything a run keeps, under one root."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ddpm_core.storage import Storage, open_storage
+
+DATA = "data"
+SNAPSHOTS = "snapshots"
+SAMPLES = "samples"
+EVALUATION = "evaluation"
+SUPERSEDED = "superseded"
+LOG = "log.jsonl"
+METRICS = "metrics.json"
+RUN = "run.json"
+REGISTERED = "registered.json"
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+class Workspace:
+    """A run's files. Rules about their content belong to the module that writes them."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    @classmethod
+    def open(cls, uri: str) -> Workspace:
+        return cls(open_storage(uri))
+
+    @property
+    def uri(self) -> str:
+        return self.storage.uri
+
+    def path(self, key: str) -> Path:
+        """A local path of a key."""
+        return self.storage.local(key)
+
+    def steps(self, key: str) -> list[int]:
+        """The steps that have a folder below `key`, ascending."""
+        matches = (_STEP.fullmatch(name) for name in self.storage.names(key))
+        return sorted(int(match[1]) for match in matches if match)
+
+    def read_json(self, key: str) -> dict[str, Any]:
+        """A JSON object; of an absent or damaged file the empty one."""
+        try:
+            value = json.loads(self.storage.read(key))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def write_json(self, key: str, value: dict[str, Any]) -> None:
+        self.storage.write(key, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def snapshot_key(step: int) -> str:
+    return f"{SNAPSHOTS}/{step_name(step)}"
+
+
+def samples_key(step: int) -> str:
+    return f"{SAMPLES}/{step_name(step)}"
+
+
+def fingerprint(value: Any) -> str:
+    """16 hex digits that stand for plain data: the start of its canonical JSON's SHA-256."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
