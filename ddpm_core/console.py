@@ -1,0 +1,89 @@
+"""What a person reads while work goes on: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+PLAIN_INTERVAL = 10.0  # seconds between two lines where there is no terminal
+
+_console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(message: str) -> None:
+    """One line to stderr; stdout is for results."""
+    _console.print(printable(message), markup=False)
+
+
+def warn(message: str) -> None:
+    _console.print("warning: " + printable(message), markup=False, style="yellow")
+
+
+def printable(text: str) -> str:
+    """Text from file names and other strangers, with nothing that steers a terminal."""
+    escaped = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    encoding = getattr(sys.stderr, "encoding", None) or "ascii"
+    return escaped.encode(encoding, "backslashreplace").decode(encoding)
+
+
+@contextmanager
+def progress(
+    description: str, total: int, unit: str, done: int = 0
+) -> Iterator[Callable[..., None]]:
+    """Yield `advance(n=1, note="")`; shows what is done, the rate in units/s and the time left.
+
+    `done` is what an earlier run has done already; it does not count for the rate.
+    """
+    if _console.is_terminal:
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=_console,
+        ) as bar:
+            task = bar.add_task(description, total=total, completed=done, rate="", note="")
+            started, count = time.monotonic(), 0
+
+            def advance(n: int = 1, note: str = "") -> None:
+                nonlocal count
+                count += n
+                rate = count / max(1e-9, time.monotonic() - started)
+                bar.update(task, advance=n, rate=f"{rate:,.1f} {unit}/s", note=printable(note))
+
+            yield advance
+    else:
+        yield _plain(description, total, unit, done)
+
+
+def _plain(description: str, total: int, unit: str, done: int) -> Callable[..., None]:
+    started = shown = time.monotonic()
+    count = done
+
+    def advance(n: int = 1, note: str = "") -> None:
+        nonlocal count, shown
+        count += n
+        now = time.monotonic()
+        if now - shown < PLAIN_INTERVAL and count < total:
+            return
+        shown = now
+        rate = (count - done) / max(1e-9, now - started)
+        left = f", {(total - count) / rate:,.0f} s left" if count < total and rate > 0 else ""
+        say(
+            f"{description}: {count}/{total} {unit}, {rate:,.1f}/s{left}{f', {note}' if note else ''}"
+        )
+
+    return advance
