@@ -1,0 +1,89 @@
+"""What the network may be told beside the timestep: a class, or a text of at most 64 bytes.
+
+Both give a vector that is added to the time embedding, and both have a null vector, learned from
+the samples whose condition was dropped, for guidance (Ho & Salimans 2022).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddpm_core.models.layers import JoinedLinear, attend
+
+TEXT_BYTES = 64
+
+
+class ClassEmbedding(nn.Module):
+    """One vector a class, and a last one for no class."""
+
+    def __init__(self, classes: int, width: int) -> None:
+        super().__init__()
+        self.classes = classes
+        self.embedding = nn.Embedding(classes + 1, width)
+
+    def forward(self, condition: Tensor | None, drop: Tensor | None, batch: int) -> Tensor:
+        """int64 (B,) class numbers or None, bool (B,) -> (B, width)."""
+        if condition is None:
+            return self.embedding.weight[self.classes].expand(batch, -1)
+        if drop is not None:
+            condition = torch.where(drop, self.classes, condition)
+        chosen: Tensor = self.embedding(condition)
+        return chosen
+
+
+class TextEncoder(nn.Module):
+    """Bytes and their positions, two transformer blocks, the mean over the text's bytes."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        width = 64 if channels < 64 else 128
+        self.embedding = nn.Embedding(256, width)
+        self.position = nn.Parameter(torch.empty(TEXT_BYTES, width))
+        self.blocks = nn.ModuleList(TextBlock(width) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, 4 * channels)
+        self.null = nn.Parameter(torch.empty(4 * channels))
+
+    def forward(self, condition: Tensor | None, drop: Tensor | None, batch: int) -> Tensor:
+        """uint8 (B, 64), UTF-8 padded by zeros, or None; bool (B,) -> (B, 4 * channels).
+
+        An empty text is no text.
+        """
+        if condition is None:
+            return self.null.expand(batch, -1)
+        vector = self.out(self._pooled(condition))
+        absent = condition[:, 0] == 0
+        absent = absent if drop is None else absent | drop
+        return torch.where(absent[:, None], self.null.to(vector.dtype), vector)
+
+    def _pooled(self, text: Tensor) -> Tensor:
+        first = torch.arange(TEXT_BYTES, device=text.device) == 0
+        visible = (text != 0) | first  # attention to nothing at all would be NaN
+        h = self.embedding(text.long()) + self.position
+        for block in self.blocks:
+            h = block(h, visible)
+        weight = visible / visible.sum(dim=1, keepdim=True)
+        pooled: Tensor = (self.norm(h) * weight[:, :, None]).sum(dim=1)
+        return pooled
+
+
+class TextBlock(nn.Module):
+    """Attention and two linear layers, each after a LayerNorm and added to its input."""
+
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = JoinedLinear(width, [width] * 3)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, visible: Tensor) -> Tensor:
+        """(B, N, width), bool (B, N) -> (B, N, width)."""
+        x = x + self.out(attend(self.qkv(self.norm1(x)), self.heads, visible))
+        added: Tensor = x + self.narrow(functional.gelu(self.widen(self.norm2(x))))
+        return added

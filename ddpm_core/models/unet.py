@@ -1,0 +1,248 @@
+"""The U-Net of Ho et al. (2020), appendix B: 35.7M weights for CIFAR-10, any size asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddpm_core.models.conditioning import TEXT_BYTES, ClassEmbedding, TextEncoder
+from ddpm_core.models.initial import Uniform, initialise
+from ddpm_core.models.layers import (
+    Attention,
+    Downsample,
+    Dropout,
+    JoinedLinear,
+    ResidualBlock,
+    Stage,
+    TimeEmbedding,
+    Upsample,
+    norm,
+)
+
+
+@dataclass(frozen=True)
+class UNetConfig:
+    """What a network is built from. Raises ValueError where the numbers don't fit together."""
+
+    image_size: int
+    in_channels: int
+    channels: int
+    multipliers: tuple[int, ...]
+    blocks: int
+    attention: tuple[int, ...]
+    heads: int = 1
+    dropout: float = 0.0
+    conditioning: str = "none"
+    classes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "multipliers", tuple(self.multipliers))
+        object.__setattr__(self, "attention", tuple(self.attention))
+        mistakes = [*self._number_mistakes(), *self._condition_mistakes()]
+        mistakes = mistakes or [*self._size_mistakes()]
+        if mistakes:
+            raise ValueError(" ".join(mistakes))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `dataclasses.asdict`, also after JSON. Raises ValueError."""
+        unknown = sorted(values.keys() - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"A network's config has no {', '.join(unknown)}.")
+        return cls(**values)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The image size at each level."""
+        return [self.image_size // 2**level for level in range(len(self.multipliers))]
+
+    @property
+    def widths(self) -> list[int]:
+        """The number of channels at each level."""
+        return [self.channels * multiplier for multiplier in self.multipliers]
+
+    def _number_mistakes(self) -> list[str]:
+        numbers = {
+            name: getattr(self, name) for name in ("image_size", "in_channels", "blocks", "heads")
+        }
+        wrong = [
+            f"{name} is {number}; it must be at least 1."
+            for name, number in numbers.items()
+            if number < 1
+        ]
+        if self.channels < 2:
+            wrong.append(f"channels is {self.channels}; the time embedding needs at least 2.")
+        if not self.multipliers or min(self.multipliers) < 1:
+            wrong.append(
+                f"multipliers is {list(self.multipliers)}; one number a level, at least 1 each."
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            wrong.append(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
+        return wrong
+
+    def _condition_mistakes(self) -> list[str]:
+        if self.conditioning not in ("none", "class", "text"):
+            return [f"conditioning is {self.conditioning!r}; it may be none, class or text."]
+        if self.conditioning == "class" and self.classes < 1:
+            return [f"classes is {self.classes}; conditioning by class needs at least 1."]
+        return []
+
+    def _size_mistakes(self) -> list[str]:
+        halvings = len(self.multipliers) - 1
+        if self.image_size % 2**halvings:
+            return [
+                f"image_size is {self.image_size}; {len(self.multipliers)} levels halve it "
+                f"{halvings} times, so it must be a multiple of {2**halvings}."
+            ]
+        wrong = [
+            f"attention is asked for at size {size}; the levels have sizes {self.sizes}."
+            for size in self.attention
+            if size not in self.sizes
+        ]
+        if any(width % self.heads for width in self.widths):
+            wrong.append(
+                f"heads is {self.heads}; it must divide the levels' channels, {self.widths}."
+            )
+        return wrong
+
+
+class UNet(nn.Module):
+    """Noisy images and their timesteps in, the diffusion's prediction out.
+
+    Constructing draws no random numbers and leaves the weights undefined: `initialise` or
+    `load_state_dict` sets them. It holds no generator either: dropout comes as a function.
+    """
+
+    def __init__(self, config: UNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        with torch.device("meta"):
+            self._build(config)
+        self.to_empty(device="cpu")
+        self.time_embedding.set_frequencies()
+
+    def _build(self, config: UNetConfig) -> None:
+        channels = config.channels
+        self.time_embedding = TimeEmbedding(channels)
+        self.condition = _conditioning(config)
+        self.conv_in = nn.Conv2d(config.in_channels, channels, 3, padding=1)
+        self.time_sizes: list[int] = []  # of each residual block's time vector
+        skips = [channels]
+        self.down = self._down(config, skips)
+        self.middle = self._middle(config)
+        self.up = self._up(config, skips)
+        self.time_projection = JoinedLinear(4 * channels, self.time_sizes)
+        self.norm_out = norm(self.time_sizes[-1])
+        self.conv_out = nn.Conv2d(self.time_sizes[-1], config.in_channels, 3, padding=1)
+
+    def _down(self, config: UNetConfig, skips: list[int]) -> nn.ModuleList:
+        layers = nn.ModuleList()
+        for level, width in enumerate(config.widths):
+            for _ in range(config.blocks):
+                layers.append(self._stage(skips[-1], width, config.sizes[level]))
+                skips.append(width)
+            if level < len(config.widths) - 1:
+                layers.append(Downsample(width))
+                skips.append(width)
+        return layers
+
+    def _middle(self, config: UNetConfig) -> nn.ModuleList:
+        width = config.widths[-1]
+        attending = Stage(self._block(width, width), Attention(width, config.heads))
+        return nn.ModuleList([attending, Stage(self._block(width, width), None)])
+
+    def _up(self, config: UNetConfig, skips: list[int]) -> nn.ModuleList:
+        layers = nn.ModuleList()
+        for level, width in reversed(list(enumerate(config.widths))):
+            for _ in range(config.blocks + 1):
+                inputs = self.time_sizes[-1] + skips.pop()
+                layers.append(self._stage(inputs, width, config.sizes[level]))
+            if level > 0:
+                layers.append(Upsample(width))
+        return layers
+
+    def _stage(self, inputs: int, outputs: int, size: int) -> Stage:
+        block = self._block(inputs, outputs)
+        attends = size in self.config.attention
+        return Stage(block, Attention(outputs, self.config.heads) if attends else None)
+
+    def _block(self, inputs: int, outputs: int) -> ResidualBlock:
+        self.time_sizes.append(outputs)
+        return ResidualBlock(inputs, outputs, number=len(self.time_sizes) - 1)
+
+    @torch.no_grad()
+    def initialise(self, uniform: Uniform) -> None:
+        """Set every weight from `uniform(name, shape)`, float32 in [0, 1) (see initial.py)."""
+        initialise(self, uniform)
+
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Tensor | None = None,
+        drop: Tensor | None = None,
+        dropout: Dropout | None = None,
+    ) -> Tensor:
+        """The prediction for `x` (B, C, H, W) at timesteps `t` (B,) int64, float32 as `x`.
+
+        `condition` is int64 (B,), class numbers, or uint8 (B, 64), UTF-8 padded by zeros; `drop`
+        is bool (B,), True where it is to be ignored, as it is everywhere without `condition`.
+        `dropout` maps activations and the number of the residual block to activations; None: no
+        dropout. Raises ValueError for sizes or a condition that the network is not made for.
+        """
+        self._check(x, condition)
+        times = self._times(t, condition, drop)
+        h = self.conv_in(x)
+        skips = [h]
+        for layer in self.down:
+            h = layer(h, times, dropout) if isinstance(layer, Stage) else layer(h)
+            skips.append(h)
+        for layer in self.middle:
+            h = layer(h, times, dropout)
+        for layer in self.up:
+            if isinstance(layer, Stage):
+                h = layer(torch.cat([h, skips.pop()], dim=1), times, dropout)
+            else:
+                h = layer(h)
+        output: Tensor = self.conv_out(functional.silu(self.norm_out(h)))
+        return output.to(x.dtype)
+
+    def _times(self, t: Tensor, condition: Tensor | None, drop: Tensor | None) -> Sequence[Tensor]:
+        """Each residual block's time vector, from one matrix product for all."""
+        embedding = self.time_embedding(t)
+        if self.condition is not None:
+            embedding = embedding + self.condition(condition, drop, len(t))
+        projected: Tensor = self.time_projection(functional.silu(embedding))
+        return torch.split(projected, self.time_sizes, dim=1)
+
+    def _check(self, x: Tensor, condition: Tensor | None) -> None:
+        halvings = 2 ** (len(self.config.multipliers) - 1)
+        if (
+            x.ndim != 4
+            or x.shape[1] != self.config.in_channels
+            or x.shape[2] % halvings
+            or x.shape[3] % halvings
+        ):
+            raise ValueError(
+                f"Images of shape {tuple(x.shape)} were given; the network takes (batch, "
+                f"{self.config.in_channels}, height, width), both multiples of {halvings}."
+            )
+        if condition is None:
+            return
+        expected = {"class": (len(x),), "text": (len(x), TEXT_BYTES)}.get(self.config.conditioning)
+        if tuple(condition.shape) != expected:
+            raise ValueError(
+                f"A condition of shape {tuple(condition.shape)} was given; the network's "
+                f"conditioning is {self.config.conditioning}, shape {expected}."
+            )
+
+
+def _conditioning(config: UNetConfig) -> ClassEmbedding | TextEncoder | None:
+    if config.conditioning == "class":
+        return ClassEmbedding(config.classes, 4 * config.channels)
+    return TextEncoder(config.channels) if config.conditioning == "text" else None
