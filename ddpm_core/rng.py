@@ -1,0 +1,235 @@
+"""Stateless random numbers: every draw is a pure function of what it is for.
+
+    value = f(purpose, seed, stream, step, sample, element)
+
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns a counter
+into four random words, so there is no state to save or restore, and no draw depends on how many
+workers there are, how a batch is cut or what ran before. Only integer operations and exactly
+rounded float32 ones are used: CPU and GPU agree to the last bit (except where a compiler fuses
+multiplications with additions, which moves the last bit of a normal).
+
+This module is the only source of randomness in ddpm_core.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Purpose(StrEnum):
+    """What a draw is for. Draws for different purposes are independent under the same seed."""
+
+    INIT = "init"
+    ORDER = "order"
+    TIMESTEP = "timestep"
+    NOISE = "noise"
+    FLIP = "flip"
+    LABEL_DROP = "label drop"
+    DROPOUT = "dropout"
+    SAMPLE = "sample"
+    SAMPLE_CONDITION = "sample condition"
+    EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class Key:
+    """128 bits of a purpose and a seed: `philox` keys the cipher, `mask` is XORed into the counter.
+
+    Each is two words in [0, 2^32).
+    """
+
+    philox: tuple[int, int]
+    mask: tuple[int, int]
+
+
+def key(purpose: Purpose, seed: int) -> Key:
+    """The key of a purpose under a seed, which may be any integer: all of its bits count."""
+    digest = hashlib.blake2b(f"{purpose}:{seed}".encode(), digest_size=16).digest()
+    words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
+    return Key((words[0], words[1]), (words[2], words[3]))
+
+
+def philox(counter: Words, key: tuple[int, int]) -> Words:
+    """Philox4x32-10: four int64 words in [0, 2^32), broadcast together, to four random ones.
+
+    A signed 64-bit product wraps, but has the bits of the unsigned one; after the mask that
+    follows each shift nothing is left of its sign.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = _xor(product1 >> 32, c1).bitwise_xor_(k0).bitwise_and_(WORD)
+        c2 = _xor(product0 >> 32, c3).bitwise_xor_(k1).bitwise_and_(WORD)
+        c1, c3 = product1, product0
+        k0, k1 = (k0 + _WEYL[0]) & WORD, (k1 + _WEYL[1]) & WORD
+    return c0, c1 & WORD, c2, c3 & WORD
+
+
+def bits(
+    key: Key, sample: Tensor, elements: int, step: int | Tensor = 0, stream: int = 0
+) -> Tensor:
+    """Random words, int64 (n, elements), each in [0, 2^32), on the device of `sample`.
+
+    `sample` (n,) int64, `step` (a number, or a tensor of one or n of them) and `stream` are
+    indices in [0, 2^32): the sample in the global batch, the training step, and any further
+    distinction, as of layers. Row i depends on sample[i] alone, and its first m elements are the
+    same whatever `elements` is.
+    """
+    words = _words(key, sample, -(-elements // 4), step, stream)
+    return torch.stack(words, dim=-1).flatten(1)[:, :elements]
+
+
+def uniform(
+    key: Key, sample: Tensor, shape: Sequence[int], step: int | Tensor = 0, stream: int = 0
+) -> Tensor:
+    """Uniform numbers in [0, 1), float32 (n, *shape), multiples of 2^-24; arguments as `bits`."""
+    words = bits(key, sample, math.prod(shape), step, stream)
+    return ((words >> 8).to(torch.float32) * 2.0**-24).view(len(sample), *shape)
+
+
+def normal(
+    key: Key, sample: Tensor, shape: Sequence[int], step: int | Tensor = 0, stream: int = 0
+) -> Tensor:
+    """Standard normal numbers, float32 (n, *shape), by Box and Muller (1958); as `bits`.
+
+    Always finite: at most 6.77 in magnitude, which one draw in 2^33 reaches.
+    """
+    elements = math.prod(shape)
+    w0, w1, w2, w3 = _words(key, sample, -(-elements // 4), step, stream)
+    radius = _radius(torch.stack((w0, w2), dim=-1))
+    cosine, sine = _direction(torch.stack((w1, w3), dim=-1))
+    pairs = torch.stack((cosine.mul_(radius), sine.mul_(radius)), dim=-1)
+    return pairs.flatten(1)[:, :elements].reshape(len(sample), *shape)
+
+
+def integers(
+    key: Key, sample: Tensor, high: int, step: int | Tensor = 0, stream: int = 0
+) -> Tensor:
+    """Whole numbers in [0, high), int64 (n,), high at most 2^31; arguments as `bits`.
+
+    No value is likelier than another by more than a share high / 2^32.
+    """
+    if not 0 < high <= 2**31:
+        raise ValueError(f"high: {high} given; integers are drawn below 1 to 2^31.")
+    return (bits(key, sample, 1, step, stream)[:, 0] * high) >> 32
+
+
+def permutation(key: Key, n: int, epoch: int) -> Tensor:
+    """A random order of 0..n-1, int64 (n,) on the CPU, another one for each epoch.
+
+    Sorts by 62 random bits an element; equal ones, if any, keep their order.
+    """
+    words = bits(key, torch.zeros(1, dtype=torch.int64), 2 * n, step=epoch).view(n, 2)
+    return torch.argsort((words[:, 0] << 30) ^ (words[:, 1] >> 2), stable=True)
+
+
+def dropout_mask(
+    key: Key,
+    sample: Tensor,
+    shape: Sequence[int],
+    rate: float,
+    step: int | Tensor,
+    stream: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """0 with probability `rate`, else 1 / (1 - rate): (n, *shape) of `dtype`; as `bits`.
+
+    Philox gives each sample 64 bits; a multiply-and-shift hash of 32 bits spreads them over the
+    elements, which is enough for a mask and a fraction of the cost.
+    """
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"rate: {rate} given; dropout needs a rate in [0, 1).")
+    first, second, *_ = (_signed(w) for w in _words(key, sample, 1, step, stream))
+    elements = torch.arange(math.prod(shape), dtype=torch.int32, device=sample.device)
+    hashed = _mix(_mix(elements, 0x7FEB352D), 0x5846CA6B) ^ first
+    hashed = _mix(hashed, 0x2C1B3C6D).bitwise_xor_(second).mul_(_WEYL[0] - 2**32)
+    keep = hashed >= round(rate * 2**32) - 2**31
+    return keep.to(dtype).mul_(1.0 / (1.0 - rate)).view(len(sample), *shape)
+
+
+def _words(key: Key, sample: Tensor, blocks: int, step: int | Tensor, stream: int) -> Words:
+    """Four tensors (n, blocks): block b holds the elements 4b to 4b+3."""
+    for name, number in (("step", step), ("stream", stream)):
+        if isinstance(number, int) and not 0 <= number <= WORD:
+            raise ValueError(f"{name}: {number} given; it counts draws, in [0, 2^32).")
+    device = sample.device
+    block = torch.arange(blocks, dtype=torch.int64, device=device).view(1, -1)
+    if isinstance(step, Tensor):
+        steps = step.to(device).view(-1, 1)
+    else:
+        steps = torch.full((1, 1), step, dtype=torch.int64, device=device)
+    streams = torch.full((1, 1), stream ^ key.mask[1], dtype=torch.int64, device=device)
+    return philox((block, sample.view(-1, 1), steps ^ key.mask[0], streams), key.philox)
+
+
+def _xor(fresh: Tensor, other: Tensor) -> Tensor:
+    """`fresh ^ other`, in the memory of `fresh` where the result fits there."""
+    if all(b in (a, 1) for a, b in zip(fresh.shape, other.shape, strict=True)):
+        return fresh.bitwise_xor_(other)
+    return fresh ^ other
+
+
+def _radius(words: Tensor) -> Tensor:
+    """sqrt(-2 ln u) in float32 of u = (word + 1/2) / 2^32, in (0, 1].
+
+    The logarithm: u = m 2^e with m in [sqrt(1/2), sqrt(2)), and ln m = 2 artanh s,
+    s = (m - 1) / (m + 1), |s| < 0.172, by its series up to s^9.
+    """
+    u = words.to(torch.float32).add_(0.5).mul_(2.0**-32)
+    root_half = 0x3F3504F3  # the bits of sqrt(1/2)
+    pattern = u.view(torch.int32) - root_half
+    exponent = pattern >> 23
+    m = pattern.bitwise_and_(0x7FFFFF).add_(root_half).view(torch.float32)
+    s = (m - 1.0).div_(m + 1.0)
+    series = _polynomial(s * s, (1.0, 1 / 3, 1 / 5, 1 / 7, 1 / 9))
+    log = series.mul_(s).mul_(2.0).add_(exponent.to(torch.float32).mul_(math.log(2.0)))
+    return log.mul_(-2.0).clamp_(min=0.0).sqrt_()
+
+
+def _direction(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of a uniform angle, float32: 30 bits place it in a quarter of the circle.
+
+    Of the two other bits one swaps the coordinates and one negates them, which reaches all four.
+    """
+    angle = (words & 0x3FFFFFFF).sub_(2**29).to(torch.float32).add_(0.5).mul_(math.pi / 2**31)
+    square = angle * angle
+    cosine = _polynomial(square, (1.0, -1 / 2, 1 / 24, -1 / 720, 1 / 40320))
+    sine = _polynomial(square, (1.0, -1 / 6, 1 / 120, -1 / 5040, 1 / 362880)).mul_(angle)
+    sign = ((words >> 30) & 2).to(torch.float32).neg_().add_(1.0)
+    cosine.mul_(sign)
+    sine.mul_(sign)
+    swap = (words & 0x40000000) != 0
+    return torch.where(swap, sine, cosine), torch.where(swap, cosine, sine)
+
+
+def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """c0 + c1 x + c2 x^2 + ... by Horner, each operation rounded by itself."""
+    *rest, last = coefficients
+    total = x * last
+    for coefficient in reversed(rest[1:]):
+        total.add_(coefficient).mul_(x)
+    return total.add_(rest[0])
+
+
+def _signed(words: Tensor) -> Tensor:
+    """Words in [0, 2^32) as int32 of the same bits."""
+    return (words - ((words & 0x80000000) << 1)).to(torch.int32)
+
+
+def _mix(x: Tensor, multiplier: int) -> Tensor:
+    """One bijective round on int32: x ^= x >> 15 (without the sign), then times an odd number."""
+    return ((x >> 15).bitwise_and_(0x1FFFF)).bitwise_xor_(x).mul_(multiplier)
