@@ -1,0 +1,213 @@
+"""The process is a Gaussian diffusion: held to identities, not to numbers from a run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_core import rng
+from ddpm_core.diffusion import process
+from ddpm_core.diffusion.process import PREDICTIONS, SCHEDULES, Schedule, make_schedule
+
+every_schedule = pytest.mark.parametrize("name", SCHEDULES)
+every_prediction = pytest.mark.parametrize("prediction", PREDICTIONS)
+any_length = pytest.mark.parametrize("timesteps", [21, 50, 100, 1000, 4000, 100_000])
+
+
+def normal(stream: int, *shape: int) -> Tensor:
+    key = rng.key(rng.Purpose.NOISE, 0)
+    return rng.normal(key, torch.arange(shape[0]), shape[1:], stream=stream).double()
+
+
+def images() -> Tensor:
+    return normal(0, 6, 1, 4, 4).clamp(-1, 1)
+
+
+# Schedules
+
+
+@every_schedule
+@any_length
+def test_a_schedule_destroys_more_at_every_step(name: str, timesteps: int) -> None:
+    schedule = make_schedule(name, timesteps)
+    assert schedule.timesteps == timesteps
+    assert schedule.betas.dtype == torch.float64
+    assert bool((schedule.betas > 0).all()) and bool((schedule.betas < 1).all())
+    assert bool((schedule.alphas_bar.diff() < 0).all())
+    assert bool((schedule.snr.diff() < 0).all())
+    assert torch.isfinite(schedule.snr).all() and torch.isfinite(schedule.sigmas).all()
+
+
+@every_schedule
+@any_length
+def test_the_last_step_of_a_schedule_is_near_a_unit_gaussian(name: str, timesteps: int) -> None:
+    alpha_bar = float(make_schedule(name, timesteps).alphas_bar[-1])
+    worst_mean = alpha_bar  # squared, of a pixel at 1
+    divergence = 0.5 * (worst_mean + (1 - alpha_bar) - 1 - math.log1p(-alpha_bar))
+    assert divergence / math.log(2) < 1e-4  # bits a dimension
+
+
+@every_schedule
+def test_unit_gaussian_moments_are_reached_from_any_image(name: str) -> None:
+    schedule = make_schedule(name, 1000)
+    x = process.q_sample(torch.ones(1000, 100), normal(1, 1000, 100), schedule.alphas_bar[-1:])
+    assert float(x.mean()) == pytest.approx(0.0, abs=0.02)
+    assert float(x.std()) == pytest.approx(1.0, abs=0.02)
+
+
+def test_linear_is_that_of_ho_at_a_thousand_steps_and_ends_alike_at_any_number() -> None:
+    schedule = make_schedule("linear", 1000)
+    assert float(schedule.betas[0]) == pytest.approx(1e-4, rel=1e-12)
+    assert float(schedule.betas[-1]) == pytest.approx(0.02, rel=1e-12)
+    log_end = float(schedule.alphas_bar[-1].log())
+    assert float(make_schedule("linear", 100_000).alphas_bar[-1].log()) == pytest.approx(
+        log_end, rel=0.01
+    )
+
+
+def test_cosine_follows_its_curve_until_beta_is_clipped() -> None:
+    schedule = make_schedule("cosine", 1000)
+    t = torch.arange(1, 1001, dtype=torch.float64) / 1000
+    curve = ((t + 0.008) / 1.008 * math.pi / 2).cos() ** 2
+    curve = curve / math.cos(0.008 / 1.008 * math.pi / 2) ** 2
+    assert torch.allclose(schedule.alphas_bar[:-1], curve[:-1], rtol=1e-9, atol=0)
+    assert float(schedule.betas.max()) == float(schedule.betas[-1]) == 0.999
+    assert 15_000 < float(schedule.sigmas[-1]) < 25_000
+    assert float(schedule.sigmas[-2]) == pytest.approx(640, rel=0.01)
+
+
+@pytest.mark.parametrize("timesteps", range(2, 30))
+def test_cosine_works_from_two_steps_on(timesteps: int) -> None:
+    schedule = make_schedule("cosine", timesteps)
+    assert float(schedule.alphas_bar[-1]) < 1e-3
+    assert bool((schedule.alphas_bar.diff() < 0).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "timesteps", "sentence"),
+    [
+        ("linear", 20, "timesteps: 20 given with schedule linear"),
+        ("linear", 1, "timesteps: 1 given; a process needs at least 2"),
+        ("cosine", 0, "timesteps: 0 given"),
+        ("cosine", -5, "timesteps: -5 given"),
+        ("cosin", 100, "schedule: 'cosin' given; known are linear, cosine"),
+    ],
+)
+def test_nonsense_is_refused_in_a_sentence(name: str, timesteps: int, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_schedule(name, timesteps)
+
+
+# The forward process
+
+
+@every_schedule
+def test_variance_is_preserved(name: str) -> None:
+    alpha_bar = make_schedule(name, 100).alphas_bar
+    unit = torch.ones(100, 1, dtype=torch.float64)
+    signal = process.q_sample(unit, torch.zeros_like(unit), alpha_bar)
+    sigma = process.q_sample(torch.zeros_like(unit), unit, alpha_bar)
+    assert torch.allclose(signal**2 + sigma**2, unit, rtol=0, atol=1e-14)
+
+
+@every_schedule
+def test_the_chain_of_q_equals_its_marginal(name: str) -> None:
+    schedule = make_schedule(name, 100)
+    mean, variance = 1.0, 0.0
+    for t in range(100):
+        alpha = float(schedule.alphas[t])
+        mean, variance = math.sqrt(alpha) * mean, alpha * variance + 1 - alpha
+        assert mean**2 == pytest.approx(float(schedule.alphas_bar[t]), rel=1e-12)
+        assert variance == pytest.approx(1 - float(schedule.alphas_bar[t]), rel=1e-12)
+
+
+@every_schedule
+@pytest.mark.parametrize("stride", [1, 7])
+def test_the_posterior_is_that_of_bayes_rule(name: str, stride: int) -> None:
+    """q(prev | x, x0) prop. to q(x | prev) q(prev | x0): the precisions add."""
+    alpha_bar = make_schedule(name, 100).alphas_bar[stride::stride]
+    prev = make_schedule(name, 100).alphas_bar[:-stride:stride][: len(alpha_bar)]
+    alpha = alpha_bar / prev
+    x0, x = normal(2, len(alpha), 3), normal(3, len(alpha), 3)
+    precision = alpha / (1 - alpha) + 1 / (1 - prev)
+    of_x = (alpha.sqrt() / (1 - alpha) / precision)[:, None]
+    of_x0 = (prev.sqrt() / (1 - prev) / precision)[:, None]
+    mean = process.posterior_mean(x0, x, alpha_bar, prev)
+    assert torch.allclose(mean, of_x * x + of_x0 * x0, rtol=1e-9, atol=1e-9)
+    variance = process.posterior_variance(alpha_bar, prev)
+    assert torch.allclose(variance, 1 / precision, rtol=1e-9, atol=0)
+
+
+@every_schedule
+def test_the_posterior_at_the_first_step_is_the_clean_image(name: str) -> None:
+    schedule = make_schedule(name, 100)
+    x0 = images()
+    x = process.q_sample(x0, normal(1, *x0.shape), schedule.alphas_bar[:1])
+    mean = process.posterior_mean(x0, x, schedule.alphas_bar[:1], schedule.alphas_bar_prev[:1])
+    assert torch.allclose(mean, x0, rtol=0, atol=1e-12)
+    assert float(schedule.posterior_variance[0]) == 0.0
+    assert bool((schedule.posterior_variance[1:] > 0).all())
+    assert bool((schedule.posterior_variance <= schedule.betas).all())
+
+
+# What a network predicts
+
+
+@every_schedule
+@every_prediction
+def test_every_prediction_gives_back_image_and_noise(name: str, prediction: str) -> None:
+    schedule = make_schedule(name, 1000)
+    x0, noise = images(), normal(1, 6, 1, 4, 4)
+    alpha_bar = schedule.alphas_bar[[0, 1, 250, 500, 900, 990]]
+    x = process.q_sample(x0, noise, alpha_bar)
+    output = process.target(prediction, x0, noise, alpha_bar)
+    assert torch.allclose(process.to_x0(prediction, output, x, alpha_bar), x0, atol=1e-9)
+    assert torch.allclose(process.to_noise(x0, x, alpha_bar), noise, atol=1e-9)
+
+
+@every_prediction
+def test_the_error_of_a_prediction_is_its_squared_error_for_one_of_x0(prediction: str) -> None:
+    schedule = make_schedule("cosine", 100)
+    x = normal(2, 100, 1)
+    output = normal(3, 100, 1)
+    x0 = process.to_x0(prediction, output, x, schedule.alphas_bar)
+    moved = process.to_x0(prediction, output + 1, x, schedule.alphas_bar)
+    error = PREDICTIONS[prediction].error(schedule.snr)[:, None]
+    assert torch.allclose(error * (moved - x0) ** 2, torch.ones_like(x), rtol=1e-6)
+
+
+@every_schedule
+@every_prediction
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_ends_are_finite_and_clipped(name: str, prediction: str, dtype: torch.dtype) -> None:
+    schedule: Schedule = make_schedule(name, 1000)
+    ends = torch.cat((schedule.alphas_bar[[0, -1]], torch.tensor([0.0, 1.0], dtype=torch.float64)))
+    x, output = normal(1, 4, 2, 3, 3).to(dtype), normal(2, 4, 2, 3, 3).to(dtype)
+    x0 = process.to_x0(prediction, output, x, ends, clip=True)
+    assert x0.dtype == dtype
+    assert float(x0.abs().max()) <= 1.0
+    assert torch.isfinite(process.to_x0(prediction, output, x, ends)).all()
+    assert torch.isfinite(process.to_noise(x0, x, ends)).all()
+
+
+def test_coefficients_keep_the_precision_of_alpha_bar() -> None:
+    alpha_bar = make_schedule("linear", 100_000).alphas_bar[:1]
+    sigma = process.q_sample(torch.zeros(1, 1), torch.ones(1, 1), alpha_bar)
+    assert float(sigma) == pytest.approx(math.sqrt(1e-6), rel=1e-6)
+
+
+def test_alpha_bar_may_be_one_a_sample_or_one_for_all() -> None:
+    x0, noise = images(), normal(1, 6, 1, 4, 4)
+    alpha_bar = torch.tensor(0.3, dtype=torch.float64)
+    for shape in ((1,), (6,), (6, 1, 1, 1)):
+        spread = process.q_sample(x0, noise, alpha_bar.expand(shape))
+        assert torch.equal(spread, process.q_sample(x0, noise, alpha_bar))
+
+
+def test_an_unknown_prediction_is_refused_with_the_choices() -> None:
+    one = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="prediction: 'eps' given; known are noise, x0, v"):
+        process.target("eps", one, one, one[0])
