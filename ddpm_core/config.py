@@ -125,6 +125,7 @@ class Train(Section):
     loss: Loss = Loss()
     timesteps: Timesteps = Timesteps()
     log_every: Positive = 20
+    grid: Annotated[int, Field(ge=0)] = Field(36, description="images in a milestone's preview")
     snapshot_every: Positive = 200
     keep: Positive = Field(3, description="snapshots kept beside the milestones")
     milestone_every: Positive = Field(200, description="steps between checkpoints for evaluation")
@@ -165,6 +166,7 @@ class Sample(Section):
         None, description="texts to draw, in turn; none: captions as frequent as in training"
     )
     ema: Auto | Literal["none"] | float = Field("auto", description="auto: the first of train.ema")
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     shards: Positive = 1
     png: bool = Field(False, description="also single PNG files")

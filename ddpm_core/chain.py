@@ -1,0 +1,78 @@
+"""The five verbs in a row, and what each still has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from ddpm_core.config import Config
+from ddpm_core.console import printable, say
+from ddpm_core.data import prepare as data
+from ddpm_core.distributed import world
+from ddpm_core.errors import UserError
+from ddpm_core.evaluation import evaluate as evaluation
+from ddpm_core.generate import sample as generate
+from ddpm_core.registry import register as registry
+from ddpm_core.training import launcher, resume
+from ddpm_core.workspace import EVALUATION, SAMPLES, SNAPSHOTS, Workspace
+
+VERBS = {
+    "prepare": data.stale,
+    "train": resume.stale,
+    "sample": generate.stale,
+    "evaluate": evaluation.stale,
+    "register": registry.stale,
+}
+
+
+def run(
+    config: Config, workspace: Workspace, environment: Mapping[str, str], arguments: Sequence[str]
+) -> None:
+    """Do all that is not up to date, in order."""
+
+    def draw() -> None:
+        with world(config.device, environment) as here:
+            generate.sample(config, workspace, here)
+
+    actions = {
+        "prepare": lambda: data.prepare(config, workspace),
+        "train": lambda: launcher.train(config, environment, ["train", *arguments[1:]]),
+        "sample": draw,
+        "evaluate": lambda: evaluation.evaluate(config, workspace),
+        "register": lambda: registry.register(config, workspace),
+    }
+    for verb, action in actions.items():
+        reason = VERBS[verb](config, workspace)
+        if reason is None:
+            say(f"{verb}: up to date.")
+        else:
+            say(f"{verb}: {reason}.")
+            action()
+    say(f"Done. Look at {workspace.path(EVALUATION)}/report.html, or run: ddpm status")
+
+
+def status(config: Config, workspace: Workspace) -> str:
+    """A table of the verbs: up to date, or why not; and what is stored."""
+    table = Table(
+        "verb", "state", title=f"workspace {printable(workspace.uri)}", title_justify="left"
+    )
+    blocked = False
+    for verb, stale in VERBS.items():
+        try:
+            reason = "waits for the above" if blocked else stale(config, workspace)
+        except UserError as error:
+            reason = str(error)
+        blocked = blocked or reason is not None
+        table.add_row(verb, "up to date" if reason is None else printable(reason))
+    snapshots, samples = workspace.steps(SNAPSHOTS), workspace.steps(SAMPLES)
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(table)
+        console.print(f"snapshots: {_listed(snapshots)}; samples: {_listed(samples)}")
+    return capture.get().rstrip()
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"

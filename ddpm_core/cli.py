@@ -1,0 +1,242 @@
+"""The `ddpm` program: one command a verb, each a few lines around its function."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ddpm_core import __version__, params
+from ddpm_core.config import Config
+from ddpm_core.console import say
+from ddpm_core.errors import Interrupted, UserError
+from ddpm_core.workspace import Workspace
+
+app = typer.Typer(
+    name="ddpm",
+    help="A folder of images goes in; a registered, served diffusion model comes out: "
+    "prepare, train, sample, evaluate, register. `ddpm run` does all five.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ParamsOption = Annotated[
+    Path | None,
+    typer.Option("--params", "-p", help="The params file; default params.yaml, else the digits."),
+]
+WorkspaceOption = Annotated[
+    str | None, typer.Option("--workspace", "-w", help="Where the run lives; default: params'.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-S", metavar="SECTION.KEY=VALUE", help="Override one setting."),
+]
+
+
+def load(file: Path | None, workspace: str | None, overrides: list[str] | None) -> Config:
+    """The settings of a command: those of the file named, of ./params.yaml, or the defaults."""
+    default = Path("params.yaml")
+    file = file or (default if default.exists() else None)
+    return params.load(file, overrides or (), workspace)
+
+
+def verb(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Register a command that turns our errors into one message and an exit status."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except UserError as error:
+            say(f"ddpm {sys.argv[1] if len(sys.argv) > 1 else ''}: {error}")
+            raise SystemExit(1) from None
+        except Interrupted as stop:
+            say(str(stop))
+            raise SystemExit(stop.status) from None
+        except KeyboardInterrupt:
+            say("Interrupted. What was finished is kept; the same command goes on from there.")
+            raise SystemExit(130) from None
+        except BrokenPipeError:
+            raise SystemExit(141) from None
+
+    return app.command(name=function.__name__.rstrip("_").replace("_", "-"))(guarded)
+
+
+@verb
+def prepare(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
+    """Turn a source of images into packed arrays: square, checked, split, fingerprinted."""
+    from ddpm_core.data.prepare import prepare
+
+    config = load(p, w, s)
+    prepare(config, Workspace.open(config.workspace))
+
+
+@verb
+def train(
+    p: ParamsOption = None,
+    w: WorkspaceOption = None,
+    s: SetOption = None,
+    resume: Annotated[
+        str, typer.Option(help="auto: set snapshots of other settings aside; strict: refuse.")
+    ] = "auto",
+    from_step: Annotated[int | None, typer.Option(help="Go on from this snapshot.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, and stop.")] = False,
+) -> None:
+    """Train, or go on training, to train.steps."""
+    config = load(p, w, s)
+    if resume not in ("auto", "strict"):
+        raise UserError(f"--resume {resume}: auto or strict is needed.")
+    from ddpm_core.training import launcher
+
+    launcher.train(config, os.environ, sys.argv[1:], resume == "strict", from_step, dry_run)
+
+
+@verb
+def sample(
+    p: ParamsOption = None,
+    w: WorkspaceOption = None,
+    s: SetOption = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Draw shard I of N alone; I from 0.")
+    ] = None,
+) -> None:
+    """Draw images from checkpoints."""
+    config = load(p, w, s)
+    from ddpm_core.distributed import world
+    from ddpm_core.generate.plan import parse_shard
+    from ddpm_core.generate.sample import sample
+
+    one = parse_shard(shard) if shard else None
+    with world(config.device, os.environ) as here:
+        sample(config, Workspace.open(config.workspace), here, one)
+
+
+@verb
+def evaluate(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
+    """Score the sampled checkpoints, and write tables, plots and a report."""
+    config = load(p, w, s)
+    from ddpm_core.evaluation.evaluate import evaluate
+
+    evaluate(config, Workspace.open(config.workspace))
+
+
+@verb
+def register(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
+    """Make the best checkpoint a version of the registered model, champion if it is the best."""
+    config = load(p, w, s)
+    from ddpm_core.registry.register import register
+
+    register(config, Workspace.open(config.workspace))
+
+
+@verb
+def run(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
+    """All five verbs, skipping what is up to date."""
+    config = load(p, w, s)
+    from ddpm_core import chain
+
+    chain.run(config, Workspace.open(config.workspace), os.environ, sys.argv[1:])
+
+
+@verb
+def status(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
+    """What the workspace holds, what is stale, and why."""
+    config = load(p, w, s)
+    from ddpm_core import chain
+
+    typer.echo(chain.status(config, Workspace.open(config.workspace)))
+
+
+@verb
+def check_data(directory: Annotated[Path, typer.Argument(help="A folder of images.")]) -> None:
+    """What a folder of images holds, and what is wrong with it, before it is prepared."""
+    from ddpm_core.data.check import check_data
+
+    check_data(directory)
+
+
+@verb
+def methods() -> None:
+    """The methods that can be chosen in params, each with its formula and source."""
+    from ddpm_core.methods import describe
+
+    typer.echo(describe())
+
+
+@verb
+def report(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
+    """Write evaluation/report.html anew from the scores at hand."""
+    config = load(p, w, s)
+    from ddpm_core.evaluation.report import render_report
+
+    typer.echo(render_report(Workspace.open(config.workspace)))
+
+
+@verb
+def destroy(
+    p: ParamsOption = None,
+    w: WorkspaceOption = None,
+    s: SetOption = None,
+    images: Annotated[int, typer.Option(min=1, max=16, help="How many images.")] = 4,
+    output: Annotated[Path, typer.Option("--output", "-o")] = Path("destroy.gif"),
+) -> None:
+    """An animation of images being destroyed by the forward process, a row per schedule."""
+    config = load(p, w, s)
+    from ddpm_core.generate.destroy import destroy_prepared
+
+    typer.echo(destroy_prepared(config, Workspace.open(config.workspace), images, output))
+
+
+@verb
+def import_diffusers(
+    folder: Annotated[Path, typer.Argument(help="A folder of diffusers' DDPMPipeline.")],
+    output: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
+) -> None:
+    """Make a checkpoint of a diffusers pipeline, for train.init or sampling."""
+    from ddpm_core.interop.checkpoints import import_checkpoint
+
+    typer.echo(import_checkpoint(folder, output))
+
+
+@verb
+def export_diffusers(
+    output: Annotated[Path, typer.Argument(help="The folder to write.")],
+    p: ParamsOption = None,
+    w: WorkspaceOption = None,
+    s: SetOption = None,
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; default: newest.")] = None,
+) -> None:
+    """Write a checkpoint as a folder that diffusers.DDPMPipeline loads."""
+    config = load(p, w, s)
+    from ddpm_core.interop.checkpoints import export_checkpoint
+
+    typer.echo(export_checkpoint(config, Workspace.open(config.workspace), step, output))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ddpm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+def main() -> None:
+    """The installed program."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Images from a trained network: the plan, the drawing, and what is kept of it."""

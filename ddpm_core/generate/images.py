@@ -1,0 +1,75 @@
+"""Images from a network: image i depends on the weights, the settings, the seed and i alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpm_core import rng
+from ddpm_core.config import Diffusion, Sample
+from ddpm_core.diffusion.process import make_schedule
+from ddpm_core.diffusion.samplers import SamplerSettings, sample
+from ddpm_core.generate.conditions import Conditions
+from ddpm_core.images import Pixels, to_pixels
+from ddpm_core.models.unet import UNet
+from ddpm_core.precision import autocast, choose
+from ddpm_core.rng import Purpose
+
+
+class Generator:
+    """Draws numbered images from a network.
+
+    `data` is the checkpoint's record of what it was trained on: classes, how many images each
+    had, and captions, which conditional images follow unless others are asked for.
+    """
+
+    def __init__(
+        self, model: UNet, data: dict[str, Any], settings: Sample, diffusion: Diffusion
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._prediction = diffusion.prediction
+        self._schedule = make_schedule(diffusion.schedule, diffusion.timesteps)
+        self._device = next(model.parameters()).device
+        self._sampler = SamplerSettings(
+            settings.sampler, settings.steps, settings.spacing, settings.eta, settings.variance
+        )
+        self._conditions = Conditions(model.config.conditioning, data, settings)
+        self._precision = choose(settings.precision, self._device)
+
+    @torch.no_grad()
+    def images(
+        self, indices: Sequence[int], on_step: Callable[[int], None] | None = None
+    ) -> Pixels:
+        """uint8 (n, H, W, C), the images of these numbers, in one batch."""
+        index = torch.as_tensor(list(indices), dtype=torch.int64, device=self._device)
+        condition = self._conditions.take(index.cpu())
+        if condition is not None:
+            condition = condition.to(self._device)
+        key = rng.key(Purpose.SAMPLE, self._settings.seed)
+        config = self._model.config
+        shape = (config.in_channels, config.image_size, config.image_size)
+        with autocast(self._precision, self._device):
+            x0 = sample(
+                lambda x, t: self._guided(x, t, condition),
+                self._schedule,
+                self._prediction,
+                self._sampler,
+                lambda step: rng.normal(key, index, shape, step),
+                on_step,
+            )
+        pixels: Pixels = to_pixels(x0).cpu().numpy()
+        return pixels
+
+    def _guided(self, x: Tensor, t: Tensor, condition: Tensor | None) -> Tensor:
+        """The network's output; with guidance g, u + g (c - u) (Ho & Salimans 2022, eq. 6)."""
+        scale = self._settings.guidance
+        if condition is None or scale == 1.0:
+            return self._model(x, t, condition).float()
+        drop = torch.arange(2 * len(x), device=x.device) >= len(x)
+        both = self._model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([condition] * 2), drop)
+        conditional, unconditional = both.float().chunk(2)
+        return unconditional + scale * (conditional - unconditional)

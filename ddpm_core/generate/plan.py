@@ -1,0 +1,135 @@
+"""What there is to sample: which checkpoints, and how their images are cut into shards.
+
+Images are drawn in chunks of `sample.batch_size`: image i in chunk i // batch_size, whoever draws
+it. A shard takes whole chunks, so that one worker and forty draw the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ddpm_core.checkpoint import Checkpoint, open_checkpoint
+from ddpm_core.config import Config, Sample
+from ddpm_core.errors import UserError
+from ddpm_core.workspace import EVALUATION, SNAPSHOTS, Workspace, fingerprint
+
+# Settings of `sample` that say which images are wanted, not how they are stored or cut.
+_SAMPLER = (
+    "sampler",
+    "steps",
+    "spacing",
+    "eta",
+    "variance",
+    "guidance",
+    "classes",
+    "prompts",
+    "ema",
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Images [start, stop) of a run of `count`, in whole chunks of `batch_size`."""
+
+    number: int
+    of: int
+    count: int
+    batch_size: int
+
+    @property
+    def chunks(self) -> range:
+        total = -(-self.count // self.batch_size)
+        return range(self.number * total // self.of, (self.number + 1) * total // self.of)
+
+    def images(self, chunk: int) -> range:
+        """The images of a chunk that are kept; the rest of it is padding."""
+        return range(chunk * self.batch_size, min((chunk + 1) * self.batch_size, self.count))
+
+    @property
+    def start(self) -> int:
+        return min(self.chunks.start * self.batch_size, self.count)
+
+    @property
+    def stop(self) -> int:
+        return min(self.chunks.stop * self.batch_size, self.count)
+
+    @property
+    def name(self) -> str:
+        return f"shard-{self.number:03d}-of-{self.of:03d}"
+
+
+def shards(settings: Sample) -> list[Shard]:
+    return [
+        Shard(number, settings.shards, settings.count, settings.batch_size)
+        for number in range(settings.shards)
+    ]
+
+
+def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
+    """The steps that `sample.checkpoints` means, in order. Raises UserError where one is missing.
+
+    `all` is every milestone and the newest checkpoint.
+    """
+    there = workspace.steps(SNAPSHOTS)
+    if not there:
+        raise UserError(f"{workspace.uri} has no checkpoint to sample: run `ddpm train` first.")
+    wanted = config.sample.checkpoints
+    if wanted == "latest":
+        return there[-1:]
+    if wanted == "all":
+        every = config.train.milestone_every
+        return [step for step in there if step % every == 0 or step == there[-1]]
+    if wanted == "best":
+        return [best_step(workspace)]
+    missing = [step for step in wanted if step not in there]
+    if missing:
+        raise UserError(
+            f"sample.checkpoints: there is no checkpoint of step {missing[0]} "
+            f"(there: {', '.join(map(str, there))})."
+        )
+    return sorted(set(wanted))
+
+
+def best_step(workspace: Workspace) -> int:
+    """The step of the best score so far."""
+    best = workspace.read_json(f"{EVALUATION}/results.json").get("best") or {}
+    if "step" not in best:
+        raise UserError("sample.checkpoints: best, but nothing is scored yet: run `ddpm evaluate`.")
+    return int(best["step"])
+
+
+def recipe(config: Config, checkpoint: Checkpoint, precision: str) -> dict[str, Any]:
+    """All that the images of a checkpoint depend on, and with it their fingerprint."""
+    settings = config.sample
+    given = settings.model_dump(mode="json")
+    facts = {
+        "step": checkpoint.step,
+        "count": settings.count,
+        "batch_size": settings.batch_size,
+        "weights": checkpoint.weights_hash(settings.ema),
+        "sampler": {
+            **{name: given[name] for name in _SAMPLER},
+            "precision": precision,
+            "clip": True,
+        },
+        "seed": settings.seed,
+        "data_fingerprint": checkpoint.data["fingerprint"],
+        "train_fingerprint": checkpoint.train_fingerprint,
+        "image_size": checkpoint.data["image_size"],
+        "channels": checkpoint.data["channels"],
+        "classes": checkpoint.data["classes"],
+    }
+    return {**facts, "samples_fingerprint": fingerprint(facts)}
+
+
+def open_chosen(config: Config, workspace: Workspace) -> list[Checkpoint]:
+    return [open_checkpoint(workspace, step) for step in chosen_steps(config, workspace)]
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """(number, of) of `I/N`, 0 <= I < N. Raises UserError."""
+    number, slash, of = text.partition("/")
+    if slash and number.isdecimal() and of.isdecimal() and int(number) < int(of):
+        return int(number), int(of)
+    raise UserError(f"--shard {text}: I/N is needed, with I from 0 to N - 1, as in --shard 0/4.")

@@ -1,0 +1,72 @@
+"""What a training run will take: printed before it starts, and by --dry-run."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import yaml
+
+from ddpm_core.config import Config
+from ddpm_core.data.dataset import open_dataset
+from ddpm_core.distributed import choose_device
+from ddpm_core.models.unet import UNet
+from ddpm_core.training.execution import Execution
+from ddpm_core.training.initial import network_config
+from ddpm_core.workspace import Workspace
+
+
+def disk_needed(config: Config, parameters: int) -> tuple[int, int]:
+    """Bytes of one whole snapshot, and of all that are kept at the end."""
+    weights = 4 * parameters * (1 + len(config.train.ema))
+    whole = weights + 8 * parameters
+    train = config.train
+    milestones = math.ceil(train.steps / train.milestone_every)
+    kept = min(
+        train.keep, math.ceil(train.steps / min(train.snapshot_every, train.milestone_every))
+    )
+    # One more while it is being written beside the others.
+    return whole, (kept + 1) * whole + max(0, milestones - kept) * weights
+
+
+def memory_needed(config: Config, parameters: int) -> int:
+    """Bytes of weights, gradients, optimizer and averages; activations come on top."""
+    return 4 * parameters * (4 + len(config.train.ema))
+
+
+def describe(config: Config, workspace: Workspace, processes: int) -> str:
+    """The resolved settings, and the steps, disk, memory and devices that they need."""
+    data = open_dataset(workspace)
+    device = choose_device(config.device)
+    execution = Execution.choose(config.train, device)
+    parameters = count_parameters(config, data)
+    whole, kept = disk_needed(config, parameters)
+    train = config.train
+    lines = [
+        yaml.safe_dump(config.dump(), sort_keys=False).rstrip(),
+        "---",
+        f"data        {len(data)} images of {data.image_size}x{data.image_size}x{data.channels}, "
+        f"fingerprint {data.fingerprint}",
+        f"network     {parameters:,} parameters",
+        f"steps       {train.steps} of {train.batch_size} images, "
+        f"{train.steps * train.batch_size / len(data):,.1f} epochs",
+        f"disk        {_size(whole)} a snapshot, at most {_size(kept)} in {workspace.uri}",
+        f"memory      {_size(memory_needed(config, parameters))} a worker, and its activations",
+        f"devices     {processes} x {device.type}, precision {execution.precision}, "
+        f"compile {'on' if execution.compile else 'off'}",
+    ]
+    return "\n".join(lines)
+
+
+def count_parameters(config: Config, data: object) -> int:
+    with torch.device("meta"):
+        model = UNet(network_config(config, data))  # type: ignore[arg-type]
+    return sum(p.numel() for p in model.parameters())
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,90 @@
+"""How the arithmetic of training is carried out: precision, compilation, optimizer, rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ddpm_core import config
+from ddpm_core.errors import UserError
+from ddpm_core.precision import autocast, choose
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Precision ("fp32", "bf16", "fp16") and whether the network is compiled, both decided."""
+
+    precision: str
+    compile: bool
+
+    @classmethod
+    def choose(
+        cls, train: config.Train, device: torch.device, earlier: dict[str, Any] | None = None
+    ) -> Execution:
+        """What `auto` means here; for a run that goes on, what it meant when it began."""
+        earlier = earlier or {}
+        precision: str = train.precision
+        if precision == "auto":
+            precision = earlier.get("precision") or choose("auto", device)
+        compiled = train.compile
+        if compiled == "auto":
+            compiled = earlier.get("compile", device.type == "cuda")
+        return cls(precision, bool(compiled))
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        return autocast(self.precision, device)
+
+    def scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        """Loss scaling for fp16; for the others one that does nothing."""
+        return torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_optimizer(
+    settings: config.Optimizer, parameters: Iterable[torch.nn.Parameter], device: torch.device
+) -> torch.optim.Optimizer:
+    """Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019), fused where it exists."""
+    kinds: dict[str, type[torch.optim.Adam]] = {
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    kind = kinds[settings.name]
+    return kind(
+        parameters,
+        lr=settings.lr,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        fused=device.type in ("cuda", "cpu", "mps"),
+    )
+
+
+def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
+    """The rate of step number `step` (the first is 1): linear warm-up, then constant or cosine."""
+    if step <= settings.warmup:
+        return settings.lr * step / settings.warmup
+    if settings.schedule == "constant":
+        return settings.lr
+    done = (step - settings.warmup) / max(1, steps - settings.warmup)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def explain_memory(error: BaseException, train: config.Train) -> UserError:
+    """The sentence for a device that is out of memory."""
+    return UserError(
+        f"Out of memory with train.batch_size {train.batch_size} in train.microbatches "
+        f"{train.microbatches}: raise microbatches (the result stays the same to rounding), or "
+        f"lower batch_size. ({str(error).splitlines()[0]})"
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )

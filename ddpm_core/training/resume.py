@@ -1,0 +1,182 @@
+"""Where a run begins: at its own newest whole snapshot, or at a fresh network."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ddpm_core.checkpoint import SETTINGS, Checkpoint
+from ddpm_core.config import Config
+from ddpm_core.console import say, warn
+from ddpm_core.data.dataset import PackedDataset, open_dataset
+from ddpm_core.distributed import World
+from ddpm_core.errors import UserError
+from ddpm_core.models.unet import UNet
+from ddpm_core.training import snapshot
+from ddpm_core.training.execution import Execution
+from ddpm_core.training.identity import differences, identity, train_fingerprint
+from ddpm_core.training.initial import initial_weights, network_config
+from ddpm_core.training.runlog import RunLog
+from ddpm_core.training.state import TrainState, from_parts
+from ddpm_core.workspace import LOG, RUN, SNAPSHOTS, SUPERSEDED, Workspace, snapshot_key, step_name
+
+MOST_CAPTIONS = 1000  # kept with a checkpoint, for sampling without the data
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`strict` refuses to set another run's snapshots aside; `from_step` picks where to go on."""
+
+    strict: bool = False
+    from_step: int | None = None
+
+
+def start(
+    config: Config, workspace: Workspace, world: World, data: PackedDataset, policy: Policy
+) -> tuple[dict[str, Any], TrainState | None]:
+    """The settings that go with every snapshot, and the state to go on from (None: all done)."""
+    settings = settings_of(config, data)
+    at = 0
+    if world.rank == 0:
+        set_aside_others(config, workspace, data, policy)
+        at = choose_step(config, workspace, policy)
+    at = world.from_first(at)
+    if at >= config.train.steps:
+        say(f"train: up to date, at step {at} of {config.train.steps}.")
+        return settings, None
+    parts = snapshot.read(workspace.path(snapshot_key(at))) if at else None
+    earlier = parts.documents[snapshot.STATE]["execution"] if parts else None
+    execution = Execution.choose(config.train, world.device, earlier)
+    model = UNet(network_config(config, data))
+    if parts is None:
+        initial_weights(model, config)
+    state = TrainState.create(config, world, execution, model)
+    if parts is not None:
+        from_parts(state, parts)
+        say(f"train: going on from step {at} of {config.train.steps}.")
+    if world.rank == 0:
+        RunLog(workspace.path(LOG)).truncate(at)
+    return settings, state
+
+
+def settings_of(config: Config, data: PackedDataset) -> dict[str, Any]:
+    """What a checkpoint must know so that nobody needs the params file to use it."""
+    captions: list[tuple[str, int]] = []
+    if config.model.conditioning == "text":
+        captions = caption_counts(data)[:MOST_CAPTIONS]
+    return {
+        "params": config.dump(),
+        "network": asdict(network_config(config, data)),
+        "data": {
+            "fingerprint": data.fingerprint,
+            "classes": data.classes,
+            "class_counts": data.class_counts,
+            "captions": captions,
+            "image_size": data.image_size,
+            "channels": data.channels,
+            "count": len(data),
+            "source": data.manifest.get("source", {}),
+        },
+        "train_fingerprint": train_fingerprint(config, data.fingerprint),
+        "identity": identity(config, data.fingerprint),
+    }
+
+
+def caption_counts(data: PackedDataset) -> list[tuple[str, int]]:
+    """Captions with how often they occur, the most frequent first."""
+    counts: dict[str, int] = {}
+    if data.captions is not None:
+        for row in data.captions:
+            text = bytes(row).rstrip(b"\0").decode("utf-8", "replace")
+            counts[text] = counts.get(text, 0) + 1
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+def set_aside_others(
+    config: Config, workspace: Workspace, data: PackedDataset, policy: Policy
+) -> None:
+    """Move the snapshots of other settings or data to superseded/, and tell what differs."""
+    wanted = identity(config, data.fingerprint)
+    others: dict[int, list[str]] = {}
+    for at in workspace.steps(SNAPSHOTS):
+        found = workspace.read_json(f"{snapshot_key(at)}/{SETTINGS}").get("identity")
+        if found is not None and (fields := differences(found, wanted)):
+            others[at] = fields
+    if not others:
+        return
+    fields = others[max(others)]
+    if policy.strict:
+        raise UserError(
+            f"{workspace.uri} holds snapshots of other settings, and --resume=strict was given:\n"
+            + "\n".join(f"  {field}" for field in fields)
+        )
+    place = move_aside(workspace, list(others))
+    if workspace.storage.exists(LOG):
+        workspace.storage.move(LOG, f"{place}/{LOG}")
+    workspace.storage.remove(RUN)
+    warn(
+        f"The snapshots here are of other settings; they were moved to {place}, and training "
+        "starts afresh. What differs:\n" + "\n".join(f"  {field}" for field in fields)
+    )
+
+
+def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
+    """The step to go on from, 0 for a fresh start; later snapshots are moved to superseded/."""
+    picked = policy.from_step
+    there = workspace.steps(SNAPSHOTS)
+    if picked is not None and picked not in there:
+        listed = ", ".join(map(str, there)) or "none"
+        raise UserError(f"--from-step {picked}: there is no such snapshot (there: {listed}).")
+    limit = config.train.steps if picked is None else picked
+    at, skipped = snapshot.newest_whole(workspace, lambda step: step <= limit)
+    for reason in skipped:
+        warn(f"A snapshot was skipped: {reason}")
+    if picked is not None and at != picked:
+        raise UserError(
+            f"--from-step {picked}: that snapshot is damaged, or a milestone kept as weights "
+            "alone, from which training can't go on."
+        )
+    late = [step for step in there if step > limit] + damaged(workspace, there, at or 0)
+    if late:
+        place = move_aside(workspace, late)
+        say(f"Snapshots that don't belong to what follows were moved to {place}: {sorted(late)}")
+    return at or 0
+
+
+def damaged(workspace: Workspace, steps: list[int], after: int) -> list[int]:
+    """The steps beyond `after` whose files are not whole."""
+    broken = []
+    for step in steps:
+        if step > after:
+            try:
+                Checkpoint.open(workspace.path(snapshot_key(step)))
+            except (UserError, OSError):
+                broken.append(step)
+    return broken
+
+
+def move_aside(workspace: Workspace, steps: list[int]) -> str:
+    """Move snapshots to a new folder of superseded/; its key."""
+    number = 1 + max(
+        (int(n) for n in workspace.storage.names(SUPERSEDED) if n.isdigit()), default=0
+    )
+    place = f"{SUPERSEDED}/{number:03d}"
+    for step in steps:
+        workspace.storage.move(snapshot_key(step), f"{place}/{SNAPSHOTS}/{step_name(step)}")
+    return place
+
+
+def stale(config: Config, workspace: Workspace) -> str | None:
+    """Why `train` has work to do; None where it is up to date."""
+    data = open_dataset(workspace)
+    steps = workspace.steps(SNAPSHOTS)
+    if not steps:
+        return "nothing is trained yet"
+    found = workspace.read_json(f"{snapshot_key(steps[-1])}/{SETTINGS}").get("identity")
+    if found is None:
+        return f"the snapshot of step {steps[-1]} is damaged"
+    if fields := differences(found, identity(config, data.fingerprint)):
+        return "settings differ: " + "; ".join(fields)
+    if steps[-1] != config.train.steps:
+        return f"at step {steps[-1]} of {config.train.steps}"
+    return None

@@ -1,0 +1,160 @@
+"""Snapshots: what they are called, how they are written, found whole, read and pruned.
+
+This file knows tensors and plain data; what they mean is the trainer's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ddpm_core.checkpoint import SETTINGS
+from ddpm_core.console import warn
+from ddpm_core.errors import UserError
+from ddpm_core.storage import MANIFEST, Corrupt, verify
+from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
+
+OPTIMIZER = "optimizer.safetensors"
+NOISE_LEVELS = "noise_levels.safetensors"
+STATE = "state.json"
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All of a snapshot, on the host: tensors by file, plain data by file, other files."""
+
+    tensors: Mapping[str, Tensors]
+    documents: Mapping[str, Mapping[str, Any]]
+    files: Mapping[str, bytes]
+
+
+def write(workspace: Workspace, step: int, parts: Parts) -> None:
+    """Write a snapshot; it is there whole, or not at all. Raises OSError, SafetensorError."""
+    with workspace.storage.new_folder(snapshot_key(step), {"step": step}) as folder:
+        for name, tensors in parts.tensors.items():
+            save_file(dict(tensors), folder / name)
+        for name, document in parts.documents.items():
+            (folder / name).write_text(json.dumps(document, indent=1), encoding="utf-8")
+        for name, data in parts.files.items():
+            (folder / name).write_bytes(data)
+
+
+def newest_whole(
+    workspace: Workspace, wanted: Callable[[int], bool] = lambda step: True
+) -> tuple[int | None, list[str]]:
+    """The newest step to resume from, and for each newer one why it was skipped."""
+    skipped = []
+    for step in reversed(workspace.steps(SNAPSHOTS)):
+        if not wanted(step):
+            continue
+        try:
+            files: Any = verify(workspace.path(snapshot_key(step)))["files"]
+        except (Corrupt, OSError) as error:
+            skipped.append(str(error))
+            continue
+        if OPTIMIZER in files:
+            return step, skipped
+    return None, skipped
+
+
+def read(folder: Path) -> Parts:
+    """The tensors and plain data of a snapshot whose checksums were verified."""
+    tensors = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    documents = {name: json.loads((folder / name).read_bytes()) for name in (STATE, SETTINGS)}
+    return Parts(tensors, documents, {})
+
+
+def prunable(
+    steps: Iterable[int], keep: int, milestone_every: int, last: int
+) -> tuple[list[int], list[int]]:
+    """Which steps to remove, and which milestones to keep as weights alone.
+
+    The newest `keep` stay as they are; older ones stay only as milestones: the multiples of
+    `milestone_every`, and `last`, the end of the run.
+    """
+    older = sorted(steps)[:-keep]
+    milestones = [step for step in older if step % milestone_every == 0 or step == last]
+    return [step for step in older if step not in milestones], milestones
+
+
+def prune(workspace: Workspace, keep: int, milestone_every: int, last: int) -> None:
+    """Delete what `prunable` names. A deletion that fails is a warning: training goes on."""
+    remove, slim = prunable(workspace.steps(SNAPSHOTS), keep, milestone_every, last)
+    for action, steps in ((_remove, remove), (_drop_optimizer, slim)):
+        for step in steps:
+            try:
+                action(workspace, step)
+            except OSError as error:
+                warn(f"Cannot tidy the snapshot of step {step}: {error.strerror}.")
+
+
+def _remove(workspace: Workspace, step: int) -> None:
+    workspace.storage.remove(snapshot_key(step))
+
+
+def _drop_optimizer(workspace: Workspace, step: int) -> None:
+    """Take the optimizer out of a snapshot: first out of its manifest, so that it stays whole."""
+    key = snapshot_key(step)
+    manifest = workspace.read_json(f"{key}/{MANIFEST}")
+    if OPTIMIZER in manifest.get("files", {}):
+        del manifest["files"][OPTIMIZER]
+        workspace.write_json(f"{key}/{MANIFEST}", manifest)
+    workspace.storage.remove(f"{key}/{OPTIMIZER}")
+
+
+class Writer:
+    """The one background thread that writes snapshots; a second waits for the first.
+
+    One failure is a warning, since the next snapshot may fit again; two in a row are the end.
+    """
+
+    def __init__(self, workspace: Workspace, tidy: Callable[[], None]) -> None:
+        self._workspace = workspace
+        self._tidy = tidy
+        self._pool = ThreadPoolExecutor(1, "snapshot")
+        self._pending: tuple[int, Future[None]] | None = None
+        self._failed: str | None = None
+        self.newest: int | None = None
+
+    def submit(self, step: int, parts: Parts) -> None:
+        """Start writing; raises UserError if the last two could not be written."""
+        self.wait(final=False)
+        self._pending = step, self._pool.submit(self._write, step, parts)
+
+    def wait(self, final: bool = True) -> None:
+        """Until all is on disk. Raises UserError where a final, or a second, snapshot failed."""
+        if self._pending is None:
+            return
+        step, future = self._pending
+        self._pending = None
+        try:
+            future.result()
+        except (OSError, SafetensorError) as error:
+            whole = f"that of step {self.newest} is whole" if self.newest else "none is written yet"
+            message = f"Cannot write the snapshot of step {step}: {error}; {whole}."
+            if final or self._failed:
+                raise UserError(
+                    f"{message} Make room or mend the disk, then run the same command again."
+                ) from error
+            self._failed = message
+            warn(f"{message} Training goes on and tries the next one.")
+        else:
+            self._failed = None
+            self.newest = step
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _write(self, step: int, parts: Parts) -> None:
+        write(self._workspace, step, parts)
+        self._tidy()

@@ -1,0 +1,146 @@
+"""Everything that training changes: all that a snapshot must hold, to and from its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
+from ddpm_core.config import Config
+from ddpm_core.diffusion.noise_levels import NoiseLevels, make_noise_levels
+from ddpm_core.diffusion.process import make_schedule
+from ddpm_core.distributed import World
+from ddpm_core.models.unet import UNet
+from ddpm_core.training.ema import Ema
+from ddpm_core.training.execution import Execution, make_optimizer
+from ddpm_core.training.snapshot import NOISE_LEVELS, OPTIMIZER, STATE, Parts
+
+
+@dataclass
+class Totals:
+    """Sums since the last logged row, on the device (float64)."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    clipped: Tensor
+    steps: int = 0
+
+    @classmethod
+    def zero(cls, device: torch.device) -> Totals:
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        loss, grad_norm, clipped = torch.zeros(3, dtype=dtype, device=device).unbind()
+        return cls(loss, grad_norm, clipped)
+
+    def values(self) -> dict[str, float]:
+        return {name: float(getattr(self, name)) for name in ("loss", "grad_norm", "clipped")}
+
+
+@dataclass
+class TrainState:
+    """The network, its averages, the optimizer, and how far they are."""
+
+    config: Config
+    world: World
+    execution: Execution
+    model: UNet
+    noise_levels: NoiseLevels
+    alphas_bar: Tensor
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    emas: list[Ema]
+    totals: Totals
+    bad_step: Tensor  # the first step whose loss was not finite; 0: none
+    step: int = 0
+    history: list[float] = field(default_factory=list)
+    forward: Any = None
+
+    @classmethod
+    def create(cls, config: Config, world: World, execution: Execution, model: UNet) -> TrainState:
+        """The state before the first step."""
+        device = world.device
+        model = model.to(device).train()
+        schedule = make_schedule(config.diffusion.schedule, config.diffusion.timesteps)
+        loss = config.train.loss
+        levels = make_noise_levels(
+            config.train.timesteps.sampler,
+            loss.weighting,
+            schedule,
+            config.diffusion.prediction,
+            gamma=loss.gamma,
+            k=loss.k,
+        ).to(device)
+        return cls(
+            config=config,
+            world=world,
+            execution=execution,
+            model=model,
+            noise_levels=levels,
+            alphas_bar=schedule.alphas_bar.to(device, torch.float32),
+            optimizer=make_optimizer(config.train.optimizer, model.parameters(), device),
+            scaler=execution.scaler(device),
+            emas=[Ema(model, decay, config.train.ema_warmup) for decay in config.train.ema],
+            totals=Totals.zero(device),
+            bad_step=torch.zeros((), dtype=torch.int64, device=device),
+            forward=torch.compile(model) if execution.compile else model,
+        )
+
+
+def to_parts(state: TrainState, settings: dict[str, Any], files: dict[str, bytes]) -> Parts:
+    """A copy of the state on the host, as a snapshot keeps it."""
+    names = {id(p): name for name, p in state.model.named_parameters()}
+    optimizer = {
+        f"{key}/{names[id(parameter)]}": value
+        for parameter, values in state.optimizer.state.items()
+        for key, value in values.items()
+    }
+    tensors = {WEIGHTS: state.model.state_dict(), OPTIMIZER: optimizer}
+    tensors |= {ema_name(ema.decay): ema.tensors for ema in state.emas}
+    levels = state.noise_levels.state_dict()
+    if levels:
+        tensors[NOISE_LEVELS] = levels
+    document = {
+        "step": state.step,
+        "position": state.step * state.config.train.batch_size,
+        "execution": state.execution.as_dict(),
+        "scaler": state.scaler.state_dict(),
+        "totals": {**state.totals.values(), "steps": state.totals.steps},
+        "history": state.history,
+    }
+    host = {name: {k: _host(t) for k, t in group.items()} for name, group in tensors.items()}
+    return Parts(host, {STATE: document, SETTINGS: settings}, files)
+
+
+def from_parts(state: TrainState, parts: Parts) -> None:
+    """Set the state to what a snapshot holds."""
+    document = parts.documents[STATE]
+    state.model.load_state_dict(dict(parts.tensors[WEIGHTS]))
+    _load_optimizer(state, parts.tensors[OPTIMIZER])
+    for ema in state.emas:
+        ema.load(dict(parts.tensors[ema_name(ema.decay)]))
+    if NOISE_LEVELS in parts.tensors:
+        state.noise_levels.load_state_dict(dict(parts.tensors[NOISE_LEVELS]))
+    state.scaler.load_state_dict(document["scaler"])
+    state.step = int(document["step"])
+    state.history = [float(value) for value in document["history"]]
+    totals = document["totals"]
+    for name in state.totals.values():
+        getattr(state.totals, name).fill_(totals[name])
+    state.totals.steps = int(totals["steps"])
+
+
+def _load_optimizer(state: TrainState, tensors: Any) -> None:
+    by_parameter: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        key, _, parameter = name.partition("/")
+        by_parameter.setdefault(parameter, {})[key] = tensor
+    names = [name for name, _ in state.model.named_parameters()]
+    packed = state.optimizer.state_dict()
+    packed["state"] = {i: by_parameter[n] for i, n in enumerate(names) if n in by_parameter}
+    state.optimizer.load_state_dict(packed)
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,0 +1,140 @@
+"""One optimizer step on the global batch.
+
+Nothing here reads a value back from the device or writes a file, so that a GPU never waits. Every
+random number is keyed by the step and the sample's place in the global batch: how the batch is cut
+over workers and microbatches changes rounding, nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ddpm_core import rng
+from ddpm_core.config import Config
+from ddpm_core.diffusion.process import q_sample, target
+from ddpm_core.images import to_model
+from ddpm_core.rng import Purpose
+from ddpm_core.training.execution import learning_rate
+from ddpm_core.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A worker's share of the global batch, on its device.
+
+    pixels (b, H, W, C) uint8; condition (b,) int64, (b, 64) uint8 or None; index (b,) int64, the
+    places in the global batch, by which every random number is keyed.
+    """
+
+    pixels: Tensor
+    condition: Tensor | None
+    index: Tensor
+
+
+def step(state: TrainState, batch: Batch, stop_wish: Tensor) -> None:
+    """One optimizer step on the global batch; `stop_wish` is summed over all workers on the way."""
+    state.step += 1
+    state.optimizer.zero_grad(set_to_none=True)
+    loss = torch.zeros((), device=state.world.device)
+    chunks = min(state.config.train.microbatches, max(1, len(batch.index)))
+    for index in torch.arange(len(batch.index), device=state.world.device).tensor_split(chunks):
+        if len(index):
+            loss = loss + _backward(state, batch, index)
+    _reduce(state, loss, stop_wish)
+    _update(state, loss)
+    for ema in state.emas:
+        ema.update(state.model, state.step)
+
+
+def _backward(state: TrainState, batch: Batch, rows: Tensor) -> Tensor:
+    """Add the gradient of some rows of the batch; their share of the global mean loss."""
+    config, index = state.config, batch.index[rows]
+    x0 = _flipped(config, to_model(batch.pixels[rows]), index, state.step)
+    t = state.noise_levels.draw(_uniform(config, Purpose.TIMESTEP, index, state.step))
+    noise = rng.normal(rng.key(Purpose.NOISE, config.seed), index, x0.shape[1:], state.step)
+    alpha_bar = state.alphas_bar[t]
+    condition = None if batch.condition is None else batch.condition[rows]
+    drop = None
+    if condition is not None:
+        drop = _uniform(config, Purpose.LABEL_DROP, index, state.step) < config.train.label_drop
+    with state.execution.autocast(state.world.device):
+        output = state.forward(
+            q_sample(x0, noise, alpha_bar), t, condition, drop, _dropout(config, index, state.step)
+        )
+    wanted = target(config.diffusion.prediction, x0, noise, alpha_bar)
+    errors = _errors(config.train.loss.kind, output.float(), wanted)
+    loss = (state.noise_levels.weight(t) * errors).sum() / config.train.batch_size
+    state.scaler.scale(loss).backward()
+    return loss.detach()
+
+
+def _uniform(config: Config, purpose: Purpose, index: Tensor, step: int) -> Tensor:
+    return rng.uniform(rng.key(purpose, config.seed), index, (), step)
+
+
+def _flipped(config: Config, x0: Tensor, index: Tensor, step: int) -> Tensor:
+    if not config.train.flip:
+        return x0
+    chosen = _uniform(config, Purpose.FLIP, index, step) < 0.5
+    return torch.where(chosen[:, None, None, None], x0.flip(3), x0)
+
+
+def _dropout(config: Config, index: Tensor, step: int) -> Any:
+    """Dropout of the network's layers, keyed by layer, step and place in the global batch."""
+    rate = config.model.dropout
+    if rate == 0.0:
+        return None
+    key = rng.key(Purpose.DROPOUT, config.seed)
+
+    def apply(x: Tensor, layer: int) -> Tensor:
+        return x * rng.dropout_mask(key, index, x.shape[1:], rate, step, layer, x.dtype)
+
+    return apply
+
+
+def _errors(kind: str, output: Tensor, wanted: Tensor) -> Tensor:
+    """The mean error of each sample: squared, or Huber's with delta 1, twice as to agree near 0."""
+    if kind == "l2":
+        return (output - wanted).square().mean((1, 2, 3))
+    return 2 * functional.huber_loss(output, wanted, reduction="none").mean((1, 2, 3))
+
+
+def _reduce(state: TrainState, loss: Tensor, stop_wish: Tensor) -> None:
+    """Sum gradients, loss and the wish to stop over all workers in one flat reduction."""
+    if state.world.size == 1:
+        return
+    parameters = [p for p in state.model.parameters() if p.requires_grad]
+    for parameter in parameters:
+        if parameter.grad is None:  # a worker whose share is empty
+            parameter.grad = torch.zeros_like(parameter)
+    tensors = [p.grad for p in parameters if p.grad is not None]
+    flat = torch.cat([*(t.reshape(-1) for t in tensors), loss.reshape(1), stop_wish.reshape(1)])
+    state.world.sum_(flat)
+    *parts, total, wish = flat.split([*(t.numel() for t in tensors), 1, 1])
+    torch._foreach_copy_(tensors, [p.view_as(t) for p, t in zip(parts, tensors, strict=True)])
+    loss.copy_(total[0])
+    stop_wish.copy_(wish[0])
+
+
+def _update(state: TrainState, loss: Tensor) -> None:
+    """Clip, and step the optimizer, at the rate of this step."""
+    train = state.config.train
+    for group in state.optimizer.param_groups:
+        group["lr"] = learning_rate(train.optimizer, state.step, train.steps)
+    state.scaler.unscale_(state.optimizer)
+    limit = train.optimizer.clip or float("inf")
+    norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), limit, foreach=True)
+    finite = loss.isfinite() & (norm.isfinite() | state.scaler.is_enabled())
+    state.bad_step += torch.where((state.bad_step == 0) & ~finite, state.step, 0)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    totals = state.totals
+    totals.loss += loss
+    totals.grad_norm += norm
+    totals.clipped += norm > limit
+    totals.steps += 1

@@ -1,0 +1,74 @@
+"""A request to stop, agreed by all workers without making a device wait."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+
+from ddpm_core.console import say
+from ddpm_core.distributed import World
+
+LAG = 2  # steps between a wish and its being read: by then the device has long passed it
+
+
+class StopRequest:
+    """SIGTERM or Ctrl-C: the wish travels with the reduction of the gradients.
+
+    Each step's summed wish is read `LAG` steps later, on every worker at the same step. A second
+    signal ends the process at once.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._wishes: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._current = torch.zeros(())
+        self.status = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._asked)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def wish(self) -> torch.Tensor:
+        """This worker's wish for the coming step, to be summed over all workers in place."""
+        self._current = torch.full((), float(self.status > 0), device=self._world.device)
+        return self._current
+
+    def note(self, step: int) -> None:
+        """Keep the summed wish of the step just taken."""
+        if self._world.device.type != "cuda":
+            self._wishes[step] = self._current, None
+            return
+        host = torch.empty((), pin_memory=True).copy_(self._current, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._wishes[step] = host, event
+
+    def agreed(self, step: int) -> bool:
+        """Whether all workers stop before the step that follows `step`."""
+        if self._world.size == 1:
+            return self.status > 0
+        wish, event = self._wishes.pop(step - LAG, (None, None))
+        if event is not None:
+            event.synchronize()
+        return wish is not None and bool(wish > 0)
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        self.status = 128 + number
+        signal.signal(number, signal.SIG_DFL)
+        say(
+            f"{signal.Signals(number).name}: finishing this step and saving; again to stop at once."
+        )

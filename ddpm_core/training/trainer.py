@@ -1,0 +1,211 @@
+"""The story of training: set up, resume, then report, snapshot, leave or step, until it is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddpm_core.config import Config, Train
+from ddpm_core.console import progress
+from ddpm_core.data.dataset import PackedDataset, open_dataset
+from ddpm_core.data.order import batch_indices
+from ddpm_core.distributed import World
+from ddpm_core.errors import Interrupted, UserError
+from ddpm_core.lease import Lease, hold
+from ddpm_core.tracking import Tracker
+from ddpm_core.training import resume, snapshot
+from ddpm_core.training.execution import explain_memory, is_out_of_memory, learning_rate
+from ddpm_core.training.preview import preview
+from ddpm_core.training.runlog import RunLog
+from ddpm_core.training.state import Totals, TrainState, to_parts
+from ddpm_core.training.step import Batch, step
+from ddpm_core.training.stopping import StopRequest
+from ddpm_core.workspace import LOG, Workspace
+
+
+@dataclass
+class Run:
+    """What the loop works with: the state, its data, and where the results go."""
+
+    config: Config
+    workspace: Workspace
+    world: World
+    data: PackedDataset
+    state: TrainState
+    settings: dict[str, Any]  # goes with every snapshot, as config.json
+    stop: StopRequest
+    writer: snapshot.Writer
+    log: RunLog
+    lease: Lease | None
+    written: int = 0  # the step of the newest snapshot
+    since: float = 0.0  # when the last row was logged
+    advance: Callable[..., None] = lambda *_, **__: None
+
+
+def train(config: Config, workspace: Workspace, world: World, policy: resume.Policy) -> None:
+    """Train to `train.steps`, from the newest whole snapshot of the same settings if there is one.
+
+    Raises Interrupted after a request to stop, with everything saved, and UserError for what is
+    the user's to mend.
+    """
+    data = open_dataset(workspace)
+    check_data_fits(config, data)
+    with StopRequest(world) as stop, hold_first(workspace, world) as lease:
+        settings, state = resume.start(config, workspace, world, data, policy)
+        if state is None:
+            return
+        first = world.rank == 0
+        tracker = Tracker.open(config, workspace) if first else None
+        writer = snapshot.Writer(workspace, lambda: tidy(config, workspace))
+        writer.newest = state.step or None
+        log = RunLog(workspace.path(LOG))
+        run = Run(
+            config, workspace, world, data, state, settings, stop, writer, log, lease, state.step
+        )
+        if tracker:
+            tracker.params(config.dump())
+            tracker.follow(log.path)
+        try:
+            with progress("train", config.train.steps, "steps", state.step) as advance:
+                run.advance = advance if first else run.advance
+                loop(run)
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise explain_memory(error, config.train) from error
+            raise
+        finally:
+            writer.close()
+            if tracker:
+                tracker.close()
+
+
+def loop(run: Run) -> None:
+    """Everything that is written is written between steps, when the state is whole."""
+    state, train = run.state, run.config.train
+    run.since = time.perf_counter()
+    while True:
+        done = state.step >= train.steps
+        stopping = run.stop.agreed(state.step)
+        if state.totals.steps and (state.step % train.log_every == 0 or done):
+            report(run)
+        if state.step > run.written and (snapshot_due(train, state.step) or done or stopping):
+            take_snapshot(run)
+        if done or stopping:
+            break
+        step(state, next_batch(run), run.stop.wish())
+        run.stop.note(state.step)
+        run.advance()
+    run.writer.wait()
+    if not done:
+        raise Interrupted(
+            f"Stopped at step {state.step} of {train.steps}, with its snapshot written. "
+            "The same command goes on from there.",
+            run.stop.status,
+        )
+
+
+def snapshot_due(train: Train, at: int) -> bool:
+    """Whether step number `at` is one to keep."""
+    return at % train.snapshot_every == 0 or at % train.milestone_every == 0
+
+
+def next_batch(run: Run) -> Batch:
+    """This worker's share of the batch of the coming step."""
+    size, device = run.config.train.batch_size, run.world.device
+    share = run.world.share(size)
+    everyone = batch_indices(run.config.seed, len(run.data), run.state.step, size)
+    mine = everyone[share.start : share.stop]
+    condition = None
+    if run.config.model.conditioning == "class":
+        condition = torch.from_numpy(run.data.labels[mine]).to(device, non_blocking=True)
+    elif run.config.model.conditioning == "text" and run.data.captions is not None:
+        condition = torch.from_numpy(run.data.captions[mine]).to(device, non_blocking=True)
+    pixels = torch.from_numpy(run.data.take(mine)).to(device, non_blocking=True)
+    index = torch.arange(share.start, share.stop, device=device)
+    return Batch(pixels, condition, index)
+
+
+def report(run: Run) -> None:
+    """One row of log.jsonl: means since the last one. Here values are read from the device."""
+    state, totals = run.state, run.state.totals
+    check_finite(run)
+    if run.lease:
+        run.lease.check()
+    values = {name: value / totals.steps for name, value in totals.values().items()}
+    now = time.perf_counter()
+    row = {
+        "step": state.step,
+        "epoch": state.step * run.config.train.batch_size / len(run.data),
+        "loss": values["loss"],
+        "grad_norm": values["grad_norm"],
+        "clip_rate": values["clipped"],
+        "lr": learning_rate(run.config.train.optimizer, state.step, run.config.train.steps),
+        "images_per_second": totals.steps * run.config.train.batch_size / (now - run.since),
+        "world_size": run.world.size,
+        "time": time.time(),
+    }
+    run.since = now
+    state.history = [*state.history, row["loss"]][-100:]
+    state.totals = Totals.zero(run.world.device)
+    if run.world.rank == 0:
+        run.log.append(row)
+        run.advance(0, note=f"loss {row['loss']:.4f}")
+
+
+def check_finite(run: Run) -> None:
+    """Stop before a loss that is not a number can reach a snapshot."""
+    bad = int(run.state.bad_step)
+    if bad:
+        kept = (
+            f"The snapshot of step {run.written} is whole" if run.written else "None is saved yet"
+        )
+        raise UserError(
+            f"The loss of step {bad} is not finite. {kept}; nothing of the failure was saved. "
+            f"Likely causes: train.optimizer.lr {run.config.train.optimizer.lr:g} is too high, "
+            f"train.optimizer.warmup {run.config.train.optimizer.warmup} too short, clipping is "
+            f"off (train.optimizer.clip), or precision {run.state.execution.precision} too coarse."
+        )
+
+
+def take_snapshot(run: Run) -> None:
+    """Copy the state to the host and let the writer's thread put it on disk."""
+    check_finite(run)
+    run.written = run.state.step
+    if run.world.rank:
+        return
+    train, at = run.config.train, run.state.step
+    settings = {**run.settings, "step": at}
+    milestone = at % train.milestone_every == 0 or at == train.steps
+    files = preview(run.state, settings) if milestone else {}
+    run.writer.submit(at, to_parts(run.state, settings, files))
+
+
+def tidy(config: Config, workspace: Workspace) -> None:
+    train = config.train
+    snapshot.prune(workspace, train.keep, train.milestone_every, train.steps)
+
+
+def hold_first(workspace: Workspace, world: World) -> AbstractContextManager[Lease | None]:
+    """The first worker holds the lease for all."""
+    return hold(workspace) if world.rank == 0 else nullcontext()
+
+
+def check_data_fits(config: Config, data: PackedDataset) -> None:
+    """Refuse data that the settings were not made for."""
+    if data.image_size != config.prepare.image_size:
+        raise UserError(
+            f"The prepared images are {data.image_size} pixels wide, prepare.image_size is "
+            f"{config.prepare.image_size}. Run `ddpm prepare` again."
+        )
+    if config.model.conditioning == "class" and len(data.classes) < 2:
+        raise UserError(
+            "model.conditioning is class, but the data has no classes: put the images of each "
+            "class in a folder of its own, or set conditioning to none."
+        )
+    if config.model.conditioning == "text" and data.captions is None:
+        raise UserError("model.conditioning is text, but the prepared data has no captions.")
