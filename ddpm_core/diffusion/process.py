@@ -119,7 +119,7 @@ class Prediction(Protocol):
 class NoisePrediction:
     """The noise: x0 = (x - sqrt(1 - alpha_bar) out) / sqrt(alpha_bar).
 
-    Ho et al. (2020), eq. 11. Its squared error is SNR times that of x0.
+    Ho et al. (2020), eq. 15. Its squared error is SNR times that of x0.
     """
 
     @staticmethod

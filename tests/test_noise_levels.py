@@ -1,0 +1,179 @@
+"""Timesteps come as often, and count as much, as their tables say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy import stats
+from torch import Tensor
+
+from ddpm_core import rng
+from ddpm_core.diffusion import process
+from ddpm_core.diffusion.noise_levels import (
+    TIMESTEP_SAMPLERS,
+    WEIGHTINGS,
+    NoiseLevels,
+    Statistics,
+    make_noise_levels,
+)
+from ddpm_core.diffusion.process import PREDICTIONS, SCHEDULES, make_schedule
+
+SCHEDULE = make_schedule("cosine", 1000)
+SNR = SCHEDULE.snr
+ALL_T = torch.arange(1000)
+
+
+def uniforms(count: int) -> Tensor:
+    return rng.uniform(rng.key(rng.Purpose.TIMESTEP, 0), torch.arange(count), ())
+
+
+def weights(weighting: str, prediction: str, **settings: float) -> Tensor:
+    levels = make_noise_levels("uniform", weighting, SCHEDULE, prediction, **settings)
+    return levels.weight(ALL_T).double()
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a.double(), b.double(), rtol=1e-6, atol=0)
+
+
+# Timesteps
+
+
+@pytest.mark.parametrize("timesteps", [2, 21, 1000])
+def test_every_timestep_is_drawn_equally_often(timesteps: int) -> None:
+    schedule = make_schedule("cosine", timesteps)
+    drawn = make_noise_levels("uniform", "uniform", schedule, "v").draw(uniforms(200_000))
+    assert drawn.dtype == torch.int64
+    assert stats.chisquare(torch.bincount(drawn, minlength=timesteps).numpy()).pvalue > 1e-3
+
+
+def test_the_histogram_follows_any_probability_and_zero_is_never() -> None:
+    p = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.2, 0.3, 0.0], dtype=torch.float64)
+    counts = torch.bincount(NoiseLevels(p, torch.ones(7)).draw(uniforms(100_000)), minlength=7)
+    assert int(counts[p == 0].sum()) == 0
+    assert stats.chisquare(counts[p > 0].numpy(), (p[p > 0] * 100_000).numpy()).pvalue > 1e-3
+
+
+def test_the_ends_of_the_unit_interval_are_timesteps() -> None:
+    edge = torch.tensor([0.0, 1.0 - 2.0**-24, 1.0])
+    levels = make_noise_levels("uniform", "uniform", SCHEDULE, "v")
+    assert levels.draw(edge).tolist() == [0, 999, 999]
+
+
+# Weights
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_uniform_is_one_on_whatever_is_predicted(prediction: str) -> None:
+    assert near(weights("uniform", prediction), torch.ones(1000))
+
+
+def test_min_snr_has_its_published_forms() -> None:
+    bounded = SNR.clamp(max=5.0)
+    assert near(weights("min_snr", "x0"), bounded)
+    assert near(weights("min_snr", "noise"), bounded / SNR)
+    assert near(weights("min_snr", "v"), bounded / (SNR + 1))
+    assert near(weights("min_snr", "x0", gamma=2.0), SNR.clamp(max=2.0))
+
+
+def test_p2_has_its_published_form() -> None:
+    assert near(weights("p2", "noise"), 1 / (1 + SNR))
+    assert near(weights("p2", "noise", gamma=0.5, k=2.0), 1 / (2 + SNR) ** 0.5)
+
+
+@pytest.mark.parametrize("weighting", ["min_snr", "p2"])
+def test_a_weighting_is_one_objective_for_all_predictions(weighting: str) -> None:
+    """Three networks that mean the same x0 have the same loss."""
+    key = rng.key(rng.Purpose.NOISE, 0)
+    x0, noise, wrong = (rng.normal(key, ALL_T, (3,), stream=i).double() for i in range(3))
+    alpha_bar = SCHEDULE.alphas_bar
+    x = process.q_sample(x0, noise, alpha_bar)
+    outputs = {"x0": wrong, "noise": process.to_noise(wrong, x, alpha_bar)}
+    outputs["v"] = process.target("v", wrong, outputs["noise"], alpha_bar)
+    losses = {
+        name: weights(weighting, name)[:, None]
+        * (output - process.target(name, x0, noise, alpha_bar)) ** 2
+        for name, output in outputs.items()
+    }
+    assert torch.allclose(losses["noise"], losses["x0"], rtol=1e-4, atol=1e-12)
+    assert torch.allclose(losses["v"], losses["x0"], rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("timesteps", [21, 100_000])
+def test_weights_are_finite_and_positive(
+    weighting: str, prediction: str, schedule: str, timesteps: int
+) -> None:
+    made = make_schedule(schedule, timesteps)
+    weight = make_noise_levels("uniform", weighting, made, prediction).weights
+    assert torch.isfinite(weight).all() and bool((weight > 0).all())
+
+
+def test_an_image_without_noise_or_noise_without_image_gets_the_limit() -> None:
+    snr = torch.tensor([float("inf"), 1.0, 0.0], dtype=torch.float64)
+    ends = process.Schedule("ends", snr, snr, snr, snr, snr=snr, sigmas=snr, posterior_variance=snr)
+    noise = make_noise_levels("uniform", "min_snr", ends, "noise").weights
+    assert noise.tolist() == pytest.approx([0.0, 1.0, 1.0], abs=1e-12)
+    v = make_noise_levels("uniform", "p2", ends, "v").weights
+    assert v.tolist() == pytest.approx([0.0, 0.25, 0.0], abs=1e-12)
+
+
+def test_the_mean_weight_of_min_snr_under_the_draw_is_that_of_theory() -> None:
+    levels = make_noise_levels("uniform", "min_snr", SCHEDULE, "v")
+    drawn = levels.weight(levels.draw(uniforms(100_000))).double()
+    expected = float((levels.probability * levels.weights).sum())
+    assert float(drawn.mean()) == pytest.approx(expected, abs=5 * float(drawn.std()) / 1e5**0.5)
+
+
+# State
+
+
+def test_the_state_goes_through_a_snapshot(tmp_path: Path) -> None:
+    p = torch.arange(1, 11, dtype=torch.float64) / 55
+    saved = NoiseLevels(p, p * 3)
+    save_file(saved.state_dict(), tmp_path / "levels.safetensors")
+    loaded = NoiseLevels(torch.full((10,), 0.1), torch.ones(10))
+    loaded.load_state_dict(load_file(tmp_path / "levels.safetensors"))
+    assert torch.equal(loaded.draw(uniforms(1000)), saved.draw(uniforms(1000)))
+    assert torch.equal(loaded.weights, saved.weights)
+
+
+def test_the_state_of_another_process_is_refused() -> None:
+    state = NoiseLevels(torch.full((10,), 0.1), torch.ones(10)).state_dict()
+    levels = make_noise_levels("uniform", "uniform", SCHEDULE, "v")
+    with pytest.raises(ValueError, match=r"saved noise levels are .*\(10,\).*here .*\(1000,\)"):
+        levels.load_state_dict(state)
+
+
+def test_static_levels_learn_nothing() -> None:
+    levels = make_noise_levels("uniform", "min_snr", SCHEDULE, "v").to("cpu")
+    before = {name: tensor.clone() for name, tensor in levels.state_dict().items()}
+    levels.update(Statistics(t=ALL_T, error=torch.ones(1000)))
+    assert not levels.adaptive
+    assert all(torch.equal(before[name], now) for name, now in levels.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("uniform", "snr", SCHEDULE, "v"), "weighting: 'snr' given; known are uniform, min_snr"),
+        (("even", "p2", SCHEDULE, "v"), "timesteps: 'even' given; known are uniform"),
+        (("uniform", "p2", SCHEDULE, "eps"), "prediction: 'eps' given; known are noise, x0, v"),
+        (("uniform", "p2", SCHEDULE, "v", -1.0), "gamma: -1.0 given; a number above 0"),
+        (("uniform", "p2", SCHEDULE, "v", None, 0.0), "k: 0.0 given; a number above 0"),
+    ],
+)
+def test_nonsense_is_refused_in_a_sentence(arguments: tuple[object, ...], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_noise_levels(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("entry", [*WEIGHTINGS.values(), *TIMESTEP_SAMPLERS.values()])
+def test_every_member_says_its_formula_and_source(entry: object) -> None:
+    assert re.search(r"et al\. \(?20\d\d", entry.__doc__ or "")
