@@ -36,7 +36,15 @@ class Prepare(Section):
     channels: Auto | Literal[1, 3] = Field("auto", description="auto: 1 where every image is gray")
     resize: Literal["crop", "pad", "squash"] = "crop"
     background: str = Field("white", description="behind transparency and around padded images")
-    holdout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    holdout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.1, description="share held out, where the source has no test or val folder of its own"
+    )
+    classes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] | None = Field(
+        None, description="the classes to use; none: all"
+    )
+    caption: str = Field(
+        "a photo of a {class}", description="the caption of a picture that comes without"
+    )
     workers: Auto | Positive = "auto"
     max_rejected: Fraction = 0.01
     download: bool = False

@@ -1,0 +1,84 @@
+"""A text for each picture: from captions.jsonl, from a .txt beside it, or from its class."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpm_core.data import names
+from ddpm_core.data.sources import CAPTIONS, Listing
+from ddpm_core.errors import UserError
+
+CAPTION_BYTES = 64
+
+
+def captions(listing: Listing, classes: Sequence[str | None], template: str) -> list[str] | None:
+    """A caption for each picture, in this order of preference; None where no picture has one.
+
+    captions.jsonl holds lines {"file": ..., "caption": ...}, the file relative to its own folder.
+    A class gives `template` with {class} replaced and underscores as spaces.
+    """
+    written = {**_beside(listing), **_from_lines(listing)}
+    texts = [
+        written.get(entry.name, _of_class(name, template))
+        for entry, name in zip(listing.pictures, classes, strict=True)
+    ]
+    return texts if any(texts) else None
+
+
+def encode(texts: Sequence[str]) -> NDArray[np.uint8]:
+    """UTF-8 in (N, 64) bytes padded with zeros, cut between characters where it is longer."""
+    rows = np.zeros((len(texts), CAPTION_BYTES), np.uint8)
+    for row, text in zip(rows, texts, strict=True):
+        data = text.encode("utf-8", "replace")[:CAPTION_BYTES].decode("utf-8", "ignore").encode()
+        row[: len(data)] = np.frombuffer(data, np.uint8)
+    return rows
+
+
+def is_cut(text: str) -> bool:
+    return len(text.encode("utf-8", "replace")) > CAPTION_BYTES
+
+
+def _of_class(name: str | None, template: str) -> str:
+    return "" if name is None else template.replace("{class}", name.replace("_", " "))
+
+
+def _beside(listing: Listing) -> dict[str, str]:
+    texts = {
+        names.stem(name): text for name, text in listing.texts.items() if name.endswith(".txt")
+    }
+    return {
+        entry.name: _one_line(texts[stem])
+        for entry in listing.pictures
+        if (stem := names.stem(entry.name)) in texts
+    }
+
+
+def _one_line(text: bytes) -> str:
+    return " ".join(text.decode("utf-8-sig", "replace").split())
+
+
+def _from_lines(listing: Listing) -> dict[str, str]:
+    found = {}
+    for name, text in listing.texts.items():
+        folder, slash, file = name.rpartition("/")
+        if file == CAPTIONS:
+            for number, line in enumerate(text.splitlines(), 1):
+                if line.strip():
+                    picture, caption = _line(line, f"{names.shown(name)}, line {number}")
+                    found[folder + slash + picture] = caption
+    return found
+
+
+def _line(line: bytes, where: str) -> tuple[str, str]:
+    try:
+        value = json.loads(line)
+        return str(value["file"]).removeprefix("./"), " ".join(str(value["caption"]).split())
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f'{where}: {{"file": "...", "caption": "..."}} is needed, '
+            f"{names.shown(names.from_bytes(line[:80]))!r} was found."
+        ) from error

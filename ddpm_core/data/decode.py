@@ -1,0 +1,116 @@
+"""One picture of any kind to RGB, 8 bits, upright, over a background. Imports no torch."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+# Formats with a plain decoder: EPS would start Ghostscript, and TGA takes noise for a picture.
+FORMATS = (
+    *("JPEG", "MPO", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF"),
+    *("AVIF", "JPEG2000", "PPM", "ICO"),
+)
+FILE_BYTES = 2**29
+PIXELS = 100_000_000  # held in memory at once; a JPEG is counted after its own reduction
+_DEEP_GRAY = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
+
+Color = tuple[int, int, int]
+
+
+class Undecodable(Exception):
+    """Why a file is no picture that can be used."""
+
+
+def decode(content: bytes | Path, background: Color, smallest: int = 0) -> Image.Image:
+    """The first frame as an RGB picture, turned as its EXIF orientation says.
+
+    A JPEG may be reduced while it is decoded, down to sides of 2 x `smallest`; 0: never.
+    Raises Undecodable with the reason.
+    """
+    with _open(content) as stream, warnings.catch_warnings():
+        # What is too large is said by PIXELS, and damaged EXIF data spoil no picture.
+        warnings.simplefilter("ignore")
+        try:
+            return _to_rgb(_load(stream, smallest), background)
+        except Undecodable:
+            raise
+        except Exception as error:  # decoders raise whatever a damaged file leads them to
+            raise Undecodable(_reason(error)) from error
+
+
+def _open(content: bytes | Path) -> IO[bytes]:
+    size = len(content) if isinstance(content, bytes) else _size(content)
+    if size == 0:
+        raise Undecodable("empty: 0 bytes")
+    if size > FILE_BYTES:
+        raise Undecodable(f"{size:,} bytes; at most {FILE_BYTES:,} are read")
+    try:
+        return io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+    except OSError as error:
+        raise Undecodable(f"cannot be read: {error.strerror}") from error
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise Undecodable(f"cannot be read: {error.strerror}") from error
+
+
+def _load(stream: IO[bytes], smallest: int) -> Image.Image:
+    image: Image.Image = Image.open(stream, formats=FORMATS)
+    if smallest:
+        image.draft(None, (2 * smallest, 2 * smallest))
+    width, height = image.size
+    if width * height > PIXELS:
+        raise Undecodable(f"{width} x {height} pixels; at most {PIXELS:,} are decoded")
+    image.load()
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # an orientation nobody can read is none
+        return image
+
+
+def _to_rgb(image: Image.Image, background: Color) -> Image.Image:
+    if image.mode in _DEEP_GRAY:
+        return Image.fromarray(to_8_bits(np.asarray(image))).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    canvas = Image.new("RGBA", image.size, (*background, 255))
+    canvas.alpha_composite(image.convert("RGBA"))
+    return canvas.convert("RGB")
+
+
+def to_8_bits(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """Gray values of 16 bits, 32 bits or floating point to 0..255, scaled and never clipped.
+
+    16 bits scale by 257. Wider kinds do not say where white is: it is 1 for fractions, or the
+    first of 255 and 65,535 that no value exceeds. Raises Undecodable beyond.
+    """
+    if values.dtype == np.uint16:
+        return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
+    lowest, highest = float(values.min()), float(values.max())
+    fractions = np.issubdtype(values.dtype, np.floating)
+    white = next((w for w in ((1,) if fractions else ()) + (255, 65_535) if highest <= w), None)
+    if white is None or not lowest >= 0:
+        raise Undecodable(f"gray values from {lowest:g} to {highest:g}; 0 to 65,535 are understood")
+    return np.rint(values * (255 / white)).astype(np.uint8)
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())[:200]
+    if isinstance(error, UnidentifiedImageError):
+        return "not a picture in a format that is read"
+    if isinstance(error, Image.DecompressionBombError):
+        return f"too many pixels; at most {PIXELS:,} are decoded"
+    if isinstance(error, MemoryError):
+        return "needs more memory than there is"
+    if "truncated" in text:
+        return f"truncated: {text}"
+    return f"damaged: {text or type(error).__name__}"

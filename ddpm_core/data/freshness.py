@@ -1,0 +1,32 @@
+"""Whether the prepared data are still what the settings ask for."""
+
+from __future__ import annotations
+
+from ddpm_core.config import Config
+from ddpm_core.data.dataset import damage
+from ddpm_core.data.opening import state
+from ddpm_core.storage import MANIFEST
+from ddpm_core.workspace import DATA, Workspace
+
+_FREE = ("workers", "max_rejected", "download")  # settings that do not change the result
+
+
+def stale(config: Config, workspace: Workspace) -> str | None:
+    """Why prepare has to run, as a sentence; None where the data are up to date.
+
+    A source that is no longer within reach is no reason: the data were made from it.
+    """
+    manifest = workspace.read_json(f"{DATA}/{MANIFEST}")
+    if not {"fingerprint", "prepare", "source", "files"} <= set(manifest):
+        return "there are no data yet."
+    before, now = manifest["prepare"], config.prepare.model_dump(mode="json")
+    for key, value in now.items():
+        if key not in _FREE and value != before.get(key):
+            return f"prepare.{key} is {value!r}, it was {before.get(key)!r}."
+    missing = damage(workspace, manifest)
+    if missing:
+        return missing
+    found = state(config.prepare)
+    if found is not None and found != manifest["source"]["state"]:
+        return "the source has changed since it was prepared."
+    return None

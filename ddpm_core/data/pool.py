@@ -1,0 +1,119 @@
+"""Decoding in several processes, with a bounded number of pictures on their way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from ddpm_core.data.sources import Payload
+from ddpm_core.errors import UserError
+
+CHUNK_BYTES = 2**22
+CHUNK_PICTURES = 64
+MOST_WORKERS = 8  # what `auto` takes at most: beyond, reading is what limits
+_AHEAD = 3  # chunks on their way for each worker
+
+Chunk = list[tuple[int, Payload]]
+Result = TypeVar("Result")
+
+
+def worker_count(workers: int | str) -> int:
+    """The processes of prepare.workers; auto: one for each processor this process may use."""
+    if isinstance(workers, int):
+        return workers
+    if hasattr(os, "sched_getaffinity"):
+        return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    return min(MOST_WORKERS, os.cpu_count() or 1)
+
+
+def chunked(payloads: Iterable[tuple[int, Payload]], result_bytes: int) -> Iterator[Chunk]:
+    """Cut a stream into chunks bounded in number, in bytes read and in bytes of their results."""
+    most = max(1, min(CHUNK_PICTURES, CHUNK_BYTES // max(1, result_bytes)))
+    chunk: Chunk = []
+    held = 0
+    for position, payload in payloads:
+        chunk.append((position, payload))
+        held += len(payload) if isinstance(payload, bytes) else 0
+        if len(chunk) >= most or held >= CHUNK_BYTES:
+            yield chunk
+            chunk, held = [], 0
+    if chunk:
+        yield chunk
+
+
+def spread(
+    work: Callable[..., Result], args: Sequence[Any], chunks: Iterable[Chunk], workers: int
+) -> Iterator[Result]:
+    """`work(*args, chunk)` of every chunk, in any order, by `workers` processes (1: none extra).
+
+    When the caller stops early, or an exception passes, the processes are ended.
+    """
+    if workers == 1:
+        yield from (work(*args, chunk) for chunk in chunks)
+        return
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_outlive_nobody)
+    try:
+        yield from _in_order_of_completion(pool, work, args, chunks, workers * _AHEAD)
+    except BrokenProcessPool as error:
+        raise UserError(
+            "A process that decodes pictures was killed, most often because memory ran out: "
+            f"set prepare.workers to fewer than {workers}, and run prepare again."
+        ) from error
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _in_order_of_completion(
+    pool: ProcessPoolExecutor,
+    work: Callable[..., Result],
+    args: Sequence[Any],
+    chunks: Iterable[Chunk],
+    ahead: int,
+) -> Iterator[Result]:
+    pending: set[Future[Result]] = set()
+    for chunk in chunks:
+        pending.add(_submit(pool, work, args, chunk))
+        if len(pending) >= ahead:
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    while pending:
+        done, pending = wait(pending, return_when=FIRST_COMPLETED)
+        yield from (future.result() for future in done)
+
+
+def _submit(
+    pool: ProcessPoolExecutor, work: Callable[..., Result], args: Sequence[Any], chunk: Chunk
+) -> Future[Result]:
+    """Submit with SIGINT held back: the processes that this may start inherit that, so Ctrl-C
+    reaches this process alone, which then ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        return pool.submit(work, *args, chunk)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(work, *args, chunk)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _outlive_nobody() -> None:
+    """In a worker: end when the parent has ended, however that happened."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)

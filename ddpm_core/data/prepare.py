@@ -1,0 +1,183 @@
+"""The verb prepare: from pictures of any kind to packed arrays in the workspace."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import ImageColor
+
+from ddpm_core import console
+from ddpm_core.config import Config, Prepare
+from ddpm_core.data.captions import captions
+from ddpm_core.data.freshness import stale
+from ddpm_core.data.layout import Layout, arrange
+from ddpm_core.data.opening import open_source
+from ddpm_core.data.pack import PART_BYTES, Scratch
+from ddpm_core.data.packing import Pictures, pack
+from ddpm_core.data.pool import chunked, spread, worker_count
+from ddpm_core.data.rejected import in_order, refuse_nothing, refuse_too_many, write_rejected
+from ddpm_core.data.sources import Entry, Listing, Rejection, Source
+from ddpm_core.data.square import Square, squares
+from ddpm_core.errors import UserError
+from ddpm_core.storage import MANIFEST
+from ddpm_core.workspace import DATA, Workspace
+
+__all__ = ["prepare", "stale"]
+
+REJECTED = "rejected.csv"
+# Below both, decoding is done before other processes have started.
+ALONE_PICTURES, ALONE_BYTES = 4000, 2**24
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) -> dict[str, Any]:
+    """Make data/ from prepare.source, unless it is up to date; its manifest.
+
+    Raises UserError where the source can't be read, too much of it is unusable or the disk is
+    full; what was prepared before then stays as it was.
+    """
+    settings = config.prepare
+    reason = stale(config, workspace)
+    if reason is None:
+        console.say(f"The data in {workspace.uri} are up to date.")
+        return workspace.read_json(f"{DATA}/{MANIFEST}")
+    console.say(f"Preparing {settings.source}: {reason}")
+    facts: dict[str, Any] = {"prepare": settings.model_dump(mode="json")}
+    with (
+        _told_when_full(workspace),
+        open_source(settings, workspace.path(DATA).parent) as source,
+        workspace.storage.new_folder(DATA, facts) as folder,
+    ):
+        notes = _fill(folder, facts, source, config, part_bytes)
+    for note in notes:
+        console.warn(note)
+    console.say(_summary(facts))
+    return workspace.read_json(f"{DATA}/{MANIFEST}")
+
+
+def _fill(
+    folder: Path, facts: dict[str, Any], source: Source, config: Config, part_bytes: int
+) -> list[str]:
+    """Write everything into the folder that becomes data/; the sentences to tell at the end."""
+    settings, size = config.prepare, config.prepare.image_size
+    listing = source.listing()
+    refuse_nothing(listing, settings)
+    layout = arrange(listing)
+    if settings.classes is not None:
+        _choose(listing, layout, settings.classes)
+    texts = captions(listing, layout.classes, settings.caption)
+    channels = 1 if settings.channels == 1 else 3
+    with closing(Scratch(folder, (size, size, channels))) as scratch:
+        decoded = _decode(source, listing.pictures, settings, scratch)
+        rejected = in_order([*listing.rejected, *decoded.rejected])
+        write_rejected(folder / REJECTED, rejected)
+        refuse_too_many(rejected, len(listing.pictures) + len(listing.rejected), settings)
+        pictures = _usable(layout, texts, decoded)
+        if settings.channels == "auto" and pictures.gray:
+            channels = 1
+        told, notes = pack(folder, scratch, pictures, settings.holdout, channels, part_bytes)
+    facts.update(told, source=source.facts, rejected=len(rejected), ignored=dict(listing.ignored))
+    return [*layout.notes, *_lost_classes(layout, pictures), *notes, *_few(facts, config)]
+
+
+def _choose(listing: Listing, layout: Layout, wanted: Sequence[str]) -> None:
+    """Keep the pictures of some classes alone."""
+    known = sorted({name for name in layout.classes if name is not None})
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        raise UserError(
+            f"prepare.classes: {', '.join(missing)} given; the source has "
+            f"{', '.join(known) or 'no classes'}."
+        )
+    rows = [row for row, name in enumerate(layout.classes) if name in wanted]
+    listing.pictures = [listing.pictures[row] for row in rows]
+    layout.classes = [layout.classes[row] for row in rows]
+    layout.held_out = [layout.held_out[row] for row in rows]
+
+
+@dataclass(slots=True)
+class Decoded:
+    """What became of the pictures of a listing: a digest each, empty for the rejected."""
+
+    digests: list[bytes]
+    gray: bool
+    rejected: list[Rejection]
+
+
+def _decode(
+    source: Source, pictures: Sequence[Entry], settings: Prepare, scratch: Scratch
+) -> Decoded:
+    """Decode every picture into its place in the scratch, on as many processes as it deserves."""
+    background = ImageColor.getrgb(settings.background)[:3]
+    rule = Square(settings.image_size, settings.resize, background, scratch.shape[2])
+    decoded = Decoded([b""] * len(pictures), True, [])
+    small = len(pictures) < ALONE_PICTURES and sum(p.size for p in pictures) < ALONE_BYTES
+    workers = 1 if small else worker_count(settings.workers)
+    chunks = chunked(source.read(pictures), scratch.row_bytes)
+    with console.progress("prepare", len(pictures), "images") as advance:
+        for done in spread(squares, (rule,), chunks, workers):
+            for row, position in enumerate(done.positions):
+                if done.reasons[row]:
+                    name = pictures[position].name
+                    decoded.rejected.append(Rejection(name, done.reasons[row]))
+                    continue
+                scratch.write(position, done.pixels[row])
+                decoded.digests[position] = done.digests[row]
+                decoded.gray &= done.gray[row]
+            advance(len(done.positions))
+    return decoded
+
+
+def _usable(layout: Layout, texts: list[str] | None, decoded: Decoded) -> Pictures:
+    rows = [row for row, digest in enumerate(decoded.digests) if digest]
+    return Pictures(
+        positions=np.array(rows, dtype=np.int64),
+        digests=[decoded.digests[row] for row in rows],
+        classes=[layout.classes[row] for row in rows],
+        held_out=[layout.held_out[row] for row in rows],
+        captions=[texts[row] for row in rows] if texts else None,
+        gray=decoded.gray,
+    )
+
+
+def _lost_classes(layout: Layout, pictures: Pictures) -> list[str]:
+    lost = sorted(str(name) for name in set(layout.classes) - set(pictures.classes))
+    return [f"No picture of the class {name} can be used: it is left out." for name in lost]
+
+
+def _few(facts: dict[str, Any], config: Config) -> list[str]:
+    count, batch = facts["count"], config.train.batch_size
+    if count >= batch:
+        return []
+    return [
+        f"There are {count:,} pictures for training, fewer than train.batch_size, {batch}: each "
+        "batch will hold some of them more than once."
+    ]
+
+
+def _summary(facts: dict[str, Any]) -> str:
+    size, kind = facts["image_size"], "gray" if facts["channels"] == 1 else "RGB"
+    return (
+        f"{facts['count']:,} pictures for training and {facts['holdout_count']:,} held out, "
+        f"{size} x {size} {kind}, {len(facts['classes'])} classes, {facts['rejected']:,} rejected; "
+        f"fingerprint {facts['fingerprint']}."
+    )
+
+
+@contextmanager
+def _told_when_full(workspace: Workspace) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise UserError(
+            f"There is no room left for the prepared data in {workspace.uri} ({error.strerror}); "
+            "what was prepared before is still whole. Free some space and run prepare again."
+        ) from error

@@ -1,0 +1,113 @@
+"""What a source of pictures is, and the listing of what it holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpm_core.data import names
+
+TEXT_BYTES = 2**20  # a caption or a list of files; larger texts are not read
+CAPTIONS = "captions.jsonl"
+CAPTIONS_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One picture of a source. `ref` is where the source finds it again."""
+
+    name: str
+    size: int
+    ref: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A picture that can't be used, and why."""
+
+    name: str
+    reason: str
+
+
+# Bytes are an encoded picture, a path is one that its decoder opens, pixels are uint8 (H, W) or
+# (H, W, 3).
+Payload = bytes | Path | NDArray[np.uint8] | Rejection
+
+
+@dataclass(slots=True)
+class Listing:
+    """What a source holds: pictures sorted by the bytes of their names, and the rest."""
+
+    pictures: list[Entry] = field(default_factory=list)
+    texts: dict[str, bytes] = field(default_factory=dict)
+    rejected: list[Rejection] = field(default_factory=list)
+    ignored: Counter[str] = field(default_factory=Counter)
+    folders: set[str] = field(default_factory=set)
+
+
+class Source(Protocol):
+    """Pictures from somewhere. `facts` say from where, for the manifest and every score."""
+
+    facts: dict[str, Any]
+
+    def listing(self) -> Listing: ...
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
+        """Positions in `entries` and what lies there, in whatever order the source likes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file met while walking through a source. `head(n)` reads its first n bytes, once."""
+
+    name: str
+    size: int
+    ref: int
+    head: Callable[[int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    name: str
+
+
+def make_listing(found: Iterable[Found | Folder | Rejection]) -> Listing:
+    """Sort out what a source holds; where a name stands twice the later file counts."""
+    listing = Listing()
+    pictures: dict[str, Entry] = {}
+    for item in found:
+        if names.is_clutter(item.name):
+            continue
+        if isinstance(item, Rejection):
+            listing.rejected.append(item)
+        elif isinstance(item, Folder):
+            listing.folders.add(item.name)
+        elif _is_picture(item, listing.texts):
+            pictures[item.name] = Entry(item.name, item.size, item.ref)
+        elif item.name not in listing.texts:
+            listing.ignored[names.suffix(item.name)[:12]] += 1
+    listing.pictures = sorted(pictures.values(), key=lambda entry: names.to_bytes(entry.name))
+    listing.rejected.sort(key=lambda item: names.to_bytes(item.name))
+    return listing
+
+
+def _is_picture(item: Found, texts: dict[str, bytes]) -> bool:
+    """By its extension or its first bytes; a text is kept in `texts` on the way."""
+    suffix = names.suffix(item.name)
+    if suffix in names.PICTURE_SUFFIXES:
+        return True
+    is_captions = item.name.rpartition("/")[2] == CAPTIONS
+    limit = CAPTIONS_BYTES if is_captions else TEXT_BYTES
+    wants_text = (is_captions or suffix == "txt") and item.size <= limit
+    content = item.head(limit if wants_text else names.HEAD)
+    if names.begins_like_a_picture(content[: names.HEAD]):
+        return True
+    if wants_text:
+        texts[item.name] = content
+    return False
