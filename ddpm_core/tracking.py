@@ -1,0 +1,246 @@
+"""What MLflow is told of a run, from a thread of its own, whether MLflow is there or not.
+
+log.jsonl is the record and MLflow a follower: rows beyond the last step that the server has are
+sent, each once, also after the server was away or this process was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ddpm_core import console
+from ddpm_core.config import Config
+from ddpm_core.mlflow_run import MlflowRun, Row, is_active, is_refusal, shown
+from ddpm_core.workspace import LOG, RUN, Workspace
+
+INTERVAL = 1.0  # seconds between two looks at the log
+LONGEST_PAUSE = 30.0  # seconds between two attempts to reach a server that is away
+ROWS_AT_ONCE = 100
+
+Entry = list[Any]  # [method of MlflowRun, *arguments], plain data
+
+
+class Tracker:
+    """The MLflow run of a workspace. No call blocks, and none raises."""
+
+    def __init__(self, config: Config, workspace: Workspace, identity: str | None) -> None:
+        self._uri = config.tracking.uri
+        self._experiment = config.tracking.experiment
+        self._workspace = workspace
+        self._identity = identity
+        self._log = Log(workspace.path(LOG))
+        self._queue: deque[Entry] = deque(self._known().get("unsent", []))
+        self._run: MlflowRun | None = None
+        self._away = False
+        self._silent = False
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def open(cls, config: Config, workspace: Workspace, identity: str | None = None) -> Tracker:
+        """Begin to tell what the workspace's log holds, and what the methods below are given.
+
+        The MLflow run is the one noted in run.json, unless that belongs to another server or, by
+        `identity` (the training's fingerprint, where the caller knows it), to another training.
+        """
+        tracker = cls(config, workspace, identity)
+        if not config.tracking.uri:
+            return tracker
+        if find_spec("mlflow") is None:
+            console.warn(
+                "No tracking: the package 'mlflow' is not installed. It comes with the extra "
+                "'tracking': pip install 'ddpm-core[tracking]'"
+            )
+            return tracker
+        tracker._thread = threading.Thread(target=tracker._work, name="tracking", daemon=True)
+        tracker._thread.start()
+        return tracker
+
+    def params(self, params: Mapping[str, Any]) -> None:
+        """Nested params; a later value of one that is known becomes the tag `changed.NAME`."""
+        self._put("params", dict(params))
+
+    def tags(self, tags: Mapping[str, Any]) -> None:
+        self._put("tags", dict(tags))
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Values that are not in log.jsonl, such as scores, at the step they belong to."""
+        self._put("metrics", step, int(time.time() * 1000), dict(values))
+
+    def artifact(self, path: Path, folder: str | None = None) -> None:
+        """A file, read when it is sent."""
+        self._put("artifact", str(path), folder)
+
+    def follow(self, path: Path) -> None:
+        """Follow this log instead of the workspace's own."""
+        if path != self._log.path:
+            self._log = Log(path)
+
+    def close(self, timeout: float = 30.0, status: str = "FINISHED") -> None:
+        """Send what is left, for at most `timeout` seconds, and end the MLflow run.
+
+        What could not be sent is told, kept in the workspace, and sent by its next command.
+        """
+        if self._thread is None:
+            return
+        self._queue.append(["end", status])
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(timeout)
+        self._silent = True
+        unsent = [entry for entry in self._queue if entry[0] != "end"]
+        self._note(unsent=unsent)
+        lacking = self._log.remaining()
+        if lacking or unsent:
+            console.warn(
+                f"MLflow at {shown(self._uri)} still lacks {lacking} rows of {self._log.path.name}"
+                f" and {len(unsent)} other entries. They are kept, and the next command on this "
+                "workspace sends them."
+            )
+        self._thread = None
+
+    def _put(self, *entry: Any) -> None:
+        if self._thread is not None:
+            self._queue.append(list(entry))
+            self._wake.set()
+
+    def _work(self) -> None:
+        pause = INTERVAL
+        while True:
+            last = self._closing.is_set()
+            try:
+                self._catch_up()
+                self._say_back()
+                pause = INTERVAL
+            except Exception as error:
+                self._run = None
+                self._say_away(error)
+                pause = min(LONGEST_PAUSE, pause * 2)
+            if last:
+                return
+            # While the server is away only closing hurries the next attempt.
+            (self._closing if self._away else self._wake).wait(pause)
+            self._wake.clear()
+
+    def _catch_up(self) -> None:
+        run = self._run = self._run or self._open()
+        while True:
+            rows, end = self._log.peek()
+            run.rows(rows)
+            if end == self._log.offset:
+                break
+            self._log.offset = end
+        while self._queue:
+            method, *arguments = self._queue[0]
+            try:
+                getattr(run, method)(*arguments)
+            except Exception as error:
+                if not is_refusal(error) or not is_active(run.client, run.run_id):
+                    raise
+                console.warn(f"MLflow refuses an entry, which is left out: {reason(error)}")
+            self._queue.popleft()
+
+    def _open(self) -> MlflowRun:
+        known = self._known()
+        name = Path(self._workspace.uri).name
+        if self._identity:
+            name = f"{name}-{self._identity[:8]}"
+        run = MlflowRun.open(self._uri, self._experiment, name, known.get("run_id"))
+        self._log.offset = 0
+        self._note(run_id=run.run_id, training=self._identity or known.get("training"))
+        return run
+
+    def _known(self) -> dict[str, Any]:
+        """What run.json says of the MLflow run, if that is this server's and this training's."""
+        known = self._workspace.read_json(RUN).get("mlflow")
+        if not isinstance(known, dict) or known.get("uri") != self._uri:
+            return {}
+        other = self._identity and known.get("training") not in (None, self._identity)
+        return {} if other else known
+
+    def _note(self, **facts: Any) -> None:
+        """Put facts into run.json; empty ones are taken out."""
+        run = self._workspace.read_json(RUN)
+        merged = {**self._known(), "uri": self._uri, **facts}
+        mlflow = {key: value for key, value in merged.items() if value}
+        if run.get("mlflow") != mlflow:
+            self._workspace.write_json(RUN, {**run, "mlflow": mlflow})
+
+    def _say_away(self, error: Exception) -> None:
+        if not self._away and not self._silent:
+            console.warn(
+                f"MLflow at {shown(self._uri)} cannot be used: {reason(error)} The work goes on; "
+                "what MLflow lacks is sent later."
+            )
+        self._away = True
+
+    def _say_back(self) -> None:
+        if self._away and not self._silent:
+            console.say(f"MLflow at {shown(self._uri)} is back and has got what it lacked.")
+        self._away = False
+
+
+class Log:
+    """The rows of a log.jsonl, from where the last reading ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0  # bytes that have been sent
+
+    def peek(self, limit: int = ROWS_AT_ONCE) -> tuple[list[Row], int]:
+        """Up to `limit` whole lines from the offset on, as rows; and the offset after them."""
+        if not self.path.is_file():
+            return [], self.offset
+        if self.path.stat().st_size < self.offset:  # cut by a run that resumed
+            self.offset = 0
+        rows, end = [], self.offset
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            for line, _ in zip(file, range(limit), strict=False):
+                if not line.endswith(b"\n"):
+                    break
+                end += len(line)
+                if row := parse(line):
+                    rows.append(row)
+        return rows, end
+
+    def remaining(self) -> int:
+        """How many whole rows lie beyond the offset."""
+        rows, _ = self.peek(limit=2**62)
+        return len(rows)
+
+
+def parse(line: bytes) -> Row | None:
+    """A line's numbers; a line that is damaged is no row."""
+    try:
+        values = json.loads(line)
+        step = int(values.pop("step"))
+        seconds = float(values.pop("time", None) or time.time())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    numbers = {
+        key: float(value)
+        for key, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return Row(step, int(seconds * 1000), numbers)
+
+
+def reason(error: Exception) -> str:
+    """An error of MLflow or of what it stands on, in a few words."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    lower = text.lower()
+    if "refused" in lower:
+        return "the connection was refused."
+    if "timed out" in lower or "timeout" in lower:
+        return "it does not answer in time."
+    if "resolve" in lower or "name or service not known" in lower:
+        return "its name is not known."
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,425 @@
+"""Tracking: MLflow follows log.jsonl whatever happens to it, and the work never waits for it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow_server import QUIET, Server, free_port, shared_server, wait_until
+
+from ddpm_core import params
+from ddpm_core.config import Config
+from ddpm_core.mlflow_run import connect, flatten, shown
+from ddpm_core.tracking import Log, Tracker
+from ddpm_core.workspace import LOG, RUN, Workspace
+
+pytestmark = pytest.mark.xdist_group("mlflow")
+
+
+@pytest.fixture
+def server() -> Server:
+    return shared_server().running()
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.open(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def silent_uri() -> Iterator[str]:
+    """A server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def config(uri: str, **sections: Any) -> Config:
+    return params.validate({"tracking": {"uri": uri, "experiment": "tests"}, **sections})
+
+
+def log_rows(workspace: Workspace, steps: range) -> None:
+    with workspace.path(LOG).open("a") as file:
+        for step in steps:
+            row = {"step": step, "loss": 1 / step, "lr": 1e-3, "time": 1.7e9 + step}
+            file.write(json.dumps({**row, "device": "cpu", "last": False}) + "\n")
+
+
+def run_id(workspace: Workspace) -> str:
+    return str(workspace.read_json(RUN)["mlflow"]["run_id"])
+
+
+def history(uri: str, run: str, key: str) -> list[tuple[int, float, int]]:
+    """What the server has: (step, value, unix ms), in the order of their arrival."""
+    metrics = connect(uri).get_metric_history(run, key)
+    return [(metric.step, metric.value, metric.timestamp) for metric in metrics]
+
+
+def logged(workspace: Workspace, key: str) -> list[tuple[int, float, int]]:
+    rows = [json.loads(line) for line in workspace.path(LOG).read_text().splitlines()]
+    return [(row["step"], row[key], int(row["time"] * 1000)) for row in rows]
+
+
+def assert_follows(uri: str, workspace: Workspace) -> None:
+    """The server's history equals log.jsonl, row for row."""
+    for key in ("loss", "lr"):
+        assert history(uri, run_id(workspace), f"train/{key}") == logged(workspace, key)
+
+
+def has_step(uri: str, workspace: Workspace, step: int) -> bool:
+    known = workspace.read_json(RUN).get("mlflow", {})
+    return "run_id" in known and any(
+        at == step for at, *_ in history(uri, known["run_id"], "train/loss")
+    )
+
+
+# What the server gets
+
+
+def test_every_number_of_the_log_reaches_the_server_once(
+    server: Server, workspace: Workspace
+) -> None:
+    tracker = Tracker.open(config(server.uri), workspace)
+    log_rows(workspace, range(1, 2001))
+    tracker.close()
+    assert_follows(server.uri, workspace)
+    run = connect(server.uri).get_run(run_id(workspace))
+    assert set(run.data.metrics) == {"train/loss", "train/lr"}
+    assert run.info.status == "FINISHED"
+
+
+def test_a_resumed_run_goes_on_in_the_same_mlflow_run(server: Server, workspace: Workspace) -> None:
+    seen = []
+    for steps in (range(1, 11), range(11, 21)):
+        log_rows(workspace, steps)
+        Tracker.open(config(server.uri), workspace, identity="same").close()
+        seen.append(run_id(workspace))
+    assert seen[0] == seen[1]
+    assert_follows(server.uri, workspace)
+
+
+def test_rows_that_are_done_again_after_a_resume_are_not_sent_again(
+    server: Server, workspace: Workspace
+) -> None:
+    log_rows(workspace, range(1, 11))
+    Tracker.open(config(server.uri), workspace).close()
+    first = history(server.uri, run_id(workspace), "train/loss")
+    workspace.path(LOG).write_text("")
+    log_rows(workspace, range(6, 13))
+    Tracker.open(config(server.uri), workspace).close()
+    assert history(server.uri, run_id(workspace), "train/loss") == [
+        *first,
+        *logged(workspace, "loss")[-2:],
+    ]
+
+
+def test_another_training_gets_another_mlflow_run(server: Server, workspace: Workspace) -> None:
+    log_rows(workspace, range(1, 4))
+    Tracker.open(config(server.uri), workspace, identity="one").close()
+    first = run_id(workspace)
+    Tracker.open(config(server.uri), workspace, identity="two").close()
+    assert run_id(workspace) != first
+    Tracker.open(config(server.uri), workspace).close()
+    assert_follows(server.uri, workspace)
+
+
+def test_a_run_that_the_server_does_not_know_is_made_anew(
+    server: Server, workspace: Workspace
+) -> None:
+    log_rows(workspace, range(1, 4))
+    Tracker.open(config(server.uri), workspace).close()
+    deleted = run_id(workspace)
+    connect(server.uri).delete_run(deleted)
+    Tracker.open(config(server.uri), workspace).close()
+    assert run_id(workspace) != deleted
+    assert_follows(server.uri, workspace)
+    for unknown in ("0" * 32, "not an id"):
+        workspace.write_json(RUN, {"mlflow": {"run_id": unknown, "uri": server.uri}})
+        Tracker.open(config(server.uri), workspace).close()
+        assert_follows(server.uri, workspace)
+
+
+def test_params_tags_scores_and_files(server: Server, workspace: Workspace) -> None:
+    given = config(server.uri, train={"steps": 7})
+    grid = workspace.path("grid.png")
+    grid.write_bytes(b"picture")
+    for _ in range(2):  # the second time changes nothing
+        tracker = Tracker.open(given, workspace)
+        tracker.params(given.dump())
+        tracker.params({"long": "x" * 7000})
+        tracker.tags({"data": "abc", "classes": ["a", "b"]})
+        tracker.metrics(200, {"fid_500": 12.5, "odd": math.nan, "name (with) signs": 1.0})
+        tracker.artifact(grid, "samples")
+        tracker.close()
+    client = connect(server.uri)
+    run = client.get_run(run_id(workspace))
+    assert run.data.params["train.steps"] == "7"
+    assert run.data.params["train.optimizer.betas"] == "[0.9, 0.999]"
+    assert run.data.params["long"] == "x" * 6000
+    assert (run.data.tags["data"], run.data.tags["classes"]) == ("abc", '["a", "b"]')
+    assert not [tag for tag in run.data.tags if tag.startswith("changed.")]
+    assert [m[:2] for m in history(server.uri, run_id(workspace), "fid_500")] == [(200, 12.5)]
+    assert len(history(server.uri, run_id(workspace), "odd")) == 1
+    assert [f.path for f in client.list_artifacts(run_id(workspace), "samples")] == [
+        "samples/grid.png"
+    ]
+
+
+def test_a_changed_param_is_told_beside_the_first(server: Server, workspace: Workspace) -> None:
+    for steps in (100, 200):
+        tracker = Tracker.open(config(server.uri), workspace)
+        tracker.params({"train": {"steps": steps}})
+        tracker.close()
+    data = connect(server.uri).get_run(run_id(workspace)).data
+    assert data.params["train.steps"] == "100"
+    assert data.tags["changed.train.steps"] == "200"
+
+
+def test_what_the_server_refuses_is_left_out_and_the_rest_goes_on(
+    server: Server, workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Tracker.open(config(server.uri), workspace)
+    tracker.tags({"": "a tag without a name"})
+    tracker.tags({"after": "it"})
+    tracker.close()
+    assert connect(server.uri).get_run(run_id(workspace)).data.tags["after"] == "it"
+    assert "MLflow refuses an entry" in capsys.readouterr().err
+
+
+# A server that goes away
+
+
+def test_a_server_killed_in_the_middle_gets_each_row_once_when_it_is_back(
+    server: Server, workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Tracker.open(config(server.uri), workspace)
+    log_rows(workspace, range(1, 101))
+    wait_until(lambda: has_step(server.uri, workspace, 100), "the first rows have arrived")
+    server.kill()
+    log_rows(workspace, range(101, 201))
+    wait_until(lambda: tracker._away, "the outage is noticed")
+    short = Workspace.open(str(tmp_path / "short"))
+    run_during_an_outage(config(server.uri), short)
+    assert "still lacks 20 rows of log.jsonl and 2 other entries" in capsys.readouterr().err
+    server.start()
+    log_rows(workspace, range(201, 301))
+    tracker.close()
+    assert_follows(server.uri, workspace)
+    assert capsys.readouterr().err.count("is back") == 1
+
+    Tracker.open(config(server.uri), short).close()  # the next command on that workspace
+    assert_follows(server.uri, short)
+    data = connect(server.uri).get_run(run_id(short)).data
+    assert data.params["seed"] == "3"
+    assert data.metrics["fid_500"] == 9.0
+
+
+def run_during_an_outage(given: Config, workspace: Workspace) -> None:
+    tracker = Tracker.open(given, workspace)
+    tracker.params({"seed": 3})
+    tracker.metrics(20, {"fid_500": 9.0})
+    log_rows(workspace, range(1, 21))
+    tracker.close()
+
+
+def test_a_server_that_freezes_with_rows_on_their_way_gets_them_once(
+    server: Server, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    tracker = Tracker.open(config(server.uri), workspace)
+    log_rows(workspace, range(1, 11))
+    wait_until(lambda: has_step(server.uri, workspace, 10), "the first rows have arrived")
+    server.signal(signal.SIGSTOP)
+    try:
+        log_rows(workspace, range(11, 21))
+        wait_until(lambda: tracker._away, "the outage is noticed")
+    finally:
+        server.signal(signal.SIGCONT)
+    tracker.close()
+    assert_follows(server.uri, workspace)
+
+
+def test_a_killed_process_loses_no_row_and_sends_none_twice(
+    server: Server, workspace: Workspace
+) -> None:
+    code = f"""
+        import sys
+        from ddpm_core import params
+        from ddpm_core.tracking import Tracker
+        from ddpm_core.workspace import Workspace
+        given = params.validate({{"tracking": {{"uri": {server.uri!r}, "experiment": "tests"}}}})
+        Tracker.open(given, Workspace.open({workspace.uri!r}))
+        sys.stdin.read()
+    """
+    log_rows(workspace, range(1, 3001))
+    for last in (300, 1200):  # it is killed while it sends what comes after
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+            wait_until(lambda: has_step(server.uri, workspace, last), f"step {last}")  # noqa: B023
+            process.kill()
+    Tracker.open(config(server.uri), workspace).close()
+    assert_follows(server.uri, workspace)
+
+
+# The work never waits
+
+
+@pytest.mark.parametrize("kind", ["refused", "silent"])
+def test_calls_return_at_once_where_no_server_answers(
+    kind: str,
+    silent_uri: str,
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    uri = silent_uri if kind == "silent" else f"http://127.0.0.1:{free_port()}"
+    started = time.monotonic()
+    tracker = Tracker.open(config(uri), workspace)
+    tracker.params({"a": 1})
+    tracker.metrics(1, {"b": 2.0})
+    tracker.artifact(workspace.path("none.png"))
+    assert time.monotonic() - started < 0.5
+    wait_until(lambda: tracker._away, "the outage is noticed")
+    tracker.close(timeout=20)
+    told = capsys.readouterr().err
+    assert told.count("cannot be used") == 1
+    assert ("refused" if kind == "refused" else "does not answer in time") in told
+
+
+def test_closing_keeps_its_limit(silent_uri: str, workspace: Workspace) -> None:
+    tracker = Tracker.open(config(silent_uri), workspace)
+    started = time.monotonic()
+    tracker.close(timeout=0.5)
+    assert time.monotonic() - started < 2
+
+
+def test_bounded_requests_are_no_setting_of_the_environment(
+    server: Server, workspace: Workspace
+) -> None:
+    Tracker.open(config(server.uri), workspace).close()
+    assert not [name for name in os.environ if name.startswith("MLFLOW_HTTP")]
+
+
+# The store without a server
+
+
+def test_a_store_whose_making_was_killed_is_made_again_in_silence(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/store/mlflow.db"
+    kill_while_it_is_made(uri, tmp_path / "store")
+    code = f"""
+        from pathlib import Path
+        from ddpm_core import params
+        from ddpm_core.tracking import Tracker
+        from ddpm_core.workspace import Workspace
+        given = params.validate({{"tracking": {{"uri": {uri!r}, "experiment": "tests"}}}})
+        workspace = Workspace.open("run")
+        workspace.path("log.jsonl").write_text('{{"step": 1, "loss": 0.5}}\\n')
+        tracker = Tracker.open(given, workspace)
+        tracker.artifact(workspace.path("log.jsonl"), "logs")
+        tracker.close()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        env={**os.environ, **QUIET},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout + done.stderr == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "store"]
+    assert {"mlartifacts", "mlflow.db"} <= {path.name for path in (tmp_path / "store").iterdir()}
+    assert list((tmp_path / "store/mlartifacts").rglob("logs/log.jsonl"))
+    workspace = Workspace.open(str(tmp_path / "run"))
+    assert [m[:2] for m in history(uri, run_id(workspace), "train/loss")] == [(1, 0.5)]
+
+
+def kill_while_it_is_made(uri: str, folder: Path) -> None:
+    """MLflow itself can never open such a store again."""
+
+    def half_made() -> bool:
+        return any(file.stat().st_size > 100_000 for file in folder.glob(".mlflow.db.????????"))
+
+    code = f"from ddpm_core.mlflow_run import connect; connect({uri!r})"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        wait_until(half_made, "some of the tables are there")
+        process.kill()
+    assert not (folder / "mlflow.db").exists()
+
+
+def test_no_uri_means_no_tracking_and_no_import(tmp_path: Path) -> None:
+    code = f"""
+        import sys, threading
+        from pathlib import Path
+        from ddpm_core import params
+        from ddpm_core.tracking import Tracker
+        from ddpm_core.workspace import Workspace
+        tracker = Tracker.open(
+            params.validate({{"tracking": {{"uri": ""}}}}), Workspace.open({str(tmp_path)!r})
+        )
+        tracker.params({{"a": 1}}); tracker.tags({{}}); tracker.metrics(1, {{"a": 1.0}})
+        tracker.artifact(Path("x")); tracker.follow(Path("log.jsonl")); tracker.close()
+        assert "mlflow" not in sys.modules and "torch" not in sys.modules
+        assert threading.active_count() == 1
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_without_the_package_the_extra_is_named_and_the_work_goes_on(tmp_path: Path) -> None:
+    code = f"""
+        import sys
+        sys.modules["mlflow"] = None  # as if it were not installed
+        from ddpm_core import params
+        from ddpm_core.tracking import Tracker
+        from ddpm_core.workspace import Workspace
+        tracker = Tracker.open(params.validate({{}}), Workspace.open({str(tmp_path)!r}))
+        tracker.metrics(1, {{"a": 1.0}})
+        tracker.close()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True
+    )
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'ddpm-core[tracking]'" in done.stderr
+
+
+# Small parts
+
+
+def test_a_line_half_written_waits_for_its_rest(tmp_path: Path) -> None:
+    log = Log(tmp_path / LOG)
+    assert log.peek() == ([], 0)
+    log.path.write_bytes(b'{"step": 1, "loss": 2.0, "time": 3}\n{"step": 2, "lo')
+    rows, end = log.peek()
+    assert [(row.step, row.values, row.milliseconds) for row in rows] == [(1, {"loss": 2.0}, 3000)]
+    log.offset = end
+    assert log.peek() == ([], end)
+    with log.path.open("ab") as file:
+        file.write(b'ss": 1.5, "time": 4}\nnot json\n[]\n{"step": 3, "time": 5}\n')
+    assert [row.step for row in log.peek()[0]] == [2, 3]
+
+
+def test_nested_params_are_flat() -> None:
+    given = {"train": {"loss": {"kind": "l2"}, "ema": [0.9]}, "seed": 0, "none": None}
+    assert flatten(given) == {
+        "train.loss.kind": "l2",
+        "train.ema": "[0.9]",
+        "seed": "0",
+        "none": "null",
+    }
+
+
+def test_a_password_in_the_uri_is_not_shown() -> None:
+    assert shown("https://me:secret@host:5000/x") == "https://me:***@host:5000/x"
+    assert shown("sqlite:////a/b.db") == "sqlite:////a/b.db"
