@@ -1,0 +1,393 @@
+"""Samplers undo the process: held to exact scores, exact solutions and each other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from ddpm_core import rng
+from ddpm_core.diffusion import process, samplers, spacings
+from ddpm_core.diffusion.process import PREDICTIONS, SCHEDULES, Schedule, make_schedule
+from ddpm_core.diffusion.samplers import SAMPLERS, Level, SamplerSettings, sample
+from ddpm_core.diffusion.spacings import SPACINGS
+
+OWN_SPACINGS = ("uniform", "quadratic")
+Network = Callable[[Tensor, Tensor], Tensor]
+
+
+def noise_of(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Callable[[int], Tensor]:
+    key = rng.key(rng.Purpose.SAMPLE, 0)
+    return lambda step: rng.normal(key, torch.arange(shape[0]), shape[1:], step).to(dtype)
+
+
+def only_the_start(shape: tuple[int, ...]) -> Callable[[int], Tensor]:
+    draw = noise_of(shape)
+
+    def noise(step: int) -> Tensor:
+        assert step == 0, "a deterministic rule asked for noise"
+        return draw(step)
+
+    return noise
+
+
+def some_network(x: Tensor, t: Tensor) -> Tensor:
+    """Smooth, in no way a denoiser, different at every timestep."""
+    return torch.sin(3 * x + t.view(-1, 1, 1, 1).to(x.dtype) / 7) - 0.3 * x.roll(1, 3)
+
+
+def silent(x: Tensor, t: Tensor) -> Tensor:
+    return torch.zeros_like(x)
+
+
+# A Gaussian mixture, whose best denoiser is known exactly
+
+
+MEANS = torch.tensor([[-0.6, -0.5], [0.5, -0.4], [0.1, 0.6]], dtype=torch.float64)
+SHARES = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+SPREAD = 0.2
+
+
+def exact_x0(x: Tensor, alpha_bar: Tensor) -> Tensor:
+    """E[x0 | x] of the mixture, x (B, 2, 1, 1), by Bayes' rule."""
+    a = alpha_bar.view(-1, 1, 1)
+    signal, variance = a.sqrt(), a * SPREAD**2 + 1 - a
+    away = x.flatten(1)[:, None] - signal * MEANS
+    likelihood = SHARES.log() - (away**2).sum(2) / (2 * variance[:, :, 0])
+    each = MEANS + signal * SPREAD**2 / variance * away
+    return (likelihood.softmax(1)[:, :, None] * each).sum(1).view_as(x)
+
+
+def exact_network(schedule: Schedule, prediction: str) -> Network:
+    def network(x: Tensor, t: Tensor) -> Tensor:
+        alpha_bar = schedule.alphas_bar[t]
+        x0 = exact_x0(x, alpha_bar)
+        return process.target(prediction, x0, process.to_noise(x0, x, alpha_bar), alpha_bar)
+
+    return network
+
+
+SAMPLED_MIXTURE = {
+    "ddpm, large": SamplerSettings("ddpm", 500, variance="large"),
+    "ddpm, small": SamplerSettings("ddpm", 500, variance="small"),
+    "ddpm, shortened": SamplerSettings("ddpm", 200),
+    "ddim": SamplerSettings("ddim", 100),
+    "ddim, quadratic": SamplerSettings("ddim", 60, spacing="quadratic"),
+    "ddim, official": SamplerSettings("ddim", 100, spacing="quadratic_official"),
+    "ddim, eta 0.5": SamplerSettings("ddim", 100, eta=0.5),
+    "ddim, eta 1": SamplerSettings("ddim", 200, eta=1.0),
+    "dpmpp": SamplerSettings("dpmpp", 20),
+}
+every_setting = pytest.mark.parametrize("settings", SAMPLED_MIXTURE.values(), ids=SAMPLED_MIXTURE)
+
+
+@every_setting
+@pytest.mark.parametrize(("name", "prediction"), [("cosine", "v"), ("linear", "noise")])
+def test_every_sampler_reproduces_a_mixture_whose_score_is_exact(
+    name: str, prediction: str, settings: SamplerSettings
+) -> None:
+    schedule, count = make_schedule(name, 500), 3000
+    network = exact_network(schedule, prediction)
+    drawn = sample(network, schedule, prediction, settings, noise_of((count, 2, 1, 1))).flatten(1)
+    mode = torch.cdist(drawn, MEANS).argmin(1)
+    starts_in_the_middle = name == "cosine" and settings.spacing == "quadratic_official"
+    off = (torch.bincount(mode, minlength=3) / count - SHARES).abs()
+    assert float(off.max()) < (0.05 if starts_in_the_middle else 0.025)
+    for k in range(3):
+        members = drawn[mode == k]
+        assert torch.allclose(members.mean(0), MEANS[k], atol=0.03)
+        assert torch.allclose(members.std(0) / SPREAD, torch.ones(2).double(), atol=0.1)
+
+
+def test_a_full_chain_reproduces_the_distribution_itself() -> None:
+    schedule = make_schedule("cosine", 1000)
+    settings = SamplerSettings("ddpm", 1000)
+    drawn = sample(exact_network(schedule, "v"), schedule, "v", settings, noise_of((2000, 2, 1, 1)))
+    centres, shares = MEANS[:, 0].numpy(), SHARES.numpy()
+
+    def cdf(value: np.ndarray) -> np.ndarray:
+        return stats.norm.cdf(value[:, None], centres, SPREAD) @ shares
+
+    assert stats.kstest(drawn[:, 0].flatten().numpy(), cdf).pvalue > 1e-3
+
+
+# Against each other
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("clip", [True, False])
+def test_ddim_with_eta_one_is_ddpm_with_the_small_variance_path_by_path(
+    name: str, prediction: str, clip: bool
+) -> None:
+    schedule = make_schedule(name, 100)
+    paths: list[list[Tensor]] = []
+    for settings in (
+        SamplerSettings("ddim", 100, eta=1.0, clip=clip),
+        SamplerSettings("ddpm", 100, variance="small", clip=clip),
+    ):
+        path: list[Tensor] = []
+
+        def network(x: Tensor, t: Tensor, path: list[Tensor] = path) -> Tensor:
+            path.append(x)
+            return some_network(x, t)
+
+        last = sample(network, schedule, prediction, settings, noise_of((3, 1, 4, 4)))
+        paths.append([*path, last])
+    for a, b in zip(*paths, strict=True):
+        assert float((a - b).abs().max()) < 1e-10 * max(1.0, float(a.abs().max()))
+
+
+@every_setting
+def test_a_network_that_knows_the_image_gives_that_image(settings: SamplerSettings) -> None:
+    schedule = make_schedule("cosine", 500)
+    image = noise_of((2, 1, 4, 4))(9).clamp(-1, 1)
+    drawn = sample(lambda x, t: image, schedule, "x0", settings, noise_of((2, 1, 4, 4)))
+    assert torch.allclose(drawn, image, rtol=0, atol=1e-12)
+
+
+# Order of convergence, on a Gaussian whose probability flow has a closed form
+
+
+def flow_error(sampler: str, steps: int) -> float:
+    """Distance from the exact flow at the last level, after `steps` updates in equal log-SNR."""
+    schedule = make_schedule("cosine", 100_000)
+    mean, spread = 0.3, 0.5
+    settings = SamplerSettings(sampler, steps)
+    levels = [
+        Level(int(t), schedule.alphas_bar[t])
+        for t in spacings.log_snr(schedule, steps + 1).flip(0)
+        if schedule.sigmas[t] < 20
+    ]
+    rule = SAMPLERS[sampler](schedule, settings)[1]
+    seen: list[Tensor] = []
+
+    def denoise(x: Tensor, level: Level) -> Tensor:
+        seen.append(x)
+        a = level.alpha_bar
+        gain = a.sqrt() * spread**2 / (a * spread**2 + 1 - a)
+        return mean + gain * (x - a.sqrt() * mean)
+
+    def standard(x: Tensor, level: Level) -> Tensor:
+        return (x - level.signal * mean) / math.sqrt(level.signal**2 * spread**2 + level.sigma**2)
+
+    samplers.run(rule, denoise, noise_of((50, 1, 1, 1))(0), levels, only_the_start((50, 1, 1, 1)))
+    return float((standard(seen[-1], levels[-1]) - standard(seen[0], levels[0])).abs().max())
+
+
+@pytest.mark.parametrize(("sampler", "order"), [("ddim", 1.0), ("dpmpp", 2.0)])
+def test_the_error_falls_with_the_order_of_the_rule(sampler: str, order: float) -> None:
+    errors = [flow_error(sampler, steps) for steps in (40, 80, 160)]
+    for coarse, fine in pairwise(errors):
+        assert math.log2(coarse / fine) == pytest.approx(order, abs=0.2)
+
+
+# Noise is asked for where it is needed
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 50])
+@pytest.mark.parametrize("sampler", ["ddim", "dpmpp"])
+def test_deterministic_rules_never_ask_for_noise(sampler: str, steps: int) -> None:
+    schedule = make_schedule("cosine", 50)
+    shape = (2, 1, 4, 4)
+    sample(some_network, schedule, "v", SamplerSettings(sampler, steps), only_the_start(shape))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SamplerSettings("ddpm", 50),
+        SamplerSettings("ddpm", 9, variance="large"),
+        SamplerSettings("ddim", 9, eta=0.5),
+    ],
+)
+def test_each_update_but_the_last_asks_for_its_own_noise_once(settings: SamplerSettings) -> None:
+    asked: list[int] = []
+    draw = noise_of((2, 1, 4, 4))
+
+    def noise(step: int) -> Tensor:
+        asked.append(step)
+        return draw(step)
+
+    sample(some_network, make_schedule("cosine", 50), "v", settings, noise)
+    assert asked == list(range(settings.steps))
+
+
+# The variance of the reverse process
+
+
+def test_the_large_variance_begins_with_the_posteriors_second() -> None:
+    schedule = make_schedule("linear", 100)
+    large = samplers.reverse_variance(schedule.alphas_bar, "large")
+    assert torch.allclose(large[1:], schedule.betas[1:], rtol=1e-9)
+    assert float(large[0]) == float(schedule.posterior_variance[1])
+    small = samplers.reverse_variance(schedule.alphas_bar, "small")
+    assert torch.equal(small, schedule.posterior_variance)
+
+
+@pytest.mark.parametrize(("steps", "kind"), [(50, "large"), (49, "small"), (1, "small")])
+def test_the_automatic_variance_is_large_for_full_chains_and_small_for_short(
+    steps: int, kind: str
+) -> None:
+    schedule, noise = make_schedule("cosine", 50), noise_of((2, 1, 4, 4))
+    settings = SamplerSettings("ddpm", steps)
+    by_name = sample(some_network, schedule, "v", replace(settings, variance=kind), noise)
+    assert torch.equal(sample(some_network, schedule, "v", settings, noise), by_name)
+
+
+# Clipping, dtype, the loop
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_estimate_is_clipped_before_it_is_used(sampler: str) -> None:
+    schedule, seen = make_schedule("cosine", 50), []
+    settings = SamplerSettings(sampler, 25, eta=0.0)
+
+    def wild(x: Tensor, t: Tensor) -> Tensor:
+        seen.append(float(x.abs().max()))
+        return 1e4 * some_network(x, t)
+
+    drawn = sample(wild, schedule, "v", settings, noise_of((2, 1, 4, 4)))
+    assert float(drawn.abs().max()) == 1.0
+    assert max(seen) < 10
+    loose = sample(wild, schedule, "v", replace(settings, clip=False), noise_of((2, 1, 4, 4)))
+    assert float(loose.abs().max()) > 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_everything_is_in_the_dtype_of_the_noise(sampler: str, dtype: torch.dtype) -> None:
+    schedule = make_schedule("cosine", 50)
+
+    def network(x: Tensor, t: Tensor) -> Tensor:
+        assert x.dtype == dtype and t.dtype == torch.int64 and t.shape == (2,)
+        return silent(x, t).to(torch.bfloat16)
+
+    settings = SamplerSettings(sampler, 10, eta=1.0)
+    assert sample(network, schedule, "v", settings, noise_of((2, 1, 4, 4), dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("steps", [1, 27, 99, 100])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("spacing", SPACINGS)
+def test_any_number_of_steps_up_to_all_works(sampler: str, spacing: str, steps: int) -> None:
+    schedule = make_schedule("cosine", 100)
+    visited: list[int] = []
+    done: list[int] = []
+
+    def network(x: Tensor, t: Tensor) -> Tensor:
+        visited.append(int(t[0]))
+        return some_network(x, t)
+
+    settings = SamplerSettings(sampler, steps, spacing=spacing)
+    drawn = sample(network, schedule, "v", settings, noise_of((2, 1, 4, 4)), done.append)
+    assert torch.isfinite(drawn).all()
+    assert visited == sorted(set(visited), reverse=True)
+    assert done == list(range(1, len(visited) + 1))
+    assert visited[-1] == 0 or steps == 1
+    if sampler == "dpmpp" or spacing != "quadratic_official":
+        assert len(visited) == steps
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"steps": 101}, "steps: 101 given; a process of 100 timesteps is sampled in 1 to 100"),
+        ({"steps": 0}, "steps: 0 given"),
+        ({"eta": 1.5}, "eta: 1.5 given; a number from 0 to 1"),
+        ({"eta": math.nan}, "eta: nan given"),
+        ({"variance": "huge"}, "variance: 'huge' given; known are auto, large, small"),
+        ({"sampler": "plms"}, "sampler: 'plms' given; known are ddpm, ddim, dpmpp"),
+        ({"spacing": "cubic"}, "spacing: 'cubic' given; known are uniform, quadratic"),
+    ],
+)
+def test_what_a_process_cannot_do_is_refused_in_a_sentence(
+    change: dict[str, object], sentence: str
+) -> None:
+    settings = replace(SamplerSettings("ddim", 50), **change)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        sample(some_network, make_schedule("cosine", 100), "v", settings, noise_of((1, 1, 4, 4)))
+
+
+# Sequences of timesteps
+
+
+@pytest.mark.parametrize("spacing", OWN_SPACINGS)
+@pytest.mark.parametrize("timesteps", [2, 3, 10, 100, 1000])
+def test_a_sequence_has_exactly_the_steps_asked_for_from_first_to_last(
+    spacing: str, timesteps: int
+) -> None:
+    for steps in {1, 2, 3, 10, 27, 50, timesteps // 2, timesteps - 1, timesteps}:
+        if not 1 <= steps <= timesteps:
+            continue
+        t = SPACINGS[spacing](timesteps, steps)
+        assert len(t) == steps and t.dtype == torch.int64
+        assert bool((t.diff() > 0).all())
+        assert int(t[-1]) == timesteps - 1
+        assert int(t[0]) == (0 if steps > 1 else timesteps - 1)
+
+
+def test_uniform_is_even_and_quadratic_is_denser_at_low_noise() -> None:
+    assert spacings.uniform(1000, 4).tolist() == [0, 333, 666, 999]
+    assert spacings.quadratic(1000, 4).tolist() == [0, 111, 444, 999]
+    assert spacings.quadratic(1000, 100)[:6].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_official_quadratic_sequence_is_the_published_one() -> None:
+    published = [int(s) for s in np.linspace(0, np.sqrt(1000 * 0.8), 100) ** 2]
+    t = spacings.quadratic_official(1000, 100)
+    assert t.tolist() == sorted(set(published))
+    assert len(published) == 100 and len(t) == 96 and int(t[-1]) == 800
+    for timesteps, steps in ((1000, 11), (1000, 10), (1000, 50), (100, 5), (4000, 200)):
+        other = np.linspace(0, np.sqrt(timesteps * 0.8), steps) ** 2
+        assert set(spacings.quadratic_official(timesteps, steps).tolist()) == set(other.astype(int))
+
+
+def test_equal_timesteps_are_moved_apart_within_their_ends() -> None:
+    assert spacings.distinct(torch.tensor([0, 0, 0, 1, 5, 9, 9, 9])).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        5,
+        7,
+        8,
+        9,
+    ]
+    assert spacings.distinct(torch.tensor([3])).tolist() == [3]
+
+
+@pytest.mark.parametrize("timesteps", [100, 1000, 4000])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_dpmpp_starts_at_a_sigma_of_80_to_120_and_steps_evenly_in_log_snr(
+    name: str, timesteps: int
+) -> None:
+    schedule = make_schedule(name, timesteps)
+    t = spacings.log_snr(schedule, 20)
+    assert len(t) == 20 and bool((t.diff() > 0).all()) and int(t[0]) == 0
+    if timesteps > 100:
+        assert 80 < float(schedule.sigmas[t[-1]]) < 120
+        steps = schedule.sigmas[t].log().diff()[5:]
+        assert float(steps.max() / steps.min()) < 1.2
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_dpmpp_may_take_any_number_of_steps(name: str) -> None:
+    schedule = make_schedule(name, 50)
+    for steps in range(1, 51):
+        t = spacings.log_snr(schedule, steps)
+        assert len(t) == steps and bool((t.diff() > 0).all()) and 0 <= int(t[0]) <= int(t[-1]) < 50
+    assert t.tolist() == list(range(50))
+
+
+@pytest.mark.parametrize("entry", [*SAMPLERS.values(), *SPACINGS.values()])
+def test_every_member_says_its_formula_and_source(entry: object) -> None:
+    assert re.search(r"et al\.,? \(?20\d\d", entry.__doc__ or "")
