@@ -77,13 +77,13 @@ def _plain(description: str, total: int, unit: str, done: int) -> Callable[..., 
         nonlocal count, shown
         count += n
         now = time.monotonic()
-        if now - shown < PLAIN_INTERVAL and count < total:
+        finished = n > 0 and count >= total
+        if now - shown < PLAIN_INTERVAL and not finished:
             return
         shown = now
         rate = (count - done) / max(1e-9, now - started)
         left = f", {(total - count) / rate:,.0f} s left" if count < total and rate > 0 else ""
-        say(
-            f"{description}: {count}/{total} {unit}, {rate:,.1f}/s{left}{f', {note}' if note else ''}"
-        )
+        after = f", {note}" if note else ""
+        say(f"{description}: {count}/{total} {unit}, {rate:,.1f}/s{left}{after}")
 
     return advance

@@ -161,9 +161,8 @@ def check_finite(run: Run) -> None:
     """Stop before a loss that is not a number can reach a snapshot."""
     bad = int(run.state.bad_step)
     if bad:
-        kept = (
-            f"The snapshot of step {run.written} is whole" if run.written else "None is saved yet"
-        )
+        at = run.written
+        kept = f"The snapshot of step {at} is whole" if at else "There is no snapshot yet"
         raise UserError(
             f"The loss of step {bad} is not finite. {kept}; nothing of the failure was saved. "
             f"Likely causes: train.optimizer.lr {run.config.train.optimizer.lr:g} is too high, "

@@ -1,0 +1,34 @@
+"""The methods that compete, by the names they have in params, each with its formula and source."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from ddpm_core.diffusion.noise_levels import TIMESTEP_SAMPLERS, WEIGHTINGS
+from ddpm_core.diffusion.process import PREDICTIONS, SCHEDULES
+from ddpm_core.diffusion.samplers import SAMPLERS
+from ddpm_core.diffusion.spacings import SPACINGS
+
+METHODS: dict[str, Mapping[str, Any]] = {
+    "diffusion.schedule": SCHEDULES,
+    "diffusion.prediction": PREDICTIONS,
+    "train.loss.weighting": WEIGHTINGS,
+    "train.timesteps.sampler": TIMESTEP_SAMPLERS,
+    "sample.sampler": SAMPLERS,
+    "sample.spacing": SPACINGS,
+}
+
+
+def describe() -> str:
+    """All methods as text: the params key, then each name with its docstring."""
+    parts = []
+    for key, choices in METHODS.items():
+        parts.append(key)
+        for name, method in choices.items():
+            text = (inspect.getdoc(method) or "").strip()
+            indented = "\n".join(f"      {line}".rstrip() for line in text.splitlines())
+            parts.append(f"  {name}\n{indented}")
+        parts.append("")
+    return "\n".join(parts).rstrip()

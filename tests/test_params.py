@@ -1,0 +1,159 @@
+"""A params file: every mistake is told at once, with its path, what was given, what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from ddpm_core import config, params
+from ddpm_core.config import Config
+from ddpm_core.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+
+
+def mistakes(tmp_path: Path, text: str, *overrides: str) -> str:
+    file = tmp_path / "params.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        params.load(file, overrides)
+    return str(caught.value)
+
+
+def test_without_a_file_the_defaults_are_the_digits() -> None:
+    loaded = params.load()
+    assert loaded.prepare.source == "digits"
+    assert loaded.model_copy(update={"tracking": Config().tracking}) == Config()
+
+
+def test_the_checked_in_params_file_is_the_defaults() -> None:
+    given = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    assert params.validate(given) == Config()
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    text = """
+    seed: -1
+    trian: {}
+    prepare: {image_size: "16", resize: cropp}
+    model: {channels: 0, attention: [8, x]}
+    train: {stepps: 5, optimizer: {betas: [0.9, 2]}, loss: {weighting: foo}}
+    sample: {checkpoints: al}
+    """
+    told = mistakes(tmp_path, text)
+    assert told.startswith("10 mistakes in ")
+    for line in (
+        "seed: -1 given; greater than or equal to 0",
+        "trian: unknown key; did you mean train?",
+        "prepare.image_size: '16' given; a valid integer",
+        "prepare.resize: 'cropp' given; 'crop', 'pad' or 'squash'",
+        "model.channels: 0 given",
+        "model.attention[1]: 'x' given; a valid integer",
+        "train.stepps: unknown key in train; did you mean steps?",
+        "train.optimizer.betas[1]: 2 given; less than 1",
+        "train.loss.weighting: 'foo' given; 'uniform'",
+        "sample.checkpoints: 'al' given; 'latest', 'all' or 'best', or a list",
+    ):
+        assert line in told
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("prepare.image_size=28", "a multiple of"),
+        ("model.attention=[5]", "works at [16, 8, 4]"),
+        ("sample.steps=2000", "there are only 1000"),
+        ("train.microbatches=65", "more than batch_size, 64"),
+        ("train.ema=[0.9, 0.9]", "a decay twice"),
+        ("model.heads=3", "must divide the channels"),
+        ("sample.classes=[cat]", "model.conditioning is not class"),
+        ("sample.prompts=[a cat]", "model.conditioning is not text"),
+        ("sample.ema=0.5", "train.ema has [0.99]"),
+        ("train.steps=true", "a valid integer"),
+        ("train.steps=.nan", "a valid integer"),
+        ("train.optimizer.lr=.inf", "finite"),
+        ("train.steps", "section.key=value is needed"),
+        ("train.steps.deep=1", "steps is a value, not a section"),
+        ("train.steps=[", "not a YAML value"),
+        ("tracking.uri=3", "a valid string"),
+    ],
+)
+def test_sections_that_do_not_fit_each_other_are_told(override: str, told: str) -> None:
+    overrides = [override]
+    if override.startswith("prepare.image_size"):
+        overrides.append("model.multipliers=[1, 2, 2, 2]")
+    if override.startswith("train.steps.deep"):
+        overrides.insert(0, "train.steps=5")
+    with pytest.raises(UserError, match=r".") as caught:
+        params.load(None, overrides)
+    assert told in str(caught.value)
+
+
+def test_a_linear_schedule_of_few_steps_is_refused() -> None:
+    with pytest.raises(UserError, match="schedule linear"):
+        params.load(None, ["diffusion.schedule=linear", "diffusion.timesteps=20"])
+    assert params.load(None, ["diffusion.schedule=linear", "diffusion.timesteps=21"])
+
+
+def test_exponents_are_numbers_though_yaml_1_1_says_text(tmp_path: Path) -> None:
+    file = tmp_path / "params.yaml"
+    file.write_text("train: {optimizer: {lr: 1e-3}}")
+    assert params.load(file, ["train.optimizer.weight_decay=1e-2"]).train.optimizer.lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"train: [", "not valid YAML"),
+        (b"- 1\n- 2", "sections such as"),
+        (b"seed: 1\nseed: 2", "stands twice"),
+        (b"\xff\xfe\x00", "not"),
+        (b"a: !!python/object:os.system {}", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_params_file_is_one_sentence(
+    tmp_path: Path, content: bytes, told: str
+) -> None:
+    file = tmp_path / "params.yaml"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=told):
+        params.load(file)
+
+
+def test_an_absent_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        params.load(tmp_path / "absent.yaml")
+
+
+def test_an_override_makes_its_section() -> None:
+    loaded = params.load(None, ["train.loss.weighting=uniform", "sample.checkpoints=[5, 10]"])
+    assert loaded.train.loss.weighting == "uniform"
+    assert loaded.sample.checkpoints == (5, 10)
+
+
+def test_dumped_settings_are_valid_and_the_same() -> None:
+    loaded = params.load(None, ["sample.ema=0.99", "train.ema=[0.99, 0.9]", "seed=12345678901"])
+    assert params.validate(loaded.dump()) == loaded
+
+
+def test_a_relative_store_is_the_repositorys_also_in_a_queued_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / ".dvc" / "tmp" / "exps" / "tmpabc"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    assert params.load().tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def test_the_names_of_methods_are_those_that_exist() -> None:
+    from ddpm_core.methods import METHODS
+
+    for key, choices in METHODS.items():
+        *sections, name = key.split(".")
+        model: type = config.Config
+        for section in sections:
+            model = model.model_fields[section].annotation
+        assert set(get_args(model.model_fields[name].annotation)) == set(choices), key

@@ -1,0 +1,103 @@
+"""The program: quick to answer, one message a mistake, nothing of a terminal in a log."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from program import command, ddpm, environment, write_params
+
+
+def quickest(folder: Path, *arguments: str) -> float:
+    """Seconds, the best of three: other work on the machine is not ours."""
+    best = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        subprocess.run(command(*arguments), cwd=folder, capture_output=True, check=False)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def test_help_and_bad_params_answer_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text("trian: {}")
+    for arguments in (["--help"], ["train", "--help"], ["train"]):
+        result = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "ddpm_core.cli", *arguments],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+        assert "torch" not in imported
+        assert "typer" in imported
+
+
+@pytest.mark.parametrize(
+    "verb", ["prepare", "train", "sample", "evaluate", "register", "run", "status"]
+)
+def test_every_verb_tells_a_mistake_in_the_params_in_one_message(tmp_path: Path, verb: str) -> None:
+    (tmp_path / "params.yaml").write_text("trian: {}\nseed: x")
+    said = ddpm(tmp_path, verb, status=1)
+    assert "2 mistakes in params.yaml" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train"], "ddpm prepare"),
+        (["sample"], "ddpm train"),
+        (["evaluate"], "ddpm"),
+        (["sample", "--shard", "4/4"], "I from 0 to N - 1"),
+        (["train", "--resume", "never"], "auto or strict"),
+        (["train", "-S", "device=cuda:77"], "device: cuda:77"),
+        (["train", "-p", "absent.yaml"], "Cannot read the params file absent.yaml"),
+        (["check-data", "absent"], "absent"),
+    ],
+)
+def test_what_is_missing_is_said_with_what_to_do(
+    tmp_path: Path, arguments: list[str], told: str
+) -> None:
+    write_params(tmp_path)
+    said = ddpm(tmp_path, *arguments, status=1)
+    assert told in said
+    assert "Traceback" not in said
+
+
+def test_a_log_file_has_no_escape_codes_and_no_carriage_returns(tmp_path: Path) -> None:
+    write_params(tmp_path)
+    ddpm(tmp_path, "prepare")
+    said = ddpm(tmp_path, "train")
+    assert "12/12" in said
+    assert "\x1b" not in said
+    assert "\r" not in said
+
+
+def test_status_says_what_is_stale_and_why(tmp_path: Path) -> None:
+    write_params(tmp_path)
+    assert "prepare" in ddpm(tmp_path, "status")
+    ddpm(tmp_path, "prepare")
+    ddpm(tmp_path, "train", "-S", "train.steps=6")
+    assert "at step 6 of 12" in ddpm(tmp_path, "status")
+    assert "train.optimizer.lr: 0.001 -> 0.1" in ddpm(
+        tmp_path, "status", "-S", "train.optimizer.lr=0.1"
+    )
+
+
+def test_methods_are_listed_with_formula_and_source(tmp_path: Path) -> None:
+    said = ddpm(tmp_path, "methods")
+    for name in ("train.loss.weighting", "min_snr", "cosine", "dpmpp", "quadratic_official"):
+        assert name in said
+    for author in ("Ho et al.", "Nichol", "Hang et al.", "Lu et al.", "Song et al."):
+        assert author in said
+
+
+def test_the_version_is_the_packages(tmp_path: Path) -> None:
+    from importlib.metadata import version
+
+    assert ddpm(tmp_path, "--version").split() == ["ddpm", version("ddpm-core")]

@@ -1,0 +1,244 @@
+"""Killed and resumed equals uninterrupted, whenever it is killed and however."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from program import TINY, ddpm, start, wait_until, write_params
+from safetensors.numpy import load_file
+
+STEPS = 60
+LONG = (
+    TINY.replace("steps: 12", f"steps: {STEPS}")
+    .replace("snapshot_every: 4", "snapshot_every: 5")
+    .replace("milestone_every: 6", "milestone_every: 30")
+    .replace("attention: [4]}", "attention: [4], dropout: 0.1, conditioning: class}")
+    .replace("ema: [0.9]", "ema: [0.9, 0.99]\n  flip: true")
+)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    write_params(folder, LONG)
+    ddpm(folder, "prepare")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared: Path) -> dict[str, bytes]:
+    return final_weights(train(prepared, "undisturbed"))
+
+
+def train(prepared: Path, name: str, *arguments: str, status: int | None = 0) -> Path:
+    """A run in a workspace of its own on the same data."""
+    folder = new_run(prepared, name)
+    ddpm(folder, "train", *arguments, status=status)
+    return folder
+
+
+def new_run(prepared: Path, name: str) -> Path:
+    folder = prepared / name
+    (folder / "workspace").mkdir(parents=True)
+    (folder / "workspace" / "data").symlink_to(prepared / "workspace" / "data")
+    write_params(folder, LONG)
+    return folder
+
+
+def final_weights(folder: Path) -> dict[str, bytes]:
+    """Every tensor of the last snapshot, bit by bit."""
+    snapshot = folder / "workspace" / "snapshots" / f"step-{STEPS:08d}"
+    return {
+        f"{file.name}/{name}": array.tobytes()
+        for file in snapshot.glob("*.safetensors")
+        for name, array in load_file(file).items()
+    }
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    text = (folder / "workspace" / "log.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def snapshot_names(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "workspace" / "snapshots").glob("*")}
+
+
+def test_killed_twenty_times_at_random_moments_equals_uninterrupted(
+    prepared: Path, undisturbed: dict[str, bytes]
+) -> None:
+    chance = random.Random(7)
+    folder = new_run(prepared, "killed")
+    kills = 0
+    log = folder / "workspace" / "log.jsonl"
+    while kills < 20:
+        process = start(folder, "train")
+        number = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+        moment = chance.choice(["row", "staging", "snapshot"])
+        rows_before = log.stat().st_size if log.exists() else 0
+        named = snapshot_names(folder)
+
+        def reached(moment: str = moment, size: int = rows_before, old: set[str] = named) -> bool:
+            if moment == "row":
+                return log.exists() and log.stat().st_size > size
+            new = snapshot_names(folder) - old
+            return any(name.startswith(".") == (moment == "staging") for name in new)
+
+        came = wait_until(reached, process)
+        process.send_signal(number)
+        process.communicate()
+        if process.returncode == 0 or not came:
+            break
+        kills += 1
+    ddpm(folder, "train")
+    assert kills >= 10
+    assert final_weights(folder) == undisturbed
+    steps = [row["step"] for row in rows(folder)]
+    assert steps == list(range(2, STEPS + 1, 2))
+
+
+def test_sigterm_saves_and_says_where_it_stopped(
+    prepared: Path, undisturbed: dict[str, bytes]
+) -> None:
+    folder = new_run(prepared, "term")
+    process = start(folder, "train")
+    log = folder / "workspace" / "log.jsonl"
+    assert wait_until(log.exists, process)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "with its snapshot written. The same command goes on from there." in said
+    assert "going on from step" in ddpm(folder, "train")
+    assert final_weights(folder) == undisturbed
+
+
+def test_the_log_of_a_resumed_run_is_that_of_one_that_never_stopped(prepared: Path) -> None:
+    def curve(name: str) -> list[tuple[float, float, float]]:
+        return [(r["step"], r["loss"], r["grad_norm"]) for r in rows(prepared / name)]
+
+    for name in ("term", "killed"):
+        assert curve(name) == curve("undisturbed")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "bit", "missing", "manifest"])
+def test_a_damaged_snapshot_is_skipped_and_named(
+    prepared: Path, undisturbed: dict[str, bytes], damage: str
+) -> None:
+    folder = new_run(prepared, f"damaged-{damage}")
+    ddpm(folder, "train", "-S", "train.steps=15")
+    file = folder / "workspace/snapshots/step-00000015/optimizer.safetensors"
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "bit":
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 4
+        file.write_bytes(bytes(content))
+    elif damage == "missing":
+        file.unlink()
+    else:
+        (file.parent / "manifest.json").write_text("{")
+    said = ddpm(folder, "train")
+    assert "A snapshot was skipped" in said
+    assert "step-00000015" in said
+    assert "going on from step 10" in said
+    assert final_weights(folder) == undisturbed
+
+
+def test_other_settings_start_afresh_and_keep_the_old(prepared: Path) -> None:
+    folder = new_run(prepared, "other")
+    ddpm(folder, "train", "-S", "train.steps=10")
+    said = ddpm(folder, "train", "--resume", "strict", "-S", "train.optimizer.lr=0.002", status=1)
+    assert "train.optimizer.lr: 0.001 -> 0.002" in said
+    said = ddpm(folder, "train", "-S", "train.optimizer.lr=0.002", "-S", "train.steps=5")
+    assert "train.optimizer.lr: 0.001 -> 0.002" in said
+    assert (folder / "workspace/superseded/001/snapshots/step-00000010").is_dir()
+    assert (folder / "workspace/superseded/001/log.jsonl").is_file()
+    assert snapshot_names(folder) == {"step-00000005"}
+
+
+def test_settings_that_change_no_weights_change_nothing(
+    prepared: Path, undisturbed: dict[str, bytes]
+) -> None:
+    folder = new_run(prepared, "free")
+    ddpm(folder, "train", "-S", "train.steps=10", "-S", "train.snapshot_every=3")
+    said = ddpm(folder, "train", "-S", "train.log_every=7")
+    assert "going on from step 10" in said
+    assert final_weights(folder) == undisturbed
+
+
+def test_a_step_can_be_picked_to_go_on_from(prepared: Path, undisturbed: dict[str, bytes]) -> None:
+    folder = new_run(prepared, "picked")
+    ddpm(folder, "train", "-S", "train.steps=20")
+    said = ddpm(folder, "train", "--from-step", "15")
+    assert "going on from step 15" in said
+    assert final_weights(folder) == undisturbed
+    assert "there is no such snapshot" in ddpm(folder, "train", "--from-step", "7", status=1)
+
+
+def test_a_second_run_is_refused_with_the_owner_named(prepared: Path) -> None:
+    folder = new_run(prepared, "twice")
+    process = start(folder, "train", "-S", "train.steps=100000")
+    try:
+        assert wait_until((folder / "workspace/log.jsonl").exists, process)
+        said = ddpm(folder, "train", status=1)
+        assert f"is being trained in by process {process.pid} on" in said
+    finally:
+        process.kill()
+        process.communicate()
+    assert "taken over" not in ddpm(folder, "train")
+
+
+def test_old_snapshots_go_and_milestones_stay_as_weights(prepared: Path) -> None:
+    folder = prepared / "undisturbed"
+    assert snapshot_names(folder) == {"step-00000030", "step-00000055", "step-00000060"}
+    milestone = folder / "workspace/snapshots/step-00000030"
+    assert not (milestone / "optimizer.safetensors").exists()
+    assert (milestone / "ema-0.9.safetensors").exists()
+    assert (milestone / "grid.png").exists()
+
+
+def test_a_full_disk_keeps_the_previous_snapshot_whole(
+    prepared: Path, undisturbed: dict[str, bytes]
+) -> None:
+    folder = new_run(prepared, "full")
+    ddpm(folder, "train", "-S", "train.steps=5")
+    # A limit on the size of a file stands for a disk that is full: the write fails in the middle.
+    limited = subprocess.run(
+        ["bash", "-c", 'trap "" XFSZ; ulimit -f 200; exec "$@"', "-", *_train_command()],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = limited.stdout + limited.stderr
+    assert limited.returncode == 1, said
+    assert "Cannot write the snapshot of step 15" in said
+    assert "that of step 5 is whole" in said
+    assert "Traceback" not in said
+    assert snapshot_names(folder) == {"step-00000005"}
+    ddpm(folder, "train")
+    assert final_weights(folder) == undisturbed
+
+
+def _train_command() -> list[str]:
+    from program import command
+
+    return command("train")
+
+
+def test_a_loss_that_is_not_finite_stops_before_it_is_saved(prepared: Path) -> None:
+    folder = new_run(prepared, "nan")
+    text = LONG.replace("optimizer: {warmup: 2}", "optimizer: {warmup: 0, lr: 1e30, clip: 0}")
+    write_params(folder, text)
+    said = ddpm(folder, "train", status=1)
+    assert "is not finite" in said
+    assert "train.optimizer.lr 1e+30 is too high" in said
+    assert "Traceback" not in said
+    for path in (folder / "workspace" / "snapshots").glob("*/*.safetensors"):
+        assert all(np.isfinite(array).all() for array in load_file(path).values())

@@ -1,0 +1,154 @@
+"""Image i is the same everywhere: whoever draws it, after whatever interruption."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from program import TINY, ddpm, start, wait_until, write_params
+
+from ddpm_core.config import Sample
+from ddpm_core.errors import UserError
+from ddpm_core.generate.gather import open_samples
+from ddpm_core.generate.plan import parse_shard, shards
+from ddpm_core.storage import Corrupt
+from ddpm_core.workspace import Workspace
+
+CLASSES = TINY.replace("attention: [4]}", "attention: [4], conditioning: class}").replace(
+    "count: 20, batch_size: 8", "count: 37, batch_size: 10, checkpoints: latest, shards: 3"
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    write_params(folder, CLASSES)
+    ddpm(folder, "prepare")
+    ddpm(folder, "train")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(trained: Path) -> np.ndarray:
+    return sampled(new_workspace(trained, "whole"))
+
+
+def new_workspace(trained: Path, name: str) -> Path:
+    folder = trained / name
+    (folder / "workspace").mkdir(parents=True)
+    for part in ("data", "snapshots"):
+        (folder / "workspace" / part).symlink_to(trained / "workspace" / part)
+    write_params(folder, CLASSES)
+    return folder
+
+
+def sampled(folder: Path, *arguments: str) -> np.ndarray:
+    ddpm(folder, "sample", *arguments)
+    return np.array(open_samples(Workspace.open(str(folder / "workspace")), 12).images)
+
+
+def test_37_images_in_batches_of_10_on_3_shards_none_twice_none_missing(
+    images: np.ndarray,
+) -> None:
+    plan = shards(Sample(count=37, batch_size=10, shards=3))
+    assert [(s.start, s.stop) for s in plan] == [(0, 10), (10, 20), (20, 37)]
+    assert images.shape == (37, 8, 8, 1)
+    assert len(np.unique(images.reshape(37, -1), axis=0)) == 37
+
+
+def test_more_shards_than_images_leave_some_empty(trained: Path, images: np.ndarray) -> None:
+    folder = new_workspace(trained, "many")
+    assert np.array_equal(sampled(folder, "-S", "sample.shards=9"), images)
+    empty = np.load(folder / "workspace/samples/step-00000012/shard-000-of-009.npy")
+    assert empty.shape == (0, 8, 8, 1)
+
+
+def test_one_worker_and_many_shards_draw_the_same_bytes(trained: Path, images: np.ndarray) -> None:
+    folder = new_workspace(trained, "shards")
+    for number in (2, 0):
+        ddpm(folder, "sample", "--shard", f"{number}/4")
+        with pytest.raises(Corrupt, match="no complete samples"):
+            open_samples(Workspace.open(str(folder / "workspace")), 12)
+    said = ddpm(folder, "sample", "--shard", "1/4")
+    assert "still waits for shard-003-of-004" in said
+    assert np.array_equal(sampled(folder, "--shard", "3/4"), images)
+
+
+def test_a_killed_run_goes_on_with_the_chunks_it_has(trained: Path, images: np.ndarray) -> None:
+    folder = new_workspace(trained, "killed")
+    place = folder / "workspace/samples/step-00000012"
+    process = start(folder, "sample", "-S", "sample.shards=1")
+    assert wait_until(lambda: any(place.glob("parts-*/chunk-*")), process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert np.array_equal(sampled(folder, "-S", "sample.shards=1"), images)
+    assert not list(place.glob("parts-*/*"))
+
+
+def test_samples_of_other_weights_or_settings_are_drawn_anew(trained: Path) -> None:
+    folder = new_workspace(trained, "anew")
+    first = sampled(folder)
+    assert "up to date" in ddpm(folder, "sample")
+    second = sampled(folder, "-S", "sample.seed=2")
+    assert not np.array_equal(first, second)
+    assert len(sampled(folder, "-S", "sample.count=5")) == 5
+
+
+def test_a_damaged_shard_is_named(trained: Path) -> None:
+    folder = new_workspace(trained, "damaged")
+    ddpm(folder, "sample")
+    file = folder / "workspace/samples/step-00000012/shard-001-of-003.npy"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(Corrupt, match="shard-001-of-003"):
+        open_samples(Workspace.open(str(folder / "workspace")), 12)
+
+
+def test_classes_are_those_asked_for_or_as_frequent_as_in_training(trained: Path) -> None:
+    folder = new_workspace(trained, "classes")
+    ddpm(folder, "sample", "-S", "sample.classes=['3', '7']", "-S", "sample.guidance=2")
+    labels = open_samples(Workspace.open(str(folder / "workspace")), 12).labels
+    assert labels is not None
+    assert labels.tolist() == [3 if i % 2 == 0 else 7 for i in range(37)]
+    drawn = open_samples(Workspace.open(str(trained / "whole/workspace")), 12).labels
+    assert drawn is not None
+    assert len(set(drawn.tolist())) > 4
+    said = ddpm(folder, "sample", "-S", "sample.classes=[cat]", status=1)
+    assert "'cat' given; the model knows 0, 1, 2" in said
+
+
+def test_png_files_are_written_where_asked(trained: Path, images: np.ndarray) -> None:
+    from PIL import Image
+
+    folder = new_workspace(trained, "png")
+    ddpm(folder, "sample", "-S", "sample.png=true")
+    place = folder / "workspace/samples/step-00000012"
+    assert len(list((place / "png").glob("*.png"))) == 37
+    with Image.open(place / "png/000036.png") as picture:
+        assert np.array_equal(np.asarray(picture), images[36, :, :, 0])
+    manifest = json.loads((place / "manifest.json").read_text())
+    assert manifest["count"] == 37
+
+
+def test_a_checkpoint_is_read_without_its_params_file(trained: Path, images: np.ndarray) -> None:
+    folder = new_workspace(trained, "bare")
+    write_params(folder, CLASSES.replace("channels: 8", "channels: 16").replace("50}", "60}"))
+    assert np.array_equal(sampled(folder), images)
+
+
+@pytest.mark.parametrize("wanted", ["[5]", "best"])
+def test_checkpoints_that_are_not_there_are_named(trained: Path, wanted: str) -> None:
+    folder = new_workspace(trained, f"absent{wanted}")
+    said = ddpm(folder, "sample", "-S", f"sample.checkpoints={wanted}", status=1)
+    assert "step 5 (there: 6, 8, 12)" in said or "nothing is scored yet" in said
+
+
+@pytest.mark.parametrize("text", ["3/3", "-1/2", "a/b", "1", "1/0", "", "1/2/3"])
+def test_a_shard_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="I/N is needed"):
+        parse_shard(text)
+    assert parse_shard("0/1") == (0, 1)

@@ -1,0 +1,196 @@
+"""Training: what a step does, and what does not depend on how it is carried out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from program import TINY, ddpm, environment, write_params
+from safetensors.torch import load_file
+
+from ddpm_core import params
+from ddpm_core.config import Optimizer
+from ddpm_core.training.ema import Ema
+from ddpm_core.training.execution import explain_memory, is_out_of_memory, learning_rate
+from ddpm_core.training.identity import differences, identity
+from ddpm_core.training.runlog import RunLog, read_rows
+from ddpm_core.training.snapshot import prunable
+
+MODEL = "workspace/snapshots/step-00000012/model.safetensors"
+LIVELY = TINY.replace("attention: [4]}", "attention: [4], dropout: 0.2, conditioning: class}")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    write_params(folder, LIVELY)
+    ddpm(folder, "prepare")
+    return folder
+
+
+def train(prepared: Path, name: str, *arguments: str) -> dict[str, torch.Tensor]:
+    """The weights of a run in a workspace of its own on the same data."""
+    folder = new_run(prepared, name)
+    ddpm(folder, "train", *arguments)
+    return load_file(folder / MODEL)
+
+
+def new_run(prepared: Path, name: str) -> Path:
+    folder = prepared / name
+    (folder / "workspace").mkdir(parents=True)
+    (folder / "workspace" / "data").symlink_to(prepared / "workspace" / "data")
+    write_params(folder, LIVELY)
+    return folder
+
+
+def initial(prepared: Path) -> dict[str, torch.Tensor]:
+    """The weights after one step of a vanishing rate: those of the start."""
+    folder = new_run(prepared, "initial")
+    ddpm(folder, "train", "-S", "train.steps=1", "-S", "train.optimizer.lr=1e-30")
+    return load_file(folder / "workspace/snapshots/step-00000001/model.safetensors")
+
+
+def distance(
+    a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
+) -> float:
+    """The whole model's difference, relative to how far it moved from its start."""
+    apart = sum(float((a[name] - b[name]).double().square().sum()) for name in a)
+    moved = sum(float((a[name] - start[name]).double().square().sum()) for name in a)
+    return (apart / moved) ** 0.5
+
+
+def test_microbatches_and_workers_change_rounding_alone(prepared: Path) -> None:
+    start = initial(prepared)
+    whole = train(prepared, "whole")
+    cut = train(prepared, "cut", "-S", "train.microbatches=3")
+    assert distance(whole, cut, start) < 1e-4
+    three = train(prepared, "three", "-S", "train.processes=3")
+    assert distance(whole, three, start) < 1e-4
+    other = train(prepared, "other", "-S", "seed=4")
+    assert distance(whole, other, start) > 0.1
+    rows = (prepared / "three/workspace/log.jsonl").read_text().splitlines()
+    assert {json.loads(row)["world_size"] for row in rows} == {3}
+
+
+def test_training_does_not_touch_the_global_generator_of_the_caller(prepared: Path) -> None:
+    folder = new_run(prepared, "caller")
+    code = (
+        "import torch; from ddpm_core import params, distributed; "
+        "from ddpm_core.workspace import Workspace; "
+        "from ddpm_core.training.trainer import train; "
+        "from ddpm_core.training.resume import Policy; from pathlib import Path; "
+        "c = params.load(Path('params.yaml')); before = torch.get_rng_state(); "
+        "w = distributed.World(0, 1, torch.device('cpu')); "
+        "train(c, Workspace.open(c.workspace), w, Policy()); "
+        "assert torch.equal(before, torch.get_rng_state())"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment(), check=True)
+
+
+def test_an_average_is_what_its_formula_says_and_takes_buffers_along() -> None:
+    model = torch.nn.BatchNorm1d(2)
+    ema = Ema(model, 0.9, warmup=False)
+    for step, value in enumerate((1.0, 2.0, 5.0), start=1):
+        torch.nn.init.constant_(model.weight, value)
+        model.running_mean.fill_(value)
+        ema.update(model, step)
+    expected = 0.9 * (0.9 * (0.9 * 1 + 0.1 * 1) + 0.1 * 2) + 0.1 * 5
+    assert torch.allclose(ema.tensors["weight"], torch.full((2,), expected))
+    assert torch.equal(ema.tensors["running_mean"], torch.full((2,), 5.0))
+
+
+def test_an_average_warms_up_only_when_asked() -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    plain, warm = Ema(model, 0.999, warmup=False), Ema(model, 0.999, warmup=True)
+    torch.nn.init.ones_(model.weight)
+    plain.update(model, 1)
+    warm.update(model, 1)
+    assert float(plain.tensors["weight"]) == pytest.approx(0.001, rel=1e-4)
+    assert float(warm.tensors["weight"]) == pytest.approx(1 - 2 / 11, rel=1e-4)
+
+
+def test_the_rate_warms_up_and_then_stays_or_falls() -> None:
+    constant = Optimizer(lr=0.1, warmup=10)
+    assert [learning_rate(constant, s, 100) for s in (1, 5, 10, 11, 100)] == pytest.approx(
+        [0.01, 0.05, 0.1, 0.1, 0.1]
+    )
+    cosine = Optimizer(lr=0.1, warmup=10, schedule="cosine")
+    assert learning_rate(cosine, 55, 100) == pytest.approx(0.05)
+    assert learning_rate(cosine, 100, 100) == pytest.approx(0.0)
+    assert learning_rate(Optimizer(lr=0.1, warmup=0), 1, 100) == 0.1
+
+
+def test_the_newest_snapshots_and_the_milestones_are_kept() -> None:
+    steps = [5, 10, 15, 20, 25, 30]
+    assert prunable(steps, keep=2, milestone_every=10, last=30) == ([5, 15], [10, 20])
+    assert prunable([10, 20], keep=3, milestone_every=10, last=20) == ([], [])
+    assert prunable([7, 14, 21, 23], keep=1, milestone_every=100, last=14) == ([7, 21], [14])
+
+
+def test_settings_that_differ_are_named() -> None:
+    one = identity(params.load(None, ["train.loss.weighting=uniform"]), "data")
+    two = identity(params.load(None, ["train.processes=4", "train.steps=9"]), "data")
+    assert differences(one, two) == ["train.loss.weighting: uniform -> min_snr"]
+    cosine = ["train.optimizer.schedule=cosine"]
+    longer = identity(params.load(None, [*cosine, "train.steps=9"]), "data")
+    assert "train.steps: 800 -> 9" in differences(
+        identity(params.load(None, cosine), "data"), longer
+    )
+
+
+def test_a_line_half_written_is_no_row(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    for step in (1, 2, 3):
+        log.append({"step": step, "loss": 1.0})
+    with log.path.open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [row["step"] for row in read_rows(log.path)] == [1, 2, 3]
+    log.truncate(2)
+    log.append({"step": 3, "loss": 2.0})
+    assert [row["loss"] for row in read_rows(log.path)] == [1.0, 1.0, 2.0]
+
+
+def test_out_of_memory_names_what_to_change() -> None:
+    train = params.load().train
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+    assert "raise microbatches" in str(explain_memory(error, train))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_a_dry_run_prints_what_it_will_take_and_does_nothing(prepared: Path) -> None:
+    folder = new_run(prepared, "dry")
+    said = ddpm(folder, "train", "--dry-run", "-S", "train.steps=1000000")
+    for line in ("steps: 1000000", "parameters", "a snapshot, at most", "a worker", "1 x cpu"):
+        assert line in said
+    assert not (folder / "workspace" / "snapshots").exists()
+
+
+def test_a_warm_start_takes_the_weights_of_another_run(prepared: Path) -> None:
+    whole = prepared / "whole"
+    if not (whole / MODEL).exists():
+        train(prepared, "whole")
+    source = whole / "workspace/snapshots/step-00000012"
+    same = ("-S", f"train.init={source}", "-S", "train.optimizer.lr=1e-30", "-S", "train.steps=12")
+    started = train(prepared, "warm", *same)
+    average = load_file(source / "ema-0.9.safetensors")
+    assert all(torch.equal(started[name], average[name]) for name in average)
+    folder = new_run(prepared, "unfit")
+    said = ddpm(folder, "train", "-S", f"train.init={source}", "-S", "model.channels=16", status=1)
+    assert "don't fit this network" in said
+
+
+def test_gray_pictures_and_half_precision_train(prepared: Path) -> None:
+    folder = new_run(prepared, "half")
+    ddpm(folder, "train", "-S", "train.precision=bf16", "-S", "train.steps=4")
+    state = json.loads((folder / "workspace/snapshots/step-00000004/state.json").read_text())
+    assert state["execution"] == {"precision": "bf16", "compile": False}
+    assert state["position"] == 4 * 8
