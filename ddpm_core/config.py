@@ -39,8 +39,8 @@ class Prepare(Section):
     holdout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.1, description="share held out, where the source has no test or val folder of its own"
     )
-    classes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] | None = Field(
-        None, description="the classes to use; none: all"
+    classes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)] | None = (
+        Field(None, description="the classes to use; none: all")
     )
     caption: str = Field(
         "a photo of a {class}", description="the caption of a picture that comes without"
@@ -48,6 +48,20 @@ class Prepare(Section):
     workers: Auto | Positive = "auto"
     max_rejected: Fraction = 0.01
     download: bool = False
+
+    @model_validator(mode="after")
+    def _background_is_a_color(self) -> Self:
+        if self.background in ("white", "black", "gray"):
+            return self
+        from PIL import ImageColor
+
+        try:
+            ImageColor.getrgb(self.background)
+        except ValueError:
+            raise ValueError(
+                f"background: {self.background!r} given; a color such as white or #808080 is needed"
+            ) from None
+        return self
 
 
 class Model(Section):

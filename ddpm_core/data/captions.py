@@ -22,8 +22,9 @@ def captions(listing: Listing, classes: Sequence[str | None], template: str) -> 
     A class gives `template` with {class} replaced and underscores as spaces.
     """
     written = {**_beside(listing), **_from_lines(listing)}
+    of_class = {name: _of_class(name, template) for name in set(classes)}
     texts = [
-        written.get(entry.name, _of_class(name, template))
+        written.get(entry.name, of_class[name])
         for entry, name in zip(listing.pictures, classes, strict=True)
     ]
     return texts if any(texts) else None

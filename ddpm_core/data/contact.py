@@ -5,6 +5,7 @@ Drawn with Pillow alone: prepare runs where torch is slow to import, or not ther
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,7 +46,7 @@ def sheet(rows: Sequence[tuple[str, Pixels]]) -> Image.Image:
 
 def _strip(title: str, pixels: Pixels) -> Image.Image:
     """One row: the title above its pictures, small ones enlarged a whole number of times."""
-    side = pixels.shape[1] * max(1, _SMALLEST // pixels.shape[1])
+    side = pixels.shape[1] * math.ceil(_SMALLEST / pixels.shape[1])
     width = max(_NARROWEST, len(pixels) * (side + _GAP) + _GAP)
     strip = Image.new("RGB", (width, side + _TITLE + _GAP), _PAPER)
     ImageDraw.Draw(strip).text((_GAP, 2), title, fill=_INK, font=ImageFont.load_default(_TEXT))

@@ -42,7 +42,8 @@ class PackedArray:
 
     def __getitem__(self, index: int | slice | Indices) -> NDArray[Any]:
         if isinstance(index, int | np.integer):
-            return self.take(np.array([index]))[0]
+            row: NDArray[Any] = self.take(np.array([index]))[0]
+            return row
         if isinstance(index, slice):
             return self.take(np.arange(*index.indices(len(self))))
         return self.take(np.asarray(index))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import warnings
 from pathlib import Path
@@ -11,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from ddpm_core.data.sources import FILE_BYTES
+
 # Formats with a plain decoder: EPS would start Ghostscript, and TGA takes noise for a picture.
 FORMATS = (
     *("JPEG", "MPO", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF"),
     *("AVIF", "JPEG2000", "PPM", "ICO"),
 )
-FILE_BYTES = 2**29
 PIXELS = 100_000_000  # held in memory at once; a JPEG is counted after its own reduction
 _DEEP_GRAY = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 
@@ -42,6 +44,12 @@ def decode(content: bytes | Path, background: Color, smallest: int = 0) -> Image
             raise
         except Exception as error:  # decoders raise whatever a damaged file leads them to
             raise Undecodable(_reason(error)) from error
+
+
+def kind(content: bytes | Path) -> str:
+    """Format and mode of a picture that can be decoded, as in `JPEG RGB`."""
+    with _open(content) as stream, Image.open(stream, formats=FORMATS) as image:
+        return f"{image.format} {image.mode}"
 
 
 def _open(content: bytes | Path) -> IO[bytes]:
@@ -71,10 +79,9 @@ def _load(stream: IO[bytes], smallest: int) -> Image.Image:
     if width * height > PIXELS:
         raise Undecodable(f"{width} x {height} pixels; at most {PIXELS:,} are decoded")
     image.load()
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # an orientation nobody can read is none
-        return image
+    with contextlib.suppress(Exception):  # an orientation nobody can read is none
+        ImageOps.exif_transpose(image, in_place=True)
+    return image
 
 
 def _to_rgb(image: Image.Image, background: Color) -> Image.Image:

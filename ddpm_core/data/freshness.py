@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpm_core.config import Config
 from ddpm_core.data.dataset import damage
-from ddpm_core.data.opening import state
+from ddpm_core.data.opening import changed
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, Workspace
 
@@ -26,7 +26,6 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     missing = damage(workspace, manifest)
     if missing:
         return missing
-    found = state(config.prepare)
-    if found is not None and found != manifest["source"]["state"]:
+    if changed(config.prepare, manifest["source"]):
         return "the source has changed since it was prepared."
     return None

@@ -37,11 +37,12 @@ def arrange(listing: Listing) -> Layout:
     pictures mostly lie outside of folders has no classes.
     """
     layout = Layout()
-    folders = [_parent(entry.name) for entry in listing.pictures]
-    meaning = Meaning(set(folders), layout.notes)
+    parents = {_parent(entry.name) for entry in listing.pictures}
+    meaning = Meaning({_parts(parent) for parent in parents}, layout.notes)
+    places = {parent: meaning.place(_parts(parent)) for parent in parents}
     lists = _file_lists(listing)
-    for entry, folder in zip(listing.pictures, folders, strict=True):
-        place = meaning.place(folder)
+    for entry in listing.pictures:
+        place = places[_parent(entry.name)]
         layout.classes.append(place.name)
         layout.held_out.append(lists.get(entry.name, place.held_out))
     if layout.classes.count(None) > len(layout.classes) / 2:
@@ -82,8 +83,12 @@ class Meaning:
         return inside[1:] if inside and inside[0] in self.splits else inside
 
 
-def _parent(name: str) -> Parts:
-    return tuple(name.split("/")[:-1])
+def _parent(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _parts(parent: str) -> Parts:
+    return tuple(parent.split("/")) if parent else ()
 
 
 def _wrappers(folders: Iterable[Parts]) -> int:

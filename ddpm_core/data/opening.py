@@ -1,29 +1,102 @@
-"""From `prepare.source` to a source."""
+"""From `prepare.source` to a source, and what tells that a source has changed."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ddpm_core.config import Prepare
-from ddpm_core.data.known import DIGITS_STATE, Digits
+from ddpm_core.data import dvc
+from ddpm_core.data.archives import archive_state, open_archive
+from ddpm_core.data.digits import DIGITS_STATE, Digits
+from ddpm_core.data.download import DOWNLOADS, KNOWN, known_archive
+from ddpm_core.data.folders import Directory, directory_state
+from ddpm_core.data.s3 import open_s3, s3_state
 from ddpm_core.data.sources import Source
 from ddpm_core.errors import UserError
+from ddpm_core.storage import sha256_of
+
+ALLOWED = (
+    "digits, cifar10, dtd, a directory, a zip or tar archive, s3://bucket/prefix or "
+    "dvc:REPO#PATH@REV"
+)
 
 
 @contextmanager
-def open_source(settings: Prepare, scratch: Path) -> Iterator[Source]:
-    """The source that the settings name; `scratch` is where a download may lie meanwhile."""
-    if settings.source == "digits":
+def open_source(settings: Prepare, root: Path) -> Iterator[Source]:
+    """The source that the settings name. What has to be fetched lies below `root` meanwhile.
+
+    Raises UserError where it can't be read.
+    """
+    uri = settings.source
+    if uri == "digits":
         yield Digits()
-        return
-    raise UserError(f"prepare.source: {settings.source!r} given.")
+    elif uri in KNOWN:
+        path = known_archive(uri, root / DOWNLOADS, settings.download)
+        source = open_archive(path, KNOWN[uri].url)
+        source.facts["state"] = {"sha256": KNOWN[uri].sha256}
+        yield source
+    elif uri.startswith(("s3://", "dvc:")):
+        with tempfile.TemporaryDirectory(prefix=".source-", dir=root) as scratch:
+            yield (_tracked if uri.startswith("dvc:") else open_s3)(uri, Path(scratch))
+    else:
+        yield _local(_path(uri), uri)
 
 
-def state(settings: Prepare) -> dict[str, Any] | None:
-    """What changes whenever the source does, found without reading it; None: it can't be told."""
-    if settings.source == "digits":
+def changed(settings: Prepare, facts: dict[str, Any]) -> bool:
+    """Whether the source of these settings is another now than the one with these `facts`.
+
+    What can't be told, or is no longer within reach, has not changed.
+    """
+    try:
+        found = _state(settings.source)
+    except (UserError, OSError):
+        return False
+    if found is None or found == facts.get("state"):
+        return False
+    path = Path(settings.source).expanduser()
+    if path.is_file() and found.get("size") == facts["state"].get("size"):
+        return sha256_of(path) != facts.get("sha256")  # only copied or touched, perhaps
+    return True
+
+
+def _state(uri: str) -> dict[str, Any] | None:
+    if uri == "digits":
         return dict(DIGITS_STATE)
-    return None
+    if uri in KNOWN:
+        return {"sha256": KNOWN[uri].sha256}
+    if uri.startswith("s3://"):
+        return s3_state(uri)
+    if uri.startswith("dvc:"):
+        return dvc.state(dvc.parse(uri))
+    path = _path(uri)
+    return directory_state(path) if path.is_dir() else archive_state(path)
+
+
+def _path(uri: str) -> Path:
+    if "://" in uri:
+        raise UserError(f"prepare.source: {uri!r} given; {ALLOWED} is needed.")
+    path = Path(uri).expanduser()
+    if not path.exists():
+        raise UserError(
+            f"prepare.source: there is no {uri!r} in {Path.cwd()}; {ALLOWED} is needed."
+        )
+    return path
+
+
+def _local(path: Path, uri: str) -> Source:
+    return Directory(path, uri) if path.is_dir() else open_archive(path, uri)
+
+
+def _tracked(uri: str, scratch: Path) -> Source:
+    """What DVC tracks. The revision is that of the moment before it is fetched."""
+    tracked = dvc.parse(uri)
+    commit = dvc.commit(tracked)
+    target = scratch / "data"
+    dvc.fetch(tracked._replace(rev=commit or tracked.rev), target)
+    source = _local(target, uri)
+    source.facts.update(revision=commit or tracked.rev, state={"commit": commit})
+    return source

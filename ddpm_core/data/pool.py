@@ -11,12 +11,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from ddpm_core.data.sources import Payload
+from ddpm_core.data.sources import Entry, Payload
 from ddpm_core.errors import UserError
 
 CHUNK_BYTES = 2**22
 CHUNK_PICTURES = 64
 MOST_WORKERS = 8  # what `auto` takes at most: beyond, reading is what limits
+ALONE_PICTURES, ALONE_BYTES = 4000, 2**24
 _AHEAD = 3  # chunks on their way for each worker
 
 Chunk = list[tuple[int, Payload]]
@@ -30,6 +31,13 @@ def worker_count(workers: int | str) -> int:
     if hasattr(os, "sched_getaffinity"):
         return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
     return min(MOST_WORKERS, os.cpu_count() or 1)
+
+
+def workers_for(entries: Sequence[Entry], workers: int | str) -> int:
+    """One for what is decoded before other processes have started, else `worker_count`."""
+    if len(entries) < ALONE_PICTURES and sum(entry.size for entry in entries) < ALONE_BYTES:
+        return 1
+    return worker_count(workers)
 
 
 def chunked(payloads: Iterable[tuple[int, Payload]], result_bytes: int) -> Iterator[Chunk]:

@@ -15,12 +15,13 @@ from PIL import ImageColor
 from ddpm_core import console
 from ddpm_core.config import Config, Prepare
 from ddpm_core.data.captions import captions
+from ddpm_core.data.cifar import recognise
 from ddpm_core.data.freshness import stale
 from ddpm_core.data.layout import Layout, arrange
 from ddpm_core.data.opening import open_source
 from ddpm_core.data.pack import PART_BYTES, Scratch
 from ddpm_core.data.packing import Pictures, pack
-from ddpm_core.data.pool import chunked, spread, worker_count
+from ddpm_core.data.pool import chunked, spread, workers_for
 from ddpm_core.data.rejected import in_order, refuse_nothing, refuse_too_many, write_rejected
 from ddpm_core.data.sources import Entry, Listing, Rejection, Source
 from ddpm_core.data.square import Square, squares
@@ -31,8 +32,6 @@ from ddpm_core.workspace import DATA, Workspace
 __all__ = ["prepare", "stale"]
 
 REJECTED = "rejected.csv"
-# Below both, decoding is done before other processes have started.
-ALONE_PICTURES, ALONE_BYTES = 4000, 2**24
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -51,10 +50,10 @@ def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) 
     facts: dict[str, Any] = {"prepare": settings.model_dump(mode="json")}
     with (
         _told_when_full(workspace),
-        open_source(settings, workspace.path(DATA).parent) as source,
+        open_source(settings, workspace.path(DATA).parent) as opened,
         workspace.storage.new_folder(DATA, facts) as folder,
     ):
-        notes = _fill(folder, facts, source, config, part_bytes)
+        notes = _fill(folder, facts, opened, config, part_bytes)
     for note in notes:
         console.warn(note)
     console.say(_summary(facts))
@@ -62,11 +61,11 @@ def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) 
 
 
 def _fill(
-    folder: Path, facts: dict[str, Any], source: Source, config: Config, part_bytes: int
+    folder: Path, facts: dict[str, Any], opened: Source, config: Config, part_bytes: int
 ) -> list[str]:
     """Write everything into the folder that becomes data/; the sentences to tell at the end."""
     settings, size = config.prepare, config.prepare.image_size
-    listing = source.listing()
+    source, listing = recognise(opened)
     refuse_nothing(listing, settings)
     layout = arrange(listing)
     if settings.classes is not None:
@@ -117,8 +116,7 @@ def _decode(
     background = ImageColor.getrgb(settings.background)[:3]
     rule = Square(settings.image_size, settings.resize, background, scratch.shape[2])
     decoded = Decoded([b""] * len(pictures), True, [])
-    small = len(pictures) < ALONE_PICTURES and sum(p.size for p in pictures) < ALONE_BYTES
-    workers = 1 if small else worker_count(settings.workers)
+    workers = workers_for(pictures, settings.workers)
     chunks = chunked(source.read(pictures), scratch.row_bytes)
     with console.progress("prepare", len(pictures), "images") as advance:
         for done in spread(squares, (rule,), chunks, workers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from ddpm_core.data import names
 TEXT_BYTES = 2**20  # a caption or a list of files; larger texts are not read
 CAPTIONS = "captions.jsonl"
 CAPTIONS_BYTES = 2**30
+FILE_BYTES = 2**29  # a picture; larger files are not read
+_BATCH = re.compile(r"(^|/)(data_batch_\d|test_batch)(\.bin)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Listing:
     rejected: list[Rejection] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     folders: set[str] = field(default_factory=set)
+    batches: list[Entry] = field(default_factory=list)  # files named as those of CIFAR-10
 
 
 class Source(Protocol):
@@ -82,14 +86,16 @@ def make_listing(found: Iterable[Found | Folder | Rejection]) -> Listing:
     listing = Listing()
     pictures: dict[str, Entry] = {}
     for item in found:
-        if names.is_clutter(item.name):
-            continue
         if isinstance(item, Rejection):
             listing.rejected.append(item)
+        elif names.is_clutter(item.name):
+            continue
         elif isinstance(item, Folder):
             listing.folders.add(item.name)
         elif _is_picture(item, listing.texts):
             pictures[item.name] = Entry(item.name, item.size, item.ref)
+        elif _BATCH.search(item.name):
+            listing.batches.append(Entry(item.name, item.size, item.ref))
         elif item.name not in listing.texts:
             listing.ignored[names.suffix(item.name)[:12]] += 1
     listing.pictures = sorted(pictures.values(), key=lambda entry: names.to_bytes(entry.name))

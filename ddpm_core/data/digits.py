@@ -1,4 +1,4 @@
-"""Data sets that are no files of pictures: scikit-learn's digits, CIFAR-10's binary version."""
+"""The embedded default: scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 

@@ -1,0 +1,223 @@
+"""Pictures in a zip or tar archive, read where they lie: nothing is unpacked, nothing escapes."""
+
+from __future__ import annotations
+
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tarfile import HeaderError, ReadError, TarFile, TarInfo
+from typing import Any, Self
+
+from ddpm_core.data import names
+from ddpm_core.data.sources import (
+    FILE_BYTES,
+    Entry,
+    Folder,
+    Found,
+    Listing,
+    Payload,
+    Rejection,
+    make_listing,
+)
+from ddpm_core.errors import UserError
+from ddpm_core.storage import sha256_of
+
+# Pictures are compressed already: an archive that promises far more than it holds is a bomb.
+BOMB_RATIO, BOMB_FLOOR = 200, 2**30
+_BROKEN = (
+    *(zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, OSError),
+    *(NotImplementedError, RuntimeError, ValueError),
+)
+
+Item = Found | Folder | Rejection
+
+
+def open_archive(path: Path, uri: str) -> Zip | Tar:
+    """By its content, whatever its name. Raises UserError for any other file."""
+    try:
+        if zipfile.is_zipfile(path):
+            return Zip(path, uri)
+        if tarfile.is_tarfile(path):
+            return Tar(path, uri)
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from error
+    raise UserError(
+        f"prepare.source: {uri} is a file, but neither a zip nor a tar archive (plain, gz, bz2 or "
+        "xz), or it is damaged. Give an archive, or the directory that holds the pictures."
+    )
+
+
+def archive_facts(path: Path, uri: str) -> dict[str, Any]:
+    return {"uri": uri, "sha256": sha256_of(path), "state": archive_state(path)}
+
+
+def archive_state(path: Path) -> dict[str, Any]:
+    facts = path.stat()
+    return {"size": facts.st_size, "modified": facts.st_mtime_ns}
+
+
+class Zip:
+    def __init__(self, path: Path, uri: str) -> None:
+        self.facts = archive_facts(path, uri)
+        self._uri, self._path = uri, path
+
+    def listing(self) -> Listing:
+        with _told(self._uri), zipfile.ZipFile(self._path) as archive:
+            _refuse_bomb(self._uri, self._path, sum(i.file_size for i in archive.infolist()))
+            return make_listing(_zip_items(archive))
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
+        """In the order in which they lie in the file."""
+        with _told(self._uri), zipfile.ZipFile(self._path) as archive:
+            members = archive.infolist()
+            order = sorted(range(len(entries)), key=lambda n: members[entries[n].ref].header_offset)
+            for position in order:
+                yield position, _zip_content(archive, members[entries[position].ref])
+
+
+def _zip_items(archive: zipfile.ZipFile) -> Iterator[Item]:
+    for ref, member in enumerate(archive.infolist()):
+        name = _plain(_zip_name(member))
+        kind = stat.S_IFMT(member.external_attr >> 16)
+        if names.leaves_root(name):
+            yield Rejection(name, "a path that leaves the archive")
+        elif member.is_dir():
+            yield Folder(name)
+        elif kind not in (0, stat.S_IFREG):
+            yield from _no_file(name, "a link" if kind == stat.S_IFLNK else "a device")
+        else:
+            yield Found(name, member.file_size, ref, partial(_zip_head, archive, member))
+
+
+def _zip_name(member: zipfile.ZipInfo) -> str:
+    """Bytes without the UTF-8 flag are UTF-8 from many programs all the same; zipfile takes them
+    for code page 437. Some programs of Windows separate with backslashes."""
+    name = member.filename
+    if not member.flag_bits & 0x800:
+        name = names.from_bytes(name.encode("cp437", "surrogateescape"))
+    return name if "/" in name else name.replace("\\", "/")
+
+
+def _zip_head(archive: zipfile.ZipFile, member: zipfile.ZipInfo, count: int) -> bytes:
+    try:
+        with archive.open(member) as file:
+            return file.read(count)
+    except _BROKEN:
+        return b""
+
+
+def _zip_content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes | Rejection:
+    if member.file_size > FILE_BYTES:
+        return _too_large(member.filename, member.file_size)
+    try:
+        return archive.read(member)
+    except _BROKEN as error:
+        return Rejection(member.filename, f"cannot be unpacked: {error}")
+
+
+class Tar:
+    """Read from its beginning to its end, once to list it and once for the pictures."""
+
+    def __init__(self, path: Path, uri: str) -> None:
+        self.facts = archive_facts(path, uri)
+        self._uri, self._path = uri, path
+
+    def listing(self) -> Listing:
+        return make_listing(self._items())
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
+        positions = {entry.ref: position for position, entry in enumerate(entries)}
+        for ref, archive, member in self._members():
+            if ref in positions:
+                yield positions[ref], _tar_content(archive, member)
+
+    def _items(self) -> Iterator[Item]:
+        total = 0
+        for ref, archive, member in self._members():
+            total += member.size
+            _refuse_bomb(self._uri, self._path, total)
+            name = _plain(member.name)
+            if names.leaves_root(name):
+                yield Rejection(name, "a path that leaves the archive")
+            elif member.isdir():
+                yield Folder(name)
+            elif not member.isreg():
+                yield from _no_file(
+                    name, "a link" if member.islnk() or member.issym() else "a device"
+                )
+            else:
+                yield Found(name, member.size, ref, partial(_tar_head, archive, member))
+
+    def _members(self) -> Iterator[tuple[int, TarFile, TarInfo]]:
+        with (
+            _told(self._uri),
+            tarfile.open(
+                self._path, "r|*", encoding="utf-8", errors="surrogateescape", tarinfo=_Header
+            ) as archive,
+        ):
+            ref = 0
+            while (member := archive.next()) is not None:
+                yield ref, archive, member
+                archive.members.clear()  # type: ignore[attr-defined]  # or memory grows with the archive
+                ref += 1
+
+
+class _Header(TarInfo):
+    """Raises where tarfile itself takes a damaged header, or a cut, for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: TarFile) -> Self:
+        try:
+            return super().fromtarfile(tarfile)
+        except HeaderError as error:
+            if type(error).__name__ == "EOFHeaderError":  # the regular end
+                raise
+            raise ReadError(f"after {tarfile.offset:,} bytes: {error}") from error
+
+
+def _tar_head(archive: TarFile, member: TarInfo, count: int) -> bytes:
+    file = archive.extractfile(member)
+    return file.read(count) if file else b""
+
+
+def _tar_content(archive: TarFile, member: TarInfo) -> bytes | Rejection:
+    if member.size > FILE_BYTES:
+        return _too_large(member.name, member.size)
+    return _tar_head(archive, member, member.size)
+
+
+def _too_large(name: str, size: int) -> Rejection:
+    return Rejection(name, f"{size:,} bytes; at most {FILE_BYTES:,} are read")
+
+
+def _no_file(name: str, what: str) -> Iterator[Rejection]:
+    if names.suffix(name) in names.PICTURE_SUFFIXES:
+        yield Rejection(name, f"{what}, no file")
+
+
+def _plain(name: str) -> str:
+    """Without `.` parts and doubled or closing slashes; an absolute path stays one."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    return ("/" if name.startswith("/") else "") + "/".join(parts)
+
+
+def _refuse_bomb(uri: str, path: Path, total: int) -> None:
+    size = path.stat().st_size
+    if total > BOMB_FLOOR + BOMB_RATIO * size:
+        raise UserError(
+            f"The archive {uri} of {size:,} bytes would unpack to at least {total:,}: no archive "
+            "of pictures does. Unpack it yourself and give the directory, if you trust it."
+        )
+
+
+@contextmanager
+def _told(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError) as error:
+        raise UserError(f"The archive {uri} is damaged: {error}. Fetch it again.") from error

@@ -1,0 +1,227 @@
+"""The verb check-data: what a folder of pictures holds, what is wrong with it, what to do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpm_core import console
+from ddpm_core.config import Auto, Prepare
+from ddpm_core.data import names
+from ddpm_core.data.cifar import recognise
+from ddpm_core.data.examine import Examined, examine
+from ddpm_core.data.layout import Layout, arrange
+from ddpm_core.data.opening import open_source
+from ddpm_core.data.pool import chunked, spread, workers_for
+from ddpm_core.data.rejected import SHOWN, in_order, refuse_nothing
+from ddpm_core.data.sources import Entry, Listing, Rejection, Source
+
+SIDES = (8, 16, 32, 64, 128, 256, 512, 1024)
+IMBALANCE = 3.0  # of the largest class to the smallest, from where on it is told
+_BAR = 40  # characters
+_HEADINGS = {"train": "train", "holdout": "held out", "undecided": "pictures"}
+
+
+@dataclass(slots=True)
+class DataReport:
+    """What `check_data` found. Counts are of usable pictures; sizes are pixels after EXIF turning.
+
+    `splits` maps train, holdout or undecided (prepare will split it) to counts by class;
+    `sides` maps the lower end of a range to how many shorter sides lie in it; `copies` lists
+    groups of pictures with the same content; `suggested` is a start for params.yaml.
+    """
+
+    source: str
+    count: int = 0
+    splits: dict[str, dict[str, int]] = field(default_factory=dict)
+    sides: dict[int, int] = field(default_factory=dict)
+    smallest: tuple[int, int] = (0, 0)
+    largest: tuple[int, int] = (0, 0)
+    median_side: int = 0
+    far_from_square: int = 0
+    stored: dict[str, int] = field(default_factory=dict)
+    rejected: list[Rejection] = field(default_factory=list)
+    copies: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    suggested: dict[str, Any] = field(default_factory=dict)
+
+
+def check_data(source: str | Path, workers: int | Auto = "auto") -> DataReport:
+    """Look at every picture of a source, print what there is, and return it.
+
+    Takes all that prepare.source takes. Raises UserError where there is nothing to look at.
+    """
+    settings = Prepare(source=str(source), workers=workers)
+    with open_source(settings, Path.cwd()) as opened:
+        pictures, listing = recognise(opened)
+        refuse_nothing(listing, settings)
+        layout = arrange(listing)
+        examined = _examine_all(pictures, listing.pictures, workers)
+    report = summarise(str(source), listing, layout, examined)
+    for line in lines(report):
+        console.say(line)
+    return report
+
+
+def _examine_all(source: Source, entries: Sequence[Entry], workers: int | str) -> list[Examined]:
+    found: list[Examined] = []
+    count = workers_for(entries, workers)
+    with console.progress("check", len(entries), "images") as advance:
+        for done in spread(examine, (), chunked(source.read(entries), 0), count):
+            found += done
+            advance(len(done))
+    return sorted(found, key=lambda item: item.position)
+
+
+def summarise(
+    source: str, listing: Listing, layout: Layout, examined: Sequence[Examined]
+) -> DataReport:
+    """Counts, sizes, copies and advice from what is known of each picture."""
+    report = DataReport(source, notes=list(layout.notes))
+    used = [item for item in examined if not item.reason]
+    report.count = len(used)
+    report.rejected = in_order(
+        listing.rejected
+        + [Rejection(listing.pictures[i.position].name, i.reason) for i in examined if i.reason]
+    )
+    if used:
+        _measure(report, np.array([(item.width, item.height) for item in used]))
+    report.stored = dict(Counter(item.stored for item in used).most_common())
+    report.splits = _by_split(layout, used)
+    report.copies = _copies(listing, used)
+    report.notes += _advice(report, listing)
+    report.suggested = suggest(report)
+    return report
+
+
+def _measure(report: DataReport, sizes: NDArray[np.int64]) -> None:
+    sides = sizes.min(axis=1)
+    bins = Counter(max((s for s in SIDES if s <= side), default=0) for side in sides.tolist())
+    report.sides = dict(sorted(bins.items()))
+    order = np.argsort(sizes.prod(axis=1), kind="stable")
+    report.smallest = (int(sizes[order[0], 0]), int(sizes[order[0], 1]))
+    report.largest = (int(sizes[order[-1], 0]), int(sizes[order[-1], 1]))
+    report.median_side = int(np.median(sides))
+    report.far_from_square = int((sizes.max(axis=1) > 2 * sides).sum())
+
+
+def _by_split(layout: Layout, used: Sequence[Examined]) -> dict[str, dict[str, int]]:
+    label = {False: "train", True: "holdout", None: "undecided"}
+    splits: dict[str, Counter[str]] = {}
+    for item in used:
+        split = label[layout.held_out[item.position]]
+        splits.setdefault(split, Counter())[layout.classes[item.position] or ""] += 1
+    return {split: dict(sorted(counts.items())) for split, counts in splits.items()}
+
+
+def _copies(listing: Listing, used: Sequence[Examined]) -> list[list[str]]:
+    groups: dict[bytes, list[str]] = {}
+    for item in used:
+        groups.setdefault(item.digest, []).append(names.shown(listing.pictures[item.position].name))
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _advice(report: DataReport, listing: Listing) -> list[str]:
+    advice = []
+    per_class = class_totals(report)
+    if len(per_class) > 1 and max(per_class.values()) > IMBALANCE * min(per_class.values()):
+        most, least = (
+            max(per_class, key=per_class.__getitem__),
+            min(per_class, key=per_class.__getitem__),
+        )
+        advice.append(
+            f"Unbalanced: {per_class[most]:,} pictures of {most}, {per_class[least]:,} of {least}."
+        )
+    share = len(report.rejected) / max(1, report.count + len(report.rejected))
+    if share > Prepare().max_rejected:
+        advice.append(
+            f"{share:.1%} of the pictures are unusable: prepare stops above "
+            f"prepare.max_rejected, {Prepare().max_rejected:g}."
+        )
+    if report.far_from_square > report.count / 10:
+        advice.append(
+            f"{report.far_from_square:,} pictures are more than twice as long as wide: "
+            "prepare.resize=crop loses half of them or more, pad keeps all."
+        )
+    if listing.ignored:
+        kinds = ", ".join(f"{n:,} .{kind}" for kind, n in listing.ignored.most_common(5))
+        advice.append(f"Files that are no pictures are passed over: {kinds}.")
+    return advice
+
+
+def class_totals(report: DataReport) -> dict[str, int]:
+    totals: Counter[str] = Counter()
+    for counts in report.splits.values():
+        totals.update({name: n for name, n in counts.items() if name})
+    return dict(totals)
+
+
+def suggest(report: DataReport) -> dict[str, Any]:
+    """Params to start from: an image size that most pictures have, and a network that fits it."""
+    fitting = [s for s in (16, 32, 64) if report.median_side >= s]
+    size = fitting[-1] if fitting else 16
+    network = {16: [1, 2, 2], 32: [1, 2, 2, 2], 64: [1, 2, 3, 4]}[size]
+    several = len(class_totals(report)) > 1
+    return {
+        "prepare": {"source": report.source, "image_size": size},
+        "model": {
+            "channels": 32 if size == 16 else 64,
+            "multipliers": network,
+            "attention": [8 if size == 16 else 16],
+            "conditioning": "class" if several else "none",
+        },
+        "train": {"batch_size": max(1, min(64, report.count // 4))},
+    }
+
+
+def lines(report: DataReport) -> list[str]:
+    """The report as a person reads it."""
+    classes = class_totals(report)
+    text = [f"{report.source}: {report.count:,} pictures, {len(classes)} classes"]
+    text += _class_table(report)
+    if report.count:
+        text += _sizes(report)
+        text.append("stored as: " + ", ".join(f"{k} {n:,}" for k, n in report.stored.items()))
+    text += _listed("unusable", [f"{names.shown(r.name)}: {r.reason}" for r in report.rejected])
+    text += _listed("exact copies", [" = ".join(group) for group in report.copies])
+    text += [f"note: {note}" for note in report.notes]
+    text.append("params to start from:")
+    for section, values in report.suggested.items():
+        text.append(f"  {section}: {{{', '.join(f'{k}: {v}' for k, v in values.items())}}}")
+    return text
+
+
+def _class_table(report: DataReport) -> list[str]:
+    splits = list(report.splits)
+    width = max([len(name) for name in class_totals(report)] + [8])
+    table = ["  " + " " * width + "".join(f"{_HEADINGS[split]:>11}" for split in splits)]
+    for name in sorted({name for counts in report.splits.values() for name in counts}):
+        cells = "".join(f"{report.splits[split].get(name, 0):>11,}" for split in splits)
+        table.append(f"  {name or '(none)':<{width}}{cells}")
+    return table
+
+
+def _sizes(report: DataReport) -> list[str]:
+    most = max(report.sides.values())
+    text = [
+        f"sizes: {report.smallest[0]} x {report.smallest[1]} to {report.largest[0]} x "
+        f"{report.largest[1]}, median of the shorter side {report.median_side}; shorter sides:"
+    ]
+    for low, count in report.sides.items():
+        high = next((side - 1 for side in SIDES if side > low), None)
+        label = f"{low}-{high}" if high is not None else f"{low} and more"
+        text.append(f"  {label:>13} {count:>9,} {'#' * max(1, count * _BAR // most)}")
+    return text
+
+
+def _listed(title: str, items: list[str]) -> list[str]:
+    if not items:
+        return [f"{title}: none"]
+    more = [f"  and {len(items) - SHOWN:,} more"] if len(items) > SHOWN else []
+    return [f"{title}: {len(items):,}", *(f"  {item}" for item in items[:SHOWN]), *more]

@@ -1,0 +1,135 @@
+"""Pictures in a directory of this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import yaml
+
+from ddpm_core.data import names
+from ddpm_core.data.sources import (
+    Entry,
+    Folder,
+    Found,
+    Listing,
+    Payload,
+    Rejection,
+    make_listing,
+)
+
+Item = Found | Folder | Rejection
+
+
+class Directory:
+    """All files below a directory. Links that stay inside are followed, others are refused."""
+
+    def __init__(self, root: Path, uri: str) -> None:
+        self._root = root.resolve()
+        found = list(_walk(self._root, ""))
+        self.facts: dict[str, Any] = {
+            "uri": uri,
+            "listing_sha256": _checksum([f"{i.name}\0{i.size}" for i, _ in found if _counts(i)]),
+            **_dvc_checksum(root),
+            "state": _state(found),
+        }
+
+    def listing(self) -> Listing:
+        return make_listing(item for item, _ in _walk(self._root, ""))
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
+        """Paths: whoever decodes a picture opens it."""
+        for position, entry in enumerate(entries):
+            yield position, self._root / os.fsdecode(names.to_bytes(entry.name))
+
+
+def directory_state(root: Path) -> dict[str, Any]:
+    """Changes when a file of the directory is added, removed, renamed or written."""
+    return _state(list(_walk(root.resolve(), "")))
+
+
+def _state(found: Sequence[tuple[Item, int]]) -> dict[str, Any]:
+    lines = [f"{item.name}\0{item.size}\0{time}" for item, time in found if _counts(item)]
+    return {"files": len(lines), "sha256": _checksum(lines)}
+
+
+def _counts(item: Item) -> TypeGuard[Found]:
+    return isinstance(item, Found)
+
+
+def _checksum(lines: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for line in sorted(names.to_bytes(line) for line in lines):
+        digest.update(line + b"\0\0")
+    return digest.hexdigest()
+
+
+def _dvc_checksum(root: Path) -> dict[str, str]:
+    """The checksum that `dvc add` wrote beside the directory, where it is tracked."""
+    try:
+        outs = yaml.safe_load(Path(f"{root.absolute()}.dvc").read_bytes())["outs"]
+        return {"dvc_md5": str(outs[0]["md5"])}
+    except (OSError, yaml.YAMLError, LookupError, TypeError):
+        return {}
+
+
+def _walk(folder: Path, prefix: str, root: Path | None = None) -> Iterator[tuple[Item, int]]:
+    """Everything below a folder, with the time of its last change in nanoseconds."""
+    try:
+        with os.scandir(folder) as scan:
+            children = list(scan)
+    except OSError as error:
+        yield Rejection(prefix.rstrip("/"), f"cannot be read: {error.strerror}"), 0
+        return
+    for child in children:
+        name = prefix + names.from_bytes(os.fsencode(child.name))
+        if names.is_clutter(name):
+            continue
+        if child.is_symlink():
+            yield from _link(root or folder, child, name)
+        elif child.is_dir():
+            yield Folder(name), 0
+            yield from _walk(Path(child.path), name + "/", root or folder)
+        else:
+            yield from _file(child, name)
+
+
+def _link(root: Path, child: os.DirEntry[str], name: str) -> Iterator[tuple[Item, int]]:
+    """A link to a folder inside is passed over: what it shows is listed where it lies."""
+    try:
+        target = Path(child.path).resolve()
+        inside = target.is_relative_to(root)
+    except (OSError, RuntimeError):  # links in a circle
+        target, inside = Path(child.path), True
+    if inside and target.is_file():
+        yield from _file(child, name)
+    elif inside and target.is_dir():
+        return
+    elif target.is_dir() or names.suffix(name) in names.PICTURE_SUFFIXES:
+        where = "leads nowhere" if inside else "leads out of the directory"
+        yield Rejection(name, f"a symbolic link that {where}"), 0
+
+
+def _file(child: os.DirEntry[str], name: str) -> Iterator[tuple[Item, int]]:
+    try:
+        facts = child.stat()
+    except OSError as error:
+        yield Rejection(name, f"cannot be read: {error.strerror}"), 0
+        return
+    if stat.S_ISREG(facts.st_mode):
+        yield Found(name, facts.st_size, 0, partial(_head, child.path)), facts.st_mtime_ns
+    elif names.suffix(name) in names.PICTURE_SUFFIXES:
+        yield Rejection(name, "no regular file"), 0
+
+
+def _head(path: str, count: int) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(count)
+    except OSError:
+        return b""

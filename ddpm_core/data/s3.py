@@ -1,0 +1,151 @@
+"""Pictures below an s3:// prefix, or in one archive there; credentials as boto3 finds them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ddpm_core import console
+from ddpm_core.data.archives import Tar, Zip, open_archive
+from ddpm_core.data.sources import (
+    FILE_BYTES,
+    Entry,
+    Found,
+    Listing,
+    Payload,
+    Rejection,
+    make_listing,
+)
+from ddpm_core.errors import UserError, require
+
+ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tbz2", ".tar.bz2", ".txz", ".tar.xz")
+READERS = 16  # a request waits far longer than it transfers
+_AHEAD_BYTES = 2**26
+
+
+class Prefix:
+    """All objects below a prefix."""
+
+    def __init__(self, uri: str) -> None:
+        self._bucket, self._prefix = _parts(uri)
+        self._client = _client()
+        with _told(uri):
+            self._objects = _objects(self._client, self._bucket, self._prefix)
+        self.facts: dict[str, Any] = {"uri": uri, "state": _state(self._objects)}
+
+    def listing(self) -> Listing:
+        return make_listing(
+            Found(name, facts["Size"], ref, partial(self._head, facts["Key"]))
+            for ref, (name, facts) in enumerate(self._objects.items())
+        )
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
+        """In order; some are fetched ahead, bounded in number and in bytes."""
+        waiting: deque[tuple[int, int, Future[Payload]]] = deque()
+        held = 0
+        with ThreadPoolExecutor(READERS) as readers:
+            for position, entry in enumerate(entries):
+                while waiting and (len(waiting) >= 2 * READERS or held >= _AHEAD_BYTES):
+                    first, size, future = waiting.popleft()
+                    held -= size
+                    yield first, future.result()
+                waiting.append((position, entry.size, readers.submit(self._content, entry)))
+                held += entry.size
+            for first, _, future in waiting:
+                yield first, future.result()
+
+    def _content(self, entry: Entry) -> Payload:
+        if entry.size > FILE_BYTES:
+            return Rejection(entry.name, f"{entry.size:,} bytes; at most {FILE_BYTES:,} are read")
+        facts = self._objects[entry.name]
+        with _told(f"s3://{self._bucket}/{facts['Key']}"):
+            found = self._client.get_object(
+                Bucket=self._bucket, Key=facts["Key"], IfMatch=facts["ETag"]
+            )
+            return bytes(found["Body"].read())
+
+    def _head(self, key: str, count: int) -> bytes:
+        with _told(f"s3://{self._bucket}/{key}"):
+            found = self._client.get_object(
+                Bucket=self._bucket, Key=key, Range=f"bytes=0-{count - 1}"
+            )
+            return bytes(found["Body"].read())
+
+
+def open_s3(uri: str, scratch: Path) -> Prefix | Zip | Tar:
+    """The archive that `uri` names, fetched into `scratch`, or all objects below the prefix."""
+    bucket, key = _parts(uri)
+    if not key.lower().endswith(ARCHIVES):
+        return Prefix(uri)
+    client, path = _client(), scratch / "archive"
+    with _told(uri):
+        facts = client.head_object(Bucket=bucket, Key=key)
+        with console.progress(f"fetch {uri}", int(facts["ContentLength"]), "bytes") as advance:
+            client.download_file(bucket, key, str(path), Callback=advance)
+    archive = open_archive(path, uri)
+    archive.facts["etag"] = facts["ETag"].strip('"')
+    archive.facts["state"] = s3_state(uri)
+    return archive
+
+
+def s3_state(uri: str) -> dict[str, Any]:
+    """Changes with any object below the prefix, or with the archive."""
+    with _told(uri):
+        return _state(_objects(_client(), *_parts(uri)))
+
+
+def _state(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    lines = sorted(
+        f"{facts['Key']}\0{facts['ETag']}\0{facts['Size']}" for facts in objects.values()
+    )
+    checksum = hashlib.sha256("\0\0".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+    return {"objects": len(lines), "sha256": checksum}
+
+
+def _parts(uri: str) -> tuple[str, str]:
+    bucket, _, key = uri.removeprefix("s3://").partition("/")
+    if not bucket:
+        raise UserError(f"prepare.source: {uri!r} given; s3://bucket/prefix is needed.")
+    return bucket, key
+
+
+def _objects(client: Any, bucket: str, key: str) -> dict[str, dict[str, Any]]:
+    """Facts of the objects by their names relative to the prefix; of an archive itself alone.
+
+    A prefix is a folder: `photos` does not include `photos-old/1.jpg`.
+    """
+    prefix = key if not key or key.endswith("/") or key.lower().endswith(ARCHIVES) else key + "/"
+    found = {}
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
+        for facts in page.get("Contents", ()):
+            name = facts["Key"].removeprefix(prefix).lstrip("/")
+            if name and not name.endswith("/"):
+                found[name] = facts
+    return found
+
+
+def _client() -> Any:
+    config = require("botocore.config", "s3").Config(
+        retries={"mode": "standard", "max_attempts": 5},
+        max_pool_connections=READERS,
+        connect_timeout=10,
+        read_timeout=60,
+    )
+    return require("boto3", "s3").client("s3", config=config)
+
+
+@contextmanager
+def _told(uri: str) -> Iterator[None]:
+    errors = require("botocore.exceptions", "s3")
+    try:
+        yield
+    except (errors.BotoCoreError, errors.ClientError) as error:
+        raise UserError(
+            f"Cannot read {uri}: {error} Check the bucket, AWS_ENDPOINT_URL and the credentials."
+        ) from error
