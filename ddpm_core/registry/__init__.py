@@ -1,0 +1,11 @@
+"""The registered model: what goes into a version, what it answers, which one is the champion.
+
+register   the verb: the best checkpoint becomes a version
+package    the folder of a version, its signature and requirements, and its upload
+card       the model card, for people
+gate       which of two models is the champion, and why
+models     versions on the server: found, downloaded, tagged
+request    a request to a served model, and what is wrong with it
+serving    the model as MLflow serves it
+served     the script that MLflow loads
+"""

@@ -1,0 +1,75 @@
+"""Which of two models is the champion: only scores with the same evidence are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+Comparison = Callable[[dict[str, Any], dict[str, Any]], list[str]]
+
+
+class Unfit(Exception):
+    """Why the champion cannot be measured with the present evidence, ever."""
+
+
+@dataclass(frozen=True)
+class Champion:
+    """The version that has the alias, with the rows it was measured by, the newest first."""
+
+    version: str
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the candidate takes the alias, why, and the champion's row if it is a new one."""
+
+    promote: bool
+    why: str
+    rescored: Row | None = None
+
+
+def decide(
+    candidate: Row, champion: Champion | None, differences: Comparison, rescore: Callable[[], Row]
+) -> Decision:
+    """Compare the candidate's row with the champion's.
+
+    `differences` names the fields in which two evidences don't compare. Where no row of the
+    champion compares, `rescore` measures it with the candidate's evidence, or raises Unfit: then
+    the candidate takes its place, since nothing could ever be better than what can't be measured.
+    """
+    if (candidate.get("memorisation") or {}).get("verdict") == "copies":
+        return Decision(
+            False, "Not promoted: it copies training images, by the memorisation check."
+        )
+    if champion is None:
+        return Decision(True, "Promoted: there was no champion.")
+    for row in champion.rows:
+        if row and not differences(row["evidence"], candidate["evidence"]):
+            return compare(candidate, champion, row, "")
+    changed = [", ".join(differences(r["evidence"], candidate["evidence"])) for r in champion.rows]
+    told = f" (measured anew, as its evidence differs in {changed[0]})" if changed else ""
+    try:
+        row = rescore()
+    except Unfit as unfit:
+        return Decision(
+            True,
+            f"Promoted: the champion, version {champion.version}, cannot be measured with the "
+            f"present evidence: {unfit}",
+        )
+    decision = compare(candidate, champion, row, told)
+    return Decision(decision.promote, decision.why, row)
+
+
+def compare(candidate: Row, champion: Champion, row: Row, told: str) -> Decision:
+    """By the score, of which the lower is the better; an equal one changes nothing."""
+    better = float(candidate["score"]) < float(row["score"])
+    relation = "is below" if better else "is not below"
+    return Decision(
+        better,
+        f"{'Promoted' if better else 'Not promoted'}: {candidate['score_name']} "
+        f"{candidate['score']:.4g} {relation} the {row['score']:.4g} of the champion, version "
+        f"{champion.version}{told}.",
+    )

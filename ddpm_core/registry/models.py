@@ -1,0 +1,130 @@
+"""Registered models on the server: versions found, made, tagged and downloaded."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ddpm_core.config import Config
+from ddpm_core.errors import UserError, require
+from ddpm_core.mlflow_run import connect, is_refusal, shown
+from ddpm_core.registry.package import CHECKPOINT
+from ddpm_core.tracking import reason
+
+UPLOAD_TIMEOUT = 120  # seconds without an answer, for files of hundreds of MB
+RETRIES = 3
+PREFIX = "ddpm."  # of the tags that the gate reads
+
+
+class Registry:
+    """The registered model `register.name` of a config."""
+
+    def __init__(self, config: Config) -> None:
+        self.uri, self.name = config.tracking.uri, config.registration.name
+        self.alias = config.registration.alias
+        if not self.uri:
+            raise UserError("tracking.uri is empty; registered models are kept in MLflow.")
+        with asking(self.uri):
+            self.client = connect(self.uri)
+            self.client.search_registered_models(max_results=1)
+        environment = require("mlflow.environment_variables", "tracking")
+        environment.MLFLOW_HTTP_REQUEST_TIMEOUT.default = UPLOAD_TIMEOUT
+        environment.MLFLOW_HTTP_REQUEST_MAX_RETRIES.default = RETRIES
+        mlflow = require("mlflow", "tracking")
+        mlflow.set_tracking_uri(self.uri)
+        mlflow.set_registry_uri(self.uri)
+
+    def champion(self) -> Any | None:
+        """The version that has the alias."""
+        return self._found(self.client.get_model_version_by_alias, self.name, self.alias)
+
+    def versions(self) -> list[Any]:
+        """All versions, the newest first."""
+        found = self.client.search_model_versions(f"name = '{self.name}'")
+        return sorted(found, key=lambda version: -int(version.version))
+
+    def find(self, tags: dict[str, str]) -> Any | None:
+        """The newest version that has these tags."""
+        for version in self.versions():
+            if all(version.tags.get(PREFIX + key) == value for key, value in tags.items()):
+                return version
+        return None
+
+    def create(self, model_uri: str, run_id: str, description: str, tags: dict[str, str]) -> Any:
+        """A new version of an uploaded model."""
+        if self._found(self.client.get_registered_model, self.name) is None:
+            self.client.create_registered_model(
+                self.name, description="Denoising diffusion models, by `ddpm register`."
+            )
+        return self.client.create_model_version(
+            self.name,
+            model_uri,
+            run_id,
+            tags={PREFIX + key: value for key, value in tags.items()},
+            description=description,
+            model_id=model_uri.removeprefix("models:/"),
+        )
+
+    def tag(self, version: Any, key: str, value: str) -> None:
+        self.client.set_model_version_tag(self.name, version.version, PREFIX + key, value)
+
+    def promote(self, version: Any) -> None:
+        self.client.set_registered_model_alias(self.name, self.alias, version.version)
+
+    def checkpoint(self, version: Any) -> Path:
+        """A local copy of a version's checkpoint folder."""
+        return fetch(f"models:/{self.name}/{version.version}")
+
+    def _found(self, call: Any, *arguments: str) -> Any | None:
+        try:
+            return call(*arguments)
+        except Exception as error:
+            if is_refusal(error):
+                return None
+            raise
+
+
+def row_of(version: Any, key: str) -> dict[str, Any]:
+    """A row of results.json that a version carries as a tag; without it the empty one."""
+    try:
+        row = json.loads(version.tags[PREFIX + key])
+    except (KeyError, ValueError):
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def download(config: Config, origin: str) -> Path:
+    """The checkpoint folder of a models:/NAME/VERSION or models:/NAME@ALIAS. Raises UserError."""
+    name, at, alias = origin.removeprefix("models:/").partition("@")
+    registry = Registry(config)
+    with asking(registry.uri):
+        if at:
+            version = registry.client.get_model_version_by_alias(name, alias).version
+            origin = f"models:/{name}/{version}"
+        return fetch(origin)
+
+
+def fetch(origin: str) -> Path:
+    """Download the checkpoint folder of a version, to be gone when the process ends."""
+    mlflow = require("mlflow", "tracking")
+    place = tempfile.mkdtemp(prefix="ddpm-model-")
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    path = mlflow.artifacts.download_artifacts(f"{origin}/artifacts/{CHECKPOINT}", dst_path=place)
+    return Path(path)
+
+
+@contextmanager
+def asking(uri: str) -> Iterator[None]:
+    """What MLflow raises as a sentence for the user."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # MLflow's, or whatever the network raises
+        raise UserError(f"MLflow at {shown(uri)} cannot be used: {reason(error)}") from error

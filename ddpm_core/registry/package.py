@@ -1,0 +1,90 @@
+"""A version's content: a checkpoint folder, the card, this package's code, and how it is called."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ddpm_core
+from ddpm_core.checkpoint import SETTINGS, Checkpoint
+from ddpm_core.errors import require
+from ddpm_core.registry.request import FIELDS
+from ddpm_core.storage import seal
+from ddpm_core.workspace import fingerprint
+
+CHECKPOINT = "checkpoint"  # the folder's name below a model's artifacts/
+CARD = "README.md"
+
+# What an answer needs, and nothing of training, tracking or evaluation.
+NEEDED = ("torch", "numpy", "pillow", "safetensors", "pydantic", "pyyaml", "rich")
+ANSWER = ("image", "number", "seed", "class", "sampler", "steps", "guidance")
+
+
+def requirements() -> list[str]:
+    """The packages of this process, pinned to releases: without a build's label such as +cpu."""
+    return [f"{name}=={version(name).partition('+')[0]}" for name in NEEDED]
+
+
+def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Path) -> None:
+    """Put the weights that were scored, and their settings, into an absent folder.
+
+    `sampled` are the fields of params' `sample` that the score was made with: they become the
+    model's own, which hold where a request says nothing.
+    """
+    folder.mkdir(parents=True)
+    settings = json.loads((checkpoint.folder / SETTINGS).read_bytes())
+    settings["params"]["sample"].update(sampled)
+    weights = checkpoint.weights_name(sampled["ema"])
+    shutil.copyfile(checkpoint.folder / weights, folder / weights)
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    seal(folder)
+
+
+def upload(run_id: str, name: str, step: int, folder: Path, params: dict[str, Any]) -> str:
+    """Log `folder` (checkpoint/ and README.md) as a model of a run; its models:/ URI."""
+    mlflow = require("mlflow", "tracking")
+    with mlflow.start_run(run_id=run_id), code() as package:
+        model = mlflow.pyfunc.log_model(
+            name=f"{re.sub('[^A-Za-z0-9_-]', '-', name)}-step-{step}",
+            python_model=str(package / "registry" / "served.py"),
+            code_paths=[str(package)],
+            artifacts={CHECKPOINT: str(folder / CHECKPOINT), "card": str(folder / CARD)},
+            signature=signature(),
+            input_example=[{"n": 2, "seed": 1}],
+            pip_requirements=requirements(),
+            params=params,
+            step=step,
+        )
+    return str(model.model_uri)
+
+
+def signature() -> Any:
+    """`n` and what else a request may say. The types are open, so that mistakes are told by us."""
+    schema = require("mlflow.types.schema", "tracking")
+    models = require("mlflow.models", "tracking")
+    anything = schema.AnyType()
+    fields = [schema.ColSpec(anything, name, required=name == "n") for name in FIELDS]
+    answer = [schema.ColSpec(anything, name, required=False) for name in ANSWER]
+    return models.ModelSignature(schema.Schema(fields), schema.Schema(answer))
+
+
+@contextmanager
+def code() -> Iterator[Path]:
+    """A copy of this package, sources alone, as they are now."""
+    source = Path(ddpm_core.__file__).parent
+    with tempfile.TemporaryDirectory(prefix="ddpm-code-") as scratch:
+        target = Path(scratch) / source.name
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        yield target
+
+
+def evidence_key(evidence: dict[str, Any]) -> str:
+    """16 hex digits: two rows of the same model with the same evidence have the same."""
+    return fingerprint(evidence)

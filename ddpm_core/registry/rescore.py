@@ -1,0 +1,77 @@
+"""An old champion, sampled and scored with the evidence of the present."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.config import Config, Sample
+from ddpm_core.console import progress
+from ddpm_core.errors import UserError
+from ddpm_core.evaluation.judge import Judge
+from ddpm_core.generate.images import Generator
+from ddpm_core.images import Pixels
+from ddpm_core.registry.gate import Row, Unfit
+from ddpm_core.storage import Corrupt
+from ddpm_core.workspace import Workspace
+
+
+def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) -> dict[str, Any]:
+    """The row of the checkpoint in `folder`, measured as `candidate` was.
+
+    Raises Unfit where it cannot draw such images.
+    """
+    evidence = candidate["evidence"]
+    judge = Judge(config, workspace)
+    try:
+        checkpoint = Checkpoint.open(folder)
+    except Corrupt as error:
+        raise Unfit(str(error)) from error
+    shape = (checkpoint.data["image_size"], checkpoint.data["channels"])
+    if shape != (judge.train.image_size, judge.train.channels):
+        raise Unfit(
+            f"it draws images of {shape[0]} pixels and {shape[1]} channels, the data have "
+            f"{judge.train.image_size} and {judge.train.channels}."
+        )
+    settings = as_candidate(config.sample, evidence, checkpoint)
+    try:
+        generator = Generator(
+            checkpoint.load(settings.ema, judge.device),
+            checkpoint.data,
+            settings,
+            checkpoint.params.diffusion,
+        )
+        images = draw(generator, int(evidence["count"]), settings.batch_size)
+    except UserError as error:  # such as a class that it does not know
+        raise Unfit(str(error)) from error
+    return {
+        "step": checkpoint.step,
+        **judge.score([images], "the champion"),
+        "evidence": {
+            **evidence,
+            "weights": checkpoint.weights_hash(settings.ema),
+            "train": checkpoint.train_fingerprint,
+            "samples": None,
+        },
+    }
+
+
+def as_candidate(own: Sample, evidence: dict[str, Any], checkpoint: Checkpoint) -> Sample:
+    """The sampler and seed of the evidence, on the weights that the champion has."""
+    sampler = {key: v for key, v in evidence["sampler"].items() if key in Sample.model_fields}
+    given = {**own.model_dump(mode="json"), **sampler, "seed": evidence["seed"]}
+    return Sample.model_validate({**given, "ema": checkpoint.params.sample.ema})
+
+
+def draw(generator: Generator, count: int, batch_size: int) -> Pixels:
+    """Images 0 to `count` - 1, uint8 (n, H, W, C), in whole batches as `ddpm sample` draws them."""
+    parts = []
+    with progress("register: sampling the champion", count, "images") as advance:
+        for start in range(0, count, batch_size):
+            images = generator.images(range(start, start + batch_size))[: count - start]
+            parts.append(images)
+            advance(len(images))
+    return np.concatenate(parts)

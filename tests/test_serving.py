@@ -1,0 +1,253 @@
+"""The served model: what it answers, what it refuses, and that it needs nothing but itself."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import urllib.error
+import urllib.request
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mlflow_server import QUIET, Server, answers, free_port, shared_server, wait_until
+from models import CLASSES, write_checkpoint
+from PIL import Image
+
+from ddpm_core import params
+from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.errors import UserError
+from ddpm_core.generate.images import Generator
+from ddpm_core.mlflow_run import MlflowRun
+from ddpm_core.registry import package, request
+from ddpm_core.registry.models import Registry, download
+
+pytestmark = pytest.mark.xdist_group("mlflow")
+
+
+@pytest.fixture(scope="module")
+def server() -> Server:
+    return shared_server().running()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "step", "class")
+
+
+@pytest.fixture(scope="module")
+def name(server: Server, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A registered model whose version 1 is the champion."""
+    folder = tmp_path_factory.mktemp("package")
+    sampled = {"ema": 0.9, "seed": 5, "sampler": "ddim", "steps": 5}
+    package.write_checkpoint(checkpoint, sampled, folder / "checkpoint")
+    (folder / "README.md").write_text("# a card\n")
+    config = params.validate(
+        {"tracking": {"uri": server.uri}, "register": {"name": "served.by-tests"}}
+    )
+    registry = Registry(config)
+    run = MlflowRun.open(server.uri, "serving", "run", None)
+    uri = package.upload(run.run_id, registry.name, 4, folder, {"step": 4})
+    registry.promote(registry.create(uri, run.run_id, "# a card", {"step": "4"}))
+    return registry.name
+
+
+@pytest.fixture(scope="module")
+def url(server: Server, name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`mlflow models serve` in another folder, where this project is not installed."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    binaries = environment_without_us(folder / "venv")
+    port = free_port()
+    command = [str(binaries / "python"), "-m", "mlflow", "models", "serve", "--port", str(port)]
+    command += ["-m", f"models:/{name}@champion", "--env-manager", "local", "--host", "127.0.0.1"]
+    environment = {**os.environ, **QUIET, "MLFLOW_TRACKING_URI": server.uri}
+    environment["PATH"] = f"{binaries}{os.pathsep}{environment['PATH']}"
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until(
+            lambda: answers(f"{url}/ping") or process.poll() is not None, "the model serves", 120
+        )
+        assert process.poll() is None, (folder / "log").read_text()
+        yield f"{url}/invocations"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def environment_without_us(folder: Path) -> Path:
+    """A virtual environment with the packages of this one but without this project; its bin/.
+
+    A .pth file puts the packages on the path; the .pth among them that leads to our sources is
+    not read from there.
+    """
+    venv.create(folder, symlinks=True)
+    binaries = folder / "bin"
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = folder / "lib" / version / "site-packages"
+    (site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    script = binaries / "uvicorn"
+    script.write_text(f"#!{binaries}/python\nfrom uvicorn.main import main\nmain()\n")
+    script.chmod(0o755)
+    importing = [str(binaries / "python"), "-c", "import ddpm_core"]
+    failed = subprocess.run(importing, cwd=folder, capture_output=True, text=True, check=False)
+    assert "No module named 'ddpm_core'" in failed.stderr
+    return binaries
+
+
+def ask(url: str, body: Any) -> tuple[int, Any]:
+    """Status, and the answer's predictions or its message."""
+    asked = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            return response.status, json.load(response)["predictions"]
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["message"]
+
+
+def pixels(answer: dict[str, Any]) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(answer["image"]))))
+
+
+def drawn(checkpoint: Checkpoint, count: int, **settings: Any) -> np.ndarray:
+    """What `ddpm sample` draws with the model's own settings, or others."""
+    own = {"ema": 0.9, "seed": 5, "sampler": "ddim", "steps": 5, **settings}
+    sample = checkpoint.params.sample.model_copy(update=own)
+    model = checkpoint.load(sample.ema, "cpu")
+    generator = Generator(model, checkpoint.data, sample, checkpoint.params.diffusion)
+    return generator.images(range(count))
+
+
+def assert_same_images(answers: list[dict[str, Any]], expected: np.ndarray) -> None:
+    """Equal to rounding: how many images are drawn at once may turn a pixel's last bit."""
+    served = np.stack([pixels(answer) for answer in answers]).astype(int)
+    assert np.abs(served - expected[..., 0].astype(int)).max() <= 1
+
+
+# Served from another folder, without this project
+
+
+def test_a_seed_gives_the_images_that_sampling_gives(url: str, checkpoint: Checkpoint) -> None:
+    status, predictions = ask(url, {"dataframe_records": [{"n": 5}]})
+    assert status == 200
+    assert_same_images(predictions, drawn(checkpoint, 5))
+    assert [answer["number"] for answer in predictions] == list(range(5))
+    assert {answer["sampler"] for answer in predictions} == {"ddim"}
+
+
+def test_all_shapes_of_a_request_are_answered_alike(url: str) -> None:
+    bodies = [
+        {"dataframe_split": {"columns": ["n", "seed"], "data": [[2, 9]]}},
+        {"dataframe_records": [{"n": 2, "seed": 9}]},
+        {"inputs": [{"n": 2, "seed": 9}]},
+        {"inputs": {"n": 2, "seed": 9}},
+        {"inputs": {"n": [2], "seed": [9]}},
+        {"instances": [{"n": 2, "seed": 9}]},
+    ]
+    results = [ask(url, body) for body in bodies]
+    assert all(result == results[0] for result in results)
+    assert results[0][0] == 200
+    assert len(results[0][1]) == 2
+
+
+def test_classes_samplers_and_arrays(url: str, checkpoint: Checkpoint) -> None:
+    rows = [
+        {"n": 2, "class": "square", "format": "array"},
+        {"n": 1, "class": 0, "sampler": "ddpm", "steps": 3, "guidance": 2},
+        {"n": 1, "class": "7", "first": 3},
+    ]
+    status, predictions = ask(url, {"dataframe_records": rows})
+    assert status == 200, predictions
+    assert [answer["class"] for answer in predictions] == ["square", "square", "circle", "7"]
+    array = np.array(predictions[0]["image"])
+    assert array.shape == (8, 8, 1)
+    assert np.abs(array - drawn(checkpoint, 2, classes=("square",))[0].astype(int)).max() <= 1
+    expected = drawn(checkpoint, 1, classes=("circle",), sampler="ddpm", steps=3, guidance=2.0)
+    assert_same_images(predictions[2:3], expected)
+    assert_same_images(predictions[3:], drawn(checkpoint, 4, classes=("7",))[3:])
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"n": 0}, "n: 0 given; 1 to 256 is needed"),
+        ({"n": 257}, "n: 257 given"),
+        ({"n": 1.5}, "n: 1.5 given; a whole number"),
+        ({"n": "x"}, "n: 'x' given"),
+        ({"n": 1, "class": "triangle"}, "class: 'triangle' given; a name of circle, square, 7"),
+        ({"n": 1, "class": 3}, "or 0 to 2"),
+        ({"n": 1, "prompt": "a cat"}, "not trained on texts"),
+        ({"n": 1, "sampler": "euler"}, "'ddpm', 'ddim' or 'dpmpp'"),
+        ({"n": 1, "steps": 51}, "there are only 50"),
+        ({"n": 1, "guidance": -1}, "guidance: -1.0 given"),
+        ({"n": 1, "seed": -1}, "seed: -1 given"),
+        ({"n": 1, "format": "jpeg"}, "format: 'jpeg' given; png or array"),
+        ({"seed": 1}, "missing inputs ['n']"),
+    ],
+)
+def test_a_mistake_in_a_request_is_one_sentence(url: str, row: dict[str, Any], told: str) -> None:
+    status, message = ask(url, {"dataframe_records": [row]})
+    assert status == 400
+    assert told in message
+    assert "Traceback" not in message
+
+
+def test_many_rows_may_not_ask_for_more_than_one_may(url: str) -> None:
+    status, message = ask(url, {"dataframe_records": [{"n": 200}, {"n": 57}]})
+    assert (status, "257 images are asked for" in message) == (400, True)
+
+
+def test_the_code_that_is_served_is_the_models_own(server: Server, name: str) -> None:
+    config = params.validate({"tracking": {"uri": server.uri}})
+    folder = download(config, f"models:/{name}@champion")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "ema-0.9.safetensors",
+        "manifest.json",
+    ]
+    again = Checkpoint.open(download(config, f"models:/{name}/1"))
+    assert again.params.sample.steps == 5
+    with pytest.raises(UserError, match="cannot be used"):
+        download(config, "models:/none@champion")
+
+
+# Requests, without a server
+
+
+def test_what_a_request_leaves_out_is_the_models_own(checkpoint: Checkpoint) -> None:
+    read = request.read({"n": 3.0, "seed": None, "class": float("nan")}, checkpoint.params, CLASSES)
+    assert (read.numbers, read.format) == (range(3), "png")
+    assert read.settings == checkpoint.params.sample
+
+
+def test_a_model_of_texts_takes_prompts_and_no_classes(tmp_path: Path) -> None:
+    config = write_checkpoint(tmp_path / "texts", "text").params
+    read = request.read({"prompt": "a red circle"}, config, CLASSES)
+    assert read.settings.prompts == ("a red circle",)
+    with pytest.raises(UserError, match="without classes"):
+        request.read({"class": "circle"}, config, CLASSES)
+
+
+def test_unknown_fields_are_named_with_the_known(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UserError, match="'smapler' is unknown here; known are n, seed"):
+        request.read({"smapler": "ddim"}, checkpoint.params, CLASSES)
+
+
+def test_requirements_are_pinned_to_releases() -> None:
+    pinned = package.requirements()
+    assert all(item.count("==") == 1 and "+" not in item for item in pinned)
+    assert {item.partition("==")[0] for item in pinned} >= {"torch", "numpy", "safetensors"}
