@@ -60,7 +60,7 @@ def png(pixels: Pixels) -> bytes:
 
 def save_animation(frames: Sequence[Pixels], path: Path, milliseconds: int = 80) -> None:
     """Pictures of one shape as an endless GIF; the last frame rests for a second."""
-    first, *rest = [to_pil(frame) for frame in frames]
+    first, *rest = _with_one_palette(frames)
     first.save(
         path,
         "GIF",
@@ -69,6 +69,16 @@ def save_animation(frames: Sequence[Pixels], path: Path, milliseconds: int = 80)
         duration=[milliseconds] * len(rest) + [1000],
         loop=0,
     )
+
+
+def _with_one_palette(frames: Sequence[Pixels]) -> list[Image.Image]:
+    """A GIF has 256 colours: the same for all frames, or they would flicker. Gray needs none."""
+    pictures = [to_pil(frame) for frame in frames]
+    if frames[0].shape[2] == 1:
+        return pictures
+    some = np.concatenate(frames[:: math.ceil(len(frames) / 8)])
+    palette = to_pil(some).quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    return [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture in pictures]
 
 
 def to_pil(pixels: Pixels) -> Image.Image:
