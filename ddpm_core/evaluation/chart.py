@@ -1,0 +1,128 @@
+"""The geometry of a small line chart; the template draws it as SVG in the page's own colours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+WIDTH, HEIGHT = 420, 230
+LEFT, RIGHT, TOP, BOTTOM = 44, 8, 10, 28  # margins
+
+
+@dataclass(frozen=True)
+class Line:
+    """A named series of (step, value)."""
+
+    name: str
+    points: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A point in the picture, and what it says when pointed at."""
+
+    x: float
+    y: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A series as a path and dots."""
+
+    name: str
+    path: str
+    dots: list[Dot]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """All that a template needs, in units of the view box WIDTH x HEIGHT."""
+
+    title: str
+    remark: str
+    lines: list[Drawn]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    floor: tuple[str, float, str] | None  # name, height, value
+    mark: Dot | None
+    description: str
+    width: int = WIDTH
+    height: int = HEIGHT
+    edges: dict[str, int] = field(
+        default_factory=lambda: {
+            "left": LEFT,
+            "right": WIDTH - RIGHT,
+            "top": TOP,
+            "bottom": HEIGHT - BOTTOM,
+        }
+    )
+
+
+def chart(
+    title: str,
+    remark: str,
+    lines: Sequence[Line],
+    floor: tuple[str, float] | None,
+    best: int | None,
+    top: float | None = None,
+) -> Chart:
+    """Lines over steps from 0 on the y axis (or from below, for negative values) to `top`.
+
+    `best` is the step of the first line that is marked.
+    """
+    steps = [step for line in lines for step, _ in line.points]
+    values = [value for line in lines for _, value in line.points] + ([floor[1]] if floor else [])
+    y_ticks = ticks(min(0.0, *values), top or max(values))
+    low, high = y_ticks[0], y_ticks[-1]
+    first, last = min(steps), max(steps)
+
+    def x(step: float) -> float:
+        share = (step - first) / (last - first) if last > first else 0.5
+        return round(LEFT + 8 + share * (WIDTH - LEFT - RIGHT - 16), 1)
+
+    def y(value: float) -> float:
+        share = (value - low) / (high - low)
+        return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
+
+    def drawn(line: Line) -> Drawn:
+        dots = [Dot(x(s), y(v), f"step {s:,}: {label(v)}") for s, v in line.points]
+        return Drawn(line.name, "M" + " L".join(f"{d.x} {d.y}" for d in dots), dots)
+
+    marked = [(s, v) for s, v in lines[0].points if s == best]
+    return Chart(
+        title=title,
+        remark=remark,
+        lines=[drawn(line) for line in lines],
+        x_ticks=[(x(s), f"{s:,.0f}") for s in _step_ticks(first, last)],
+        y_ticks=[(y(v), label(v)) for v in y_ticks],
+        floor=floor and (floor[0], y(floor[1]), label(floor[1])),
+        mark=Dot(x(marked[0][0]), y(marked[0][1]), label(marked[0][1])) if marked else None,
+        description=_describe(title, lines[0]),
+    )
+
+
+def ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Round numbers, evenly spaced, from at most `low` to at least `high`."""
+    span = max(high - low, 1e-9 * max(1.0, abs(high)))
+    power = 10.0 ** math.floor(math.log10(span / about))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10, 20) if span / (power * m) <= about)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, max(last, first + 1) + 1)]
+
+
+def _step_ticks(first: int, last: int) -> list[float]:
+    if first == last:
+        return [float(first)]
+    return [step for step in ticks(first, last) if first <= step <= last]
+
+
+def label(value: float) -> str:
+    """Short: 0, 0.25, 12.5, 3,000."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _describe(title: str, line: Line) -> str:
+    (first, begin), (last, end) = line.points[0], line.points[-1]
+    return f"{title}: {label(begin)} at step {first:,}, {label(end)} at step {last:,}."

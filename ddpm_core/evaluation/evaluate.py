@@ -1,0 +1,172 @@
+"""The verb evaluate: a row of scores for every sampled checkpoint, then tables, plots and report.
+
+A row is kept as soon as it is measured and used again while the samples, the data, the extractor
+and the settings are the same, so an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ddpm_core.config import Config
+from ddpm_core.console import say, warn
+from ddpm_core.errors import UserError
+from ddpm_core.evaluation import memorisation, pictures
+from ddpm_core.evaluation.freshness import row_key, stale
+from ddpm_core.evaluation.judge import Judge
+from ddpm_core.evaluation.metrics import SMALL
+from ddpm_core.evaluation.outputs import write_outputs
+from ddpm_core.evaluation.rows import Row, best, evidence, is_scored, named_metrics, problem_row
+from ddpm_core.generate.gather import Samples, open_samples
+from ddpm_core.storage import MANIFEST
+from ddpm_core.workspace import EVALUATION, SAMPLES, SNAPSHOTS, Workspace, samples_key, step_name
+
+__all__ = ["evaluate", "stale"]
+
+ROWS = f"{EVALUATION}/rows"
+
+
+def evaluate(config: Config, workspace: Workspace) -> list[Row]:
+    """Score what is not scored yet, and write all files; the rows, by step.
+
+    A checkpoint without whole samples becomes a row with the problem. Raises UserError where no
+    checkpoint can be scored.
+    """
+    if not workspace.steps(SAMPLES):
+        raise UserError(f"There are no samples in {workspace.uri}: run `ddpm sample` first.")
+    judge = Judge(config, workspace)
+    rows, new = [], []
+    for step in _steps(config, workspace):
+        row = _kept(judge, workspace, step)
+        if row is None:
+            row = _row(judge, workspace, step)
+            new.append(row)
+            workspace.write_json(f"{ROWS}/{step_name(step)}.json", row)
+        rows.append(row)
+    _tell(rows, new)
+    write_outputs(config, workspace, judge, rows)
+    _track(config, workspace, [row for row in new if is_scored(row)])
+    if not any(map(is_scored, rows)):
+        raise UserError(
+            f"No checkpoint could be scored. Step {rows[0]['step']}: {rows[0]['problem']}"
+        )
+    return rows
+
+
+def _steps(config: Config, workspace: Workspace) -> list[int]:
+    """Sampled checkpoints, and those that should have been: milestones, the newest, the named."""
+    trained = workspace.steps(SNAPSHOTS)
+    every, named = config.train.milestone_every, config.sample.checkpoints
+    expected = {step for step in trained if step % every == 0} | set(trained[-1:])
+    expected |= set(named) if isinstance(named, tuple) else set()
+    return sorted(expected | set(workspace.steps(SAMPLES)))
+
+
+def _kept(judge: Judge, workspace: Workspace, step: int) -> Row | None:
+    """The row of an earlier run, if nothing that it depends on has changed."""
+    row = workspace.read_json(f"{ROWS}/{step_name(step)}.json")
+    samples = workspace.read_json(f"{samples_key(step)}/{MANIFEST}")
+    if not is_scored(row) or "samples_fingerprint" not in samples:
+        return None
+    return row if row.get("key") == _key(judge, samples) else None
+
+
+def _key(judge: Judge, samples: dict[str, Any]) -> str:
+    return row_key(
+        judge.settings,
+        samples["samples_fingerprint"],
+        judge.train.fingerprint,
+        judge.holdout.fingerprint,
+        judge.extractor.fingerprint,
+    )
+
+
+def _row(judge: Judge, workspace: Workspace, step: int) -> Row:
+    try:
+        samples = open_samples(workspace, step)
+        _must_fit(samples, judge)
+        return _scored(judge, workspace, step, samples)
+    except UserError as error:
+        return problem_row(step, str(error))
+    except (KeyError, ValueError, TypeError, OSError) as error:
+        return problem_row(step, f"its samples cannot be read: {error!r}")
+
+
+def _must_fit(samples: Samples, judge: Judge) -> None:
+    """Raise UserError for samples of other data, or of another shape, than the prepared ones."""
+    theirs, ours = samples.evidence["data_fingerprint"], judge.train.fingerprint
+    if theirs != ours:
+        raise UserError(
+            f"Its samples are of a network trained on the data {theirs}; the prepared data are "
+            f"{ours}. Train and sample again, or prepare those data."
+        )
+    shape = (judge.train.image_size, judge.train.image_size, judge.train.channels)
+    for shard in samples.shards:
+        if shard.dtype != np.uint8 or shard.shape[1:] != shape:
+            raise UserError(
+                f"Its samples are {shard.dtype} of {shard.shape[1:]}; the prepared images are "
+                f"uint8 of {shape}."
+            )
+
+
+def _scored(judge: Judge, workspace: Workspace, step: int, samples: Samples) -> Row:
+    scores = judge.score(samples.shards, f"step {step}")
+    first = _first(samples, memorisation.EXAMINED)
+    pictures.write_grid(workspace, step, first)
+    memory = None
+    if judge.remembers:
+        memory, found = judge.memorisation(first)
+        pictures.write_neighbours(workspace, f"{step:08d}", first, found, judge.train)
+    return {
+        "step": step,
+        **scores,
+        "memorisation": memory,
+        "evidence": evidence(
+            samples.evidence,
+            judge.train.fingerprint,
+            judge.holdout.fingerprint,
+            len(judge.train),
+            judge.extractor,
+        ),
+        "problem": None,
+        "key": _key(judge, samples.evidence),
+    }
+
+
+def _first(samples: Samples, most: int) -> Any:
+    parts, left = [], most
+    for shard in samples.shards:
+        parts.append(np.asarray(shard[:left]))
+        left -= len(parts[-1])
+    return np.concatenate(parts)
+
+
+def _tell(rows: list[Row], new: list[Row]) -> None:
+    for row in rows:
+        if row["problem"]:
+            warn(f"step {row['step']} is not scored: {row['problem']}")
+    counts = [row["evidence"]["count"] for row in new if is_scored(row)]
+    if counts and min(counts) < SMALL:
+        warn(
+            f"The distances are of {min(counts)} images. Below {SMALL:,} they are too high by an "
+            "amount that depends on their number: compare them with equal numbers alone."
+        )
+    if first := best(rows):
+        name, score = first["score_name"], first["score"]
+        say(f"evaluate: the best is step {first['step']}, {name} = {score:.4g}.")
+
+
+def _track(config: Config, workspace: Workspace, rows: list[Row]) -> None:
+    """Tell MLflow each new score at the step of its checkpoint, and give it the report."""
+    if not rows:
+        return
+    from ddpm_core.tracking import Tracker
+
+    tracker = Tracker.open(config, workspace)
+    for row in rows:
+        tracker.metrics(row["step"], named_metrics(row))
+    for name in ("report.html", "evaluation_results.csv", "results.json"):
+        tracker.artifact(workspace.path(f"{EVALUATION}/{name}"), EVALUATION)
+    tracker.close()

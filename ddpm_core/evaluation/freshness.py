@@ -1,0 +1,88 @@
+"""Whether scores still belong to what lies in the workspace; reads files, loads no network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpm_core.config import Config, Evaluate
+from ddpm_core.errors import UserError
+from ddpm_core.evaluation.extractors import chosen
+from ddpm_core.evaluation.shared import FOLDER
+from ddpm_core.evaluation.weights import locate
+from ddpm_core.storage import MANIFEST, sha256_of
+from ddpm_core.workspace import (
+    DATA,
+    EVALUATION,
+    METRICS,
+    SAMPLES,
+    Workspace,
+    fingerprint,
+    samples_key,
+)
+
+RESULTS = f"{EVALUATION}/results.json"
+RECIPE = 1  # raised when the same samples would give other scores
+
+
+def row_key(settings: Evaluate, samples: str, data: str, holdout: str, extractor: str) -> str:
+    """What a row of scores depends on, as one fingerprint."""
+    facts = [sorted(settings.metrics), settings.neighbours, samples, data, holdout, extractor]
+    return fingerprint([RECIPE, *facts])
+
+
+def stale(config: Config, workspace: Workspace) -> str | None:
+    """Why `evaluate` has work to do; None where it is up to date."""
+    results = workspace.read_json(RESULTS)
+    if not results.get("rows"):
+        return "nothing is scored yet"
+    for name in (f"{EVALUATION}/report.html", f"{EVALUATION}/evaluation_results.csv", METRICS):
+        if not workspace.storage.exists(name):
+            return f"{name} is missing"
+    data = workspace.read_json(f"{DATA}/{MANIFEST}")
+    settings = config.evaluate
+    extractor = _extractor(settings, workspace)
+    if results["extractor"]["fingerprint"] != extractor:
+        return "the scores are of another extractor"
+    rows = {int(row["step"]): row for row in results["rows"]}
+    sampled = workspace.steps(SAMPLES)
+    gone = [step for step, row in rows.items() if row["score"] is not None and step not in sampled]
+    if gone:
+        return f"the samples of step {gone[0]} are gone"
+    fixed = (data.get("fingerprint", ""), data.get("holdout_fingerprint", ""), extractor)
+    for step in sampled:
+        samples = workspace.read_json(f"{samples_key(step)}/{MANIFEST}").get("samples_fingerprint")
+        if samples and rows.get(step, {}).get("key") != row_key(settings, samples, *fixed):
+            return _difference(step, rows.get(step), samples, data, settings, results)
+    return None
+
+
+def _difference(
+    step: int,
+    row: dict[str, Any] | None,
+    samples: str,
+    data: dict[str, Any],
+    settings: Evaluate,
+    results: dict[str, Any],
+) -> str:
+    """Which part of a row's key has changed."""
+    if row is None:
+        return f"the samples of step {step} are not scored yet"
+    if row.get("problem"):
+        return f"step {step} could not be scored"
+    if results["settings"] != settings.model_dump(mode="json"):
+        return "the settings of evaluate have changed"
+    if row["evidence"]["data"] != data.get("fingerprint"):
+        return "the data have changed"
+    if row["evidence"]["samples"] != samples:
+        return f"the samples of step {step} are new"
+    return f"the score of step {step} is of other held-out images or of an older version"
+
+
+def _extractor(settings: Evaluate, workspace: Workspace) -> str:
+    """The fingerprint of the extractor that would be used; "" where there is none yet."""
+    if chosen(settings) == "in_domain":
+        return str(workspace.read_json(f"{FOLDER}/extractor.json").get("sha256", ""))[:16]
+    try:
+        return sha256_of(locate(settings.inception_weights or "", workspace))[:16]
+    except (UserError, OSError):
+        return ""

@@ -1,0 +1,152 @@
+"""All scores of one set of images against one data set, and the same of held-out images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddpm_core.config import Config, Evaluate
+from ddpm_core.console import progress
+from ddpm_core.data.dataset import PackedDataset, open_dataset
+from ddpm_core.distributed import choose_device
+from ddpm_core.errors import UserError
+from ddpm_core.evaluation import memorisation, metrics, pixel_pca
+from ddpm_core.evaluation.extractors import Extractor, chosen
+from ddpm_core.evaluation.held_out import open_held_out
+from ddpm_core.evaluation.inception import open_inception
+from ddpm_core.evaluation.memorisation import Neighbours
+from ddpm_core.evaluation.metrics import metric_name
+from ddpm_core.evaluation.reference import Reference, open_reference
+from ddpm_core.evaluation.rows import METRICS
+from ddpm_core.evaluation.shared import open_in_domain
+from ddpm_core.evaluation.statistics import KEPT, Features, batches, extract, shuffled
+from ddpm_core.evaluation.weights import locate
+from ddpm_core.images import Pixels
+from ddpm_core.workspace import Workspace
+
+Scores = dict[str, Any]  # metric -> number, or None where it is not measured
+
+
+class Judge:
+    """The data set, the extractor and the references; each is opened when first needed."""
+
+    def __init__(self, config: Config, workspace: Workspace) -> None:
+        self.settings: Evaluate = config.evaluate
+        self.device = choose_device(config.device)
+        self.train: PackedDataset = open_dataset(workspace)
+        self.holdout: PackedDataset = open_dataset(workspace, "holdout")
+        if len(self.train) < 2:
+            raise UserError(f"Scores need 2 training images; there are {len(self.train)}.")
+        self._config, self._workspace = config, workspace
+        self._floors: dict[int, Scores] = {}
+
+    @property
+    def remembers(self) -> bool:
+        """Whether memorisation is looked at."""
+        return "memorisation" in self.settings.metrics
+
+    @cached_property
+    def extractor(self) -> Extractor:
+        if chosen(self.settings) == "in_domain":
+            return open_in_domain(
+                self._config, self._workspace, self.train, self.holdout, self.device
+            )
+        given = self.settings.inception_weights
+        if given is None:
+            raise UserError(
+                "evaluate.extractor: inception given, but evaluate.inception_weights is not; a "
+                "file or URI of torch-fidelity's weights is needed, or extractor: in_domain."
+            )
+        return open_inception(locate(given, self._workspace), self.device)
+
+    @cached_property
+    def reference(self) -> Reference:
+        return open_reference(self._workspace, self.extractor, self.train, self.holdout)
+
+    @cached_property
+    def pixels(self) -> Reference:
+        """The reference in a second, untrained feature space."""
+        some = self.train.take(shuffled(len(self.train), pixel_pca.IMAGES))
+        space = pixel_pca.fit(torch.from_numpy(some)).extractor()
+        return open_reference(self._workspace, space, self.train, self.holdout)
+
+    @cached_property
+    def held_out(self) -> tuple[Pixels, Neighbours]:
+        """Held-out images, at most 2,000, and their nearest training images."""
+        return open_held_out(self._workspace, self.train, self.holdout, self.device)
+
+    def score(self, arrays: Sequence[Pixels], name: str = "samples") -> Scores:
+        """Scores of images, uint8 arrays (n, H, W, C) one after the other.
+
+        `score` is the Fréchet distance (without it the kernel distance) and `score_name` its
+        name. `floor` are the scores of held-out images, as many as `floor_count`, and `at_floor`
+        those of as many of the images given: only equal numbers compare.
+        """
+        count = sum(len(array) for array in arrays)
+        if count < 2:
+            raise UserError(f"{name}: {count} images; a score needs at least 2.")
+        spaces = [self.reference.extractor, self.pixels.extractor]
+        with progress(f"evaluate: {name}", len(spaces) * count, "images") as advance:
+            features, plain = [extract(space, batches(arrays), advance) for space in spaces]
+        n = min(count, len(self.reference.holdout.kept), KEPT)
+        scores = self._measure(features, plain)
+        score, label = self._main(scores)
+        return {
+            "score_name": label and metric_name(label, self.extractor.space, count),
+            "score": score,
+            **scores,
+            "floor_count": n if n > 1 else 0,
+            "floor": self.floor(n) if n > 1 else None,
+            "at_floor": self._measure(features.first(n), plain.first(n)) if n > 1 else None,
+        }
+
+    def floor(self, count: int) -> Scores:
+        """Scores of the first `count` held-out images: what a perfect generator would get."""
+        if count not in self._floors:
+            self._floors[count] = self._measure(
+                self.reference.holdout.first(count), self.pixels.holdout.first(count)
+            )
+        return self._floors[count]
+
+    def memorisation(self, images: Pixels) -> tuple[Scores, Neighbours]:
+        """Facts about the first images, as many as there are held-out ones (at most 2,000)."""
+        _, held = self.held_out
+        most = min(len(held.distance) or memorisation.EXAMINED, len(images))
+        found = memorisation.nearest(np.asarray(images[:most]), self.train, self.device)
+        return memorisation.compare(found.distance, held.first(most).distance), found
+
+    def _measure(self, features: Features, plain: Features) -> Scores:
+        wanted, k = self.settings.metrics, self.settings.neighbours
+        train = self.reference.train
+        scores: Scores = dict.fromkeys(METRICS)
+        if features.moments and plain.moments and "fid" in wanted:
+            scores["fd"] = metrics.frechet_distance(features.moments, _moments(train))
+            pixels = _moments(self.pixels.train)
+            scores["fd_pixel_pca"] = metrics.frechet_distance(plain.moments, pixels)
+        if "kid" in wanted:
+            pair = metrics.kernel_distance(features.kept, train.kept)
+            scores["kid_mean"], scores["kid_std"] = pair
+        if "is" in wanted and features.logits is not None:
+            scores["is_mean"], scores["is_std"] = metrics.inception_score(features.logits)
+        # Equal numbers of samples and real images: all four depend on both.
+        n = min(len(features.kept), len(train.kept))
+        if "prdc" in wanted and n > k:
+            sets = (features.kept[:n], train.kept[:n])
+            scores["precision"], scores["recall"] = metrics.precision_recall(*sets, k)
+            scores["density"], scores["coverage"] = metrics.density_coverage(*sets, k)
+        return scores
+
+    def _main(self, scores: Scores) -> tuple[float | None, str | None]:
+        if scores["fd"] is not None:
+            return scores["fd"], "fd"
+        return scores["kid_mean"], "kid" if scores["kid_mean"] is not None else None
+
+
+def _moments(features: Features) -> metrics.Moments:
+    if features.moments is None:
+        raise ValueError("a reference of fewer than two images")
+    return features.moments

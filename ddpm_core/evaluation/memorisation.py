@@ -1,0 +1,136 @@
+"""Whether samples are copies: their nearest training images, against those of held-out images.
+
+Samples that lie closer to the training set than real images that were not trained on do are
+suspicious. A distance is the root mean square difference of pixels in [0, 1], of images averaged
+down to 32 a side, the smaller one of the query and its mirror image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddpm_core.data.dataset import PackedDataset
+from ddpm_core.errors import require
+from ddpm_core.evaluation.pixel_pca import flatten
+from ddpm_core.images import Pixels
+
+LARGEST = 32  # pixels a side
+EXAMINED = 2000  # samples, and as many held-out images
+CHUNK = 1000  # training images at a time
+QUANTILE = 0.01
+NEAR = 0.25  # of held-out images' median distance: nearer is nearly the same picture
+PAIRS = 16
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """For each query its distance (n,), the training image's index (n,), and whether mirrored."""
+
+    distance: NDArray[np.float64]
+    index: NDArray[np.int64]
+    mirrored: NDArray[np.bool_]
+
+    def first(self, count: int) -> Neighbours:
+        return Neighbours(self.distance[:count], self.index[:count], self.mirrored[:count])
+
+
+def nearest(
+    queries: Pixels, train: PackedDataset, device: torch.device | None = None
+) -> Neighbours:
+    """The nearest training image of each query, uint8 (n, H, W, C).
+
+    A chunk of training images is in memory at a time. The search is in float32; the distance of
+    the image found is computed anew from the difference, so that a copy has exactly 0.
+    """
+    both = torch.cat([_flat(queries), _flat(queries[:, :, ::-1])])
+    found = _search(both, train, device or torch.device("cpu"))
+    straight, mirrored = _distances(both, train, found).reshape(2, -1)
+    flip = mirrored < straight
+    plain, turned = found.reshape(2, -1)
+    index = np.where(flip, turned, plain)
+    return Neighbours(np.minimum(straight, mirrored), index, flip)
+
+
+def _search(queries: Tensor, train: PackedDataset, device: torch.device) -> NDArray[np.int64]:
+    """The index of the nearest training image of each row (n, P)."""
+    queries = queries.to(device)
+    best = torch.full((len(queries),), torch.inf, device=device)
+    where = torch.zeros(len(queries), dtype=torch.int64, device=device)
+    for start in range(0, len(train), CHUNK):
+        rows = _flat(train.images[start : start + CHUNK]).to(device)
+        # |q - r|^2 without |q|^2, which is the same for all r.
+        squares, places = torch.addmm(rows.square().sum(1), queries, rows.T, alpha=-2).min(1)
+        where = torch.where(squares < best, places + start, where)
+        best = torch.minimum(squares, best)
+    found: NDArray[np.int64] = where.cpu().numpy()
+    return found
+
+
+def _distances(queries: Tensor, train: PackedDataset, index: NDArray[np.int64]) -> Any:
+    """Root mean square differences (n,) float64 of rows (n, P) in [-1, 1] and training images."""
+    parts = []
+    for start in range(0, len(queries), CHUNK):
+        part = slice(start, start + CHUNK)
+        difference = queries[part].double() - _flat(train.take(index[part])).double()
+        parts.append((difference / 2).square().mean(1).sqrt().numpy())
+    return np.concatenate(parts)
+
+
+def compare(samples: NDArray[np.float64], holdout: NDArray[np.float64]) -> dict[str, Any]:
+    """Facts about two sets of distances to the training set, (n,) each, and their verdict.
+
+    `share_below` is the share of samples nearer than 99 % of held-out images are, 0.01 where
+    nothing is memorised; `p_value` that of Mann and Whitney's test that samples are not nearer.
+    """
+    if not len(samples) or not len(holdout):
+        return {"count": len(samples), "verdict": "unknown"}
+    stats = require("scipy.stats", "eval")
+    threshold = float(np.quantile(holdout, QUANTILE))
+    below, expected = int((samples < threshold).sum()), int((holdout < threshold).sum())
+    table = [[below, len(samples) - below], [expected, len(holdout) - expected]]
+    rank = stats.mannwhitneyu(samples, holdout, alternative="less")
+    facts: dict[str, Any] = {
+        "count": len(samples),
+        "holdout_count": len(holdout),
+        "median": float(np.median(samples)),
+        "holdout_median": float(np.median(holdout)),
+        "threshold": threshold,
+        "share_below": below / len(samples),
+        "share_p_value": float(stats.fisher_exact(table, alternative="greater").pvalue),
+        "p_value": float(rank.pvalue),
+        "nearer": 1 - float(rank.statistic) / (len(samples) * len(holdout)),
+        "copies": int((samples < NEAR * np.median(holdout)).sum()),
+        "holdout_copies": int((holdout < NEAR * np.median(holdout)).sum()),
+    }
+    return {**facts, "verdict": _verdict(facts)}
+
+
+def _verdict(facts: dict[str, Any]) -> str:
+    """`copies`, `near` or `none`, by what samples do beyond what held-out images do."""
+    if facts["copies"] > facts["holdout_copies"] + 0.01 * facts["count"]:
+        return "copies"
+    if facts["share_below"] > 5 * QUANTILE and facts["share_p_value"] < 0.001:
+        return "copies"
+    return "near" if facts["p_value"] < 0.01 and facts["nearer"] > 0.6 else "none"
+
+
+def straddling(holdout: Neighbours) -> NDArray[np.int64]:
+    """Held-out images that are nearly the same as a training image, the nearest first."""
+    order = np.argsort(holdout.distance, kind="stable")
+    near = holdout.distance[order] < NEAR * np.median(holdout.distance)
+    return order[near] if len(order) else order
+
+
+def closest(neighbours: Neighbours) -> NDArray[np.int64]:
+    """The 16 queries that are nearest to a training image, the nearest first."""
+    return np.argsort(neighbours.distance, kind="stable")[:PAIRS]
+
+
+def _flat(pixels: Pixels) -> Tensor:
+    return flatten(torch.from_numpy(np.ascontiguousarray(pixels)), LARGEST)

@@ -1,0 +1,90 @@
+"""What an evaluation leaves behind: results.json, tables, metrics.json, plots and the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpm_core.config import Config
+from ddpm_core.evaluation import memorisation, pictures, plots
+from ddpm_core.evaluation.freshness import RESULTS
+from ddpm_core.evaluation.judge import Judge
+from ddpm_core.evaluation.report import render_report
+from ddpm_core.evaluation.rows import Row, best, best_csv, flat, results_csv
+from ddpm_core.workspace import EVALUATION, METRICS, Workspace, snapshot_key
+
+SECTIONS = ("model", "diffusion", "train", "sample", "prepare")
+LISTED = 20  # straddling images that are named
+
+
+def write_outputs(config: Config, workspace: Workspace, judge: Judge, rows: list[Row]) -> None:
+    """All files, from rows that are measured; the report last."""
+    pictures.write_real(workspace, judge.train)
+    results = _results(config, workspace, judge, rows)
+    workspace.write_json(RESULTS, results)
+    workspace.storage.write(f"{EVALUATION}/evaluation_results.csv", results_csv(rows).encode())
+    workspace.storage.write(f"{EVALUATION}/best_scores.csv", best_csv(rows).encode())
+    workspace.write_json(METRICS, flat(rows))
+    for name, picture in plots.draw(rows).items():
+        workspace.storage.write(f"{EVALUATION}/{name}", picture)
+    render_report(workspace)
+
+
+def _results(config: Config, workspace: Workspace, judge: Judge, rows: list[Row]) -> Row:
+    """All that the report needs, and what others read of an evaluation."""
+    row = best(rows)
+    extractor = judge.extractor
+    return {
+        "rows": rows,
+        "best": row and {key: row[key] for key in ("step", "score_name", "score")},
+        "settings": config.evaluate.model_dump(mode="json"),
+        "data": _data(judge),
+        "extractor": {
+            **extractor.facts,
+            "name": extractor.name,
+            "space": extractor.space,
+            "fingerprint": extractor.fingerprint,
+            "accuracy": extractor.accuracy,
+        },
+        "straddling": _straddling(workspace, judge) if judge.remembers else None,
+        "run": _run(config, workspace, row),
+    }
+
+
+def _data(judge: Judge) -> dict[str, Any]:
+    train, holdout = judge.train, judge.holdout
+    return {
+        "fingerprint": train.fingerprint,
+        "holdout_fingerprint": holdout.fingerprint,
+        "count": len(train),
+        "holdout_count": len(holdout),
+        "classes": train.classes,
+        "class_counts": train.class_counts,
+        "image_size": train.image_size,
+        "channels": train.channels,
+        "source": train.manifest.get("source"),
+    }
+
+
+def _straddling(workspace: Workspace, judge: Judge) -> dict[str, Any] | None:
+    """Held-out images that training nearly has, of those looked at."""
+    images, held = judge.held_out
+    if not len(images):
+        return None
+    pictures.write_neighbours(workspace, "held-out", images, held, judge.train)
+    near = memorisation.straddling(held)
+    return {
+        "examined": len(images),
+        "count": len(near),
+        "exact": int((held.distance == 0).sum()),
+        "pairs": [
+            {"train": int(held.index[i]), "distance": float(held.distance[i])}
+            for i in near[:LISTED]
+        ],
+    }
+
+
+def _run(config: Config, workspace: Workspace, row: Row | None) -> dict[str, Any]:
+    """The settings that made the best checkpoint: its own, where it is still there."""
+    saved = workspace.read_json(f"{snapshot_key(row['step'])}/config.json") if row else {}
+    given = saved.get("params") or config.dump()
+    return {name: given[name] for name in SECTIONS if name in given} | {"seed": given.get("seed")}

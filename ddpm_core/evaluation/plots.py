@@ -1,0 +1,148 @@
+"""Scores against training steps as PNG files, a picture a score."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from ddpm_core.errors import require
+from ddpm_core.evaluation.metrics import count_label, metric_name
+from ddpm_core.evaluation.rows import Row, best, best_inception, ranked
+
+FIRST = 25  # checkpoints in the pictures of the beginning
+SIZE = (8.0, 4.8)  # inches
+DPI = 120
+BLUE, ORANGE, GRAY = "#1f5fa8", "#c2541b", "#6b6b6b"
+
+
+def draw(rows: Sequence[Row]) -> dict[str, bytes]:
+    """PNG files by name. Where a score was not measured the picture says so."""
+    scored = ranked(rows)
+    pictures = {}
+    for suffix, some in (("", scored), ("_First25", scored[:FIRST])):
+        pictures[f"FID_vs_TrainingSteps{suffix}.png"] = _distance(some, suffix)
+        pictures[f"IS_vs_TrainingSteps{suffix}.png"] = _inception(some, suffix)
+    pictures["KID_vs_TrainingSteps.png"] = _kernel(scored)
+    pictures["PrecisionRecall_vs_TrainingSteps.png"] = _shares(scored)
+    return pictures
+
+
+def _distance(rows: Sequence[Row], suffix: str) -> bytes:
+    figure, axes = _figure(rows, "fd", suffix)
+    if _line(axes, rows, "fd", BLUE):
+        _mark(axes, best(rows), "fd", "best")
+        _floor(axes, rows, "fd")
+        axes.set_ylim(bottom=0)
+    return _png(figure, axes, "lower is better")
+
+
+def _inception(rows: Sequence[Row], suffix: str) -> bytes:
+    figure, axes = _figure(rows, "is", suffix)
+    if _line(axes, rows, "is_mean", BLUE, deviation="is_std"):
+        _mark(axes, best_inception(rows), "is_mean", "best")
+        _floor(axes, rows, "is_mean")
+    return _png(figure, axes, "higher is better; mean and deviation of 10 splits")
+
+
+def _kernel(rows: Sequence[Row]) -> bytes:
+    figure, axes = _figure(rows, "kid")
+    if _line(axes, rows, "kid_mean", BLUE, deviation="kid_std"):
+        _floor(axes, rows, "kid_mean")
+    return _png(figure, axes, "lower is better; mean and deviation of 100 subsets")
+
+
+def _shares(rows: Sequence[Row]) -> bytes:
+    figure, axes = _figure(rows, "precision and recall")
+    shown = _line(axes, rows, "precision", BLUE, label="precision (fidelity)")
+    if _line(axes, rows, "recall", ORANGE, label="recall (diversity)") and shown:
+        axes.set_ylim(-0.02, 1.02)
+    return _png(figure, axes, "higher is better")
+
+
+def _figure(rows: Sequence[Row], metric: str, suffix: str = "") -> tuple[Any, Any]:
+    figure = require("matplotlib.figure", "eval").Figure(
+        figsize=SIZE, dpi=DPI, layout="constrained"
+    )
+    axes = figure.subplots()
+    axes.set_title(_title(rows, metric) + (f", first {FIRST} checkpoints" if suffix else ""))
+    axes.set_xlabel("training step")
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _title(rows: Sequence[Row], metric: str) -> str:
+    if not rows:
+        return metric
+    space, count = rows[0]["evidence"]["space"], rows[0]["evidence"]["count"]
+    if " " in metric:
+        features = space.replace("_", "-") or "Inception"
+        return f"{metric}, {features} features, {count_label(count)} images"
+    return metric_name(metric, space, count)
+
+
+def _line(
+    axes: Any,
+    rows: Sequence[Row],
+    key: str,
+    color: str,
+    label: str | None = None,
+    deviation: str | None = None,
+) -> bool:
+    """One score against the step; False, and a remark in the picture, where it is nowhere."""
+    there = [row for row in rows if row.get(key) is not None]
+    if not there:
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GRAY)
+        axes.set_yticks([])
+        return False
+    steps, values = [row["step"] for row in there], [row[key] for row in there]
+    axes.plot(steps, values, color=color, marker="o", markersize=4, linewidth=1.6, label=label)
+    if deviation is not None:
+        low = [row[key] - row[deviation] for row in there]
+        high = [row[key] + row[deviation] for row in there]
+        if len(there) > 1:
+            axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+        else:
+            axes.vlines(steps, low, high, color=color, alpha=0.5)
+    return True
+
+
+def _mark(axes: Any, row: Row | None, key: str, word: str) -> None:
+    if row is None or row.get(key) is None:
+        return
+    label = f"{word}: {row[key]:.4g} at step {row['step']:,}"
+    axes.plot(
+        [row["step"]],
+        [row[key]],
+        marker="o",
+        markersize=11,
+        markerfacecolor="none",
+        markeredgewidth=2,
+        color=ORANGE,
+        linestyle="none",
+        label=label,
+    )
+
+
+def _floor(axes: Any, rows: Sequence[Row], key: str) -> None:
+    """The same score of held-out real images; where they are fewer, of as few samples too."""
+    value, count = (rows[0].get("floor") or {}).get(key), rows[0]["floor_count"]
+    if value is None:
+        return
+    label = f"{count_label(count)} held-out real images: {value:.4g}"
+    axes.axhline(value, color=GRAY, linestyle="--", linewidth=1.2, label=label)
+    if count < rows[0]["evidence"]["count"] and key != "kid_mean":
+        steps, values = [row["step"] for row in rows], [row["at_floor"][key] for row in rows]
+        label = f"{count_label(count)} samples, to compare with that line"
+        axes.plot(steps, values, color=GRAY, marker=".", linewidth=1, label=label)
+
+
+def _png(figure: Any, axes: Any, remark: str) -> bytes:
+    axes.set_ylabel(remark, color=GRAY, fontsize=9)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False)
+    stream = io.BytesIO()
+    # Without the program's name and version the same scores give the same bytes.
+    figure.savefig(stream, format="png", metadata={"Software": None})
+    return stream.getvalue()

@@ -1,0 +1,154 @@
+"""report.html: one file that a person reads, from results.json and the pictures beside it."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from ddpm_core.errors import UserError, require
+from ddpm_core.evaluation import verdict
+from ddpm_core.evaluation.chart import Chart, Line, chart
+from ddpm_core.evaluation.extractors import SPACES
+from ddpm_core.evaluation.freshness import RESULTS
+from ddpm_core.evaluation.metrics import count_label, metric_name
+from ddpm_core.evaluation.pictures import FOLDER
+from ddpm_core.evaluation.rows import Row, best, best_inception, is_scored, ranked
+from ddpm_core.workspace import EVALUATION, Workspace
+
+REPORT = f"{EVALUATION}/report.html"
+GRIDS = 24  # checkpoints whose samples are shown
+PHOTO = 200_000  # pixels above which a picture is embedded as a lossy one
+
+
+def render_report(workspace: Workspace) -> Path:
+    """Write evaluation/report.html anew; its path. Raises UserError where nothing is scored."""
+    results = workspace.read_json(RESULTS)
+    if not results.get("rows"):
+        raise UserError(f"Nothing is scored in {workspace.uri} yet: run `ddpm evaluate` first.")
+    workspace.storage.write(REPORT, render(results, Pictures(workspace)).encode())
+    return workspace.path(REPORT)
+
+
+class Pictures:
+    """Pictures of evaluation/pictures as data URIs; of an absent one None."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """`uri`, `width` and `height` of NAME.png."""
+        try:
+            data = self._workspace.storage.read(f"{FOLDER}/{name}.png")
+        except FileNotFoundError:
+            return None
+        with Image.open(io.BytesIO(data)) as picture:
+            width, height = picture.size
+            if width * height <= PHOTO:
+                kind = "png"
+            else:
+                kind, stream = "webp", io.BytesIO()
+                picture.save(stream, "WEBP", quality=85)
+                data = stream.getvalue()
+        uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+        return {"uri": uri, "width": width, "height": height}
+
+
+def render(results: dict[str, Any], pictures: Pictures) -> str:
+    """The page of results.json. Names from strangers are escaped, and nothing is fetched."""
+    jinja2 = require("jinja2", "eval")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=lambda name: name != "report.css",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"number": verdict.number, "percent": verdict.percent}
+    return str(environment.get_template("report.html.j2").render(_page(results, pictures)))
+
+
+def _page(results: dict[str, Any], pictures: Pictures) -> dict[str, Any]:
+    rows = results["rows"]
+    scored, row = ranked(rows), best(rows)
+    extractor = results["extractor"]
+    return {
+        "verdict": verdict.judge(results),
+        "caveats": verdict.caveats(results),
+        "results": results,
+        "best": row,
+        "rows": rows,
+        "scored": [r for r in rows if is_scored(r)],
+        "features": SPACES.get(extractor["space"], extractor["space"]),
+        "charts": charts(scored) if scored else [],
+        "grids": _grids(scored, row, pictures),
+        "real": pictures.get("real"),
+        "neighbours": row and pictures.get(f"neighbours-{row['step']:08d}"),
+        "held_out": pictures.get("neighbours-held-out"),
+        "settings": _flat(results["run"]),
+        "sampler": _flat(row["evidence"]["sampler"]) if row else [],
+        "source": _flat(results["data"].get("source") or {}),
+    }
+
+
+def charts(rows: list[Row]) -> list[Chart]:
+    """The curves: distance, kernel distance, precision and recall, inception score."""
+    space, count = rows[0]["evidence"]["space"], rows[0]["evidence"]["count"]
+    drawn = []
+    for key, name, good in (
+        ("fd", metric_name("fd", space, count), "lower"),
+        ("kid_mean", metric_name("kid", space, count), "lower"),
+        ("is_mean", metric_name("is", space, count), "higher"),
+    ):
+        lines, floor = _lines(rows, key)
+        mark = (best_inception if key == "is_mean" else best)(rows)
+        step = int(mark["step"]) if mark else None
+        if lines:
+            drawn.append(chart(name, f"{good} is better", lines, floor, step))
+    shares = [Line(name, _points(rows, name)) for name in ("precision", "recall")]
+    if all(line.points for line in shares):
+        title = f"precision and recall, {count_label(count)} images"
+        drawn.insert(2, chart(title, "higher is better", shares, None, None, top=1.0))
+    return drawn
+
+
+def _lines(rows: list[Row], key: str) -> tuple[list[Line], tuple[str, float] | None]:
+    """A score's line; with the floor of held-out images, and a line of as many samples."""
+    count, n = rows[0]["evidence"]["count"], rows[0]["floor_count"]
+    lines = [Line(f"{count:,} samples", _points(rows, key))]
+    if not lines[0].points:
+        return [], None
+    value = (rows[0].get("floor") or {}).get(key)
+    if value is None:
+        return lines, None
+    if n < count and key != "kid_mean":
+        same = [(int(r["step"]), float(r["at_floor"][key])) for r in rows]
+        lines.append(Line(f"{n:,} samples", same))
+    return lines, (f"{n:,} held-out real images", float(value))
+
+
+def _points(rows: list[Row], key: str) -> list[tuple[int, float]]:
+    return [(int(r["step"]), float(r[key])) for r in rows if r.get(key) is not None]
+
+
+def _grids(rows: list[Row], best: Row | None, pictures: Pictures) -> list[dict[str, Any]]:
+    """Samples of at most 24 checkpoints evenly spread, the best and the last among them."""
+    places = {round(i * (len(rows) - 1) / (GRIDS - 1)) for i in range(GRIDS)} if rows else set()
+    chosen = [r for i, r in enumerate(rows) if len(rows) <= GRIDS or i in places or r is best]
+    named = [(row, pictures.get(f"grid-{row['step']:08d}")) for row in chosen]
+    return [{"row": row, "picture": p, "best": row is best} for row, p in named if p]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested settings as lines: ("train.optimizer.lr", "0.001")."""
+    lines: list[tuple[str, str]] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            lines += _flat(value, f"{prefix}{key}.")
+        else:
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            lines.append((f"{prefix}{key}", text))
+    return lines

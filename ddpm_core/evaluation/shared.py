@@ -1,0 +1,171 @@
+"""One in-domain extractor for all runs of a data set: kept in MLflow, copied to the workspace.
+
+Scores in features of different extractors don't compare, so the first run that needs one trains
+and publishes it, and every other run takes that.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ddpm_core.config import Config
+from ddpm_core.console import say, warn
+from ddpm_core.data.dataset import PackedDataset
+from ddpm_core.errors import UserError, require
+from ddpm_core.evaluation import in_domain
+from ddpm_core.evaluation.extractors import Extractor
+from ddpm_core.evaluation.frozen import load_extractor, read_facts, save_extractor
+from ddpm_core.storage import Corrupt
+from ddpm_core.tracking import reason
+from ddpm_core.workspace import EVALUATION, Workspace
+
+FOLDER = f"{EVALUATION}/extractor"
+NOTE = f"{EVALUATION}/extractor-shared.json"  # which extractor is known to be in which MLflow
+TAG = "ddpm.extractor_for"
+ATTEMPTS = 2
+PAUSE = 1.0  # seconds between two attempts
+
+T = TypeVar("T")
+
+
+class Away(Exception):
+    """MLflow cannot be used now; says why."""
+
+
+def open_in_domain(
+    config: Config,
+    workspace: Workspace,
+    train: PackedDataset,
+    holdout: PackedDataset,
+    device: torch.device,
+) -> Extractor:
+    """The extractor of these data: the workspace's, else MLflow's, else a new one.
+
+    One that was made while MLflow was away gives way to MLflow's, or is published, once it is back.
+    """
+    own = _own(workspace, train.fingerprint)
+    uri = config.tracking.uri
+    if not own or (uri and workspace.read_json(NOTE) != {"uri": uri, "sha256": own["sha256"]}):
+        found, away = _fetch_into(config, workspace, train.fingerprint)
+        if not found and not own:
+            with workspace.storage.new_folder(FOLDER) as folder:
+                save_extractor(in_domain.train(train, holdout), folder)
+        if not found and not away:
+            _publish(config, workspace, train.fingerprint)
+    return load_extractor(workspace.path(FOLDER), device)
+
+
+def fetch_extractor(config: Config, data_fingerprint: str, folder: Path) -> bool:
+    """Copy MLflow's extractor of these data into an empty folder; False if it has none.
+
+    Of several the oldest whole one counts, so that all who ask agree. Raises Away.
+    """
+
+    def fetch(client: Any, experiment: str) -> bool:
+        query = f"tags.`{TAG}` = '{data_fingerprint}'"
+        order = ["attributes.start_time ASC", "attributes.run_id ASC"]
+        for run in client.search_runs([experiment], query, max_results=100, order_by=order):
+            with tempfile.TemporaryDirectory() as scratch:
+                path = Path(client.download_artifacts(run.info.run_id, "extractor", scratch))
+                if _fits(path, data_fingerprint):
+                    shutil.copytree(path, folder, dirs_exist_ok=True)
+                    return True
+        return False
+
+    return _with_client(config, fetch)
+
+
+def publish_extractor(config: Config, data_fingerprint: str, folder: Path) -> None:
+    """Put an extractor's folder into a run of its own, tagged with its data. Raises Away."""
+
+    def publish(client: Any, experiment: str) -> None:
+        # The tag comes last: a run that has it has its files.
+        run = client.create_run(experiment, run_name=f"extractor-{data_fingerprint[:8]}")
+        for path in sorted(folder.iterdir()):
+            client.log_artifact(run.info.run_id, str(path), "extractor")
+        client.set_tag(run.info.run_id, TAG, data_fingerprint)
+        client.set_terminated(run.info.run_id)
+
+    _with_client(config, publish)
+
+
+def _own(workspace: Workspace, data_fingerprint: str) -> dict[str, Any]:
+    """The facts of the workspace's extractor if it is whole and of these data; else none."""
+    path = workspace.path(FOLDER)
+    return read_facts(path) if _fits(path, data_fingerprint) else {}
+
+
+def _fits(folder: Path, data_fingerprint: str) -> bool:
+    if not folder.is_dir():
+        return False
+    try:
+        facts = read_facts(folder)
+    except Corrupt as error:
+        warn(f"{error} It is not used.")
+        return False
+    return (facts.get("data_fingerprint"), facts.get("recipe")) == (
+        data_fingerprint,
+        in_domain.RECIPE,
+    )
+
+
+def _fetch_into(config: Config, workspace: Workspace, data: str) -> tuple[bool, bool]:
+    """Put MLflow's extractor into the workspace: (there was one, MLflow is away)."""
+    if not config.tracking.uri:
+        return False, True
+    with tempfile.TemporaryDirectory() as scratch:
+        fetched = Path(scratch)
+        try:
+            if not fetch_extractor(config, data, fetched):
+                return False, False
+        except Away as error:
+            warn(f"MLflow cannot be asked for this data set's extractor: {error}")
+            return False, True
+        with workspace.storage.new_folder(FOLDER) as folder:
+            shutil.copytree(
+                fetched, folder, ignore=shutil.ignore_patterns("manifest*"), dirs_exist_ok=True
+            )
+    say("evaluate: MLflow has an extractor of these data; its features are used.")
+    _note(config, workspace)
+    return True, False
+
+
+def _publish(config: Config, workspace: Workspace, data: str) -> None:
+    try:
+        publish_extractor(config, data, workspace.path(FOLDER))
+    except Away as error:
+        warn(f"The extractor of these data is not in MLflow yet: {error}")
+    else:
+        _note(config, workspace)
+
+
+def _note(config: Config, workspace: Workspace) -> None:
+    sha256 = read_facts(workspace.path(FOLDER))["sha256"]
+    workspace.write_json(NOTE, {"uri": config.tracking.uri, "sha256": sha256})
+
+
+def _with_client(config: Config, action: Callable[[Any, str], T]) -> T:
+    """Do something with a client and the id of the experiment, twice if need be. Raises Away."""
+    from ddpm_core.mlflow_run import connect, find_experiment
+
+    uri = config.tracking.uri
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            client = connect(uri)
+            settings = require("mlflow.environment_variables", "tracking")
+            settings.MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR.default = False
+            return action(client, find_experiment(client, uri, config.tracking.experiment))
+        except UserError as error:
+            raise Away(str(error)) from error
+        except Exception as error:  # whatever the network or the server raises
+            if attempt == ATTEMPTS:
+                raise Away(reason(error)) from error
+            time.sleep(PAUSE)
+    raise AssertionError("unreachable")

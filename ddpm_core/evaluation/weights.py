@@ -1,0 +1,94 @@
+"""Where the Inception weights lie: a file of this machine, or a URI that is fetched once."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urldefrag, urlsplit
+
+from ddpm_core.console import say
+from ddpm_core.errors import UserError, require
+from ddpm_core.mlflow_run import shown
+from ddpm_core.storage import MANIFEST, sha256_of
+from ddpm_core.workspace import EVALUATION, Workspace, fingerprint
+
+ATTEMPTS = 3
+TIMEOUT = 60.0  # seconds without a byte
+
+
+def locate(given: str, workspace: Workspace) -> Path:
+    """The file of `evaluate.inception_weights`: a path, file://, http(s):// or s3://.
+
+    `#sha256=HEX` at the end of either is what the file must have. Raises UserError.
+    """
+    uri, _, wanted = given.partition("#sha256=")
+    path = _file(uri) or _fetched(uri, workspace)
+    if not path.is_file():
+        raise UserError(f"evaluate.inception_weights: there is no file {path}.")
+    if wanted and sha256_of(path) != wanted.lower():
+        raise UserError(
+            f"evaluate.inception_weights: {path} has the SHA-256 {sha256_of(path)}; "
+            f"{wanted.lower()} is asked for."
+        )
+    return path
+
+
+def _file(uri: str) -> Path | None:
+    parts = urlsplit(uri)
+    if parts.scheme == "file":
+        return Path(unquote(parts.path))
+    return Path(uri).expanduser() if "://" not in uri else None
+
+
+def _fetched(uri: str, workspace: Workspace) -> Path:
+    """The workspace's copy of what a URI names."""
+    key = f"{EVALUATION}/inception/{fingerprint(uri)}"
+    name = Path(urlsplit(urldefrag(uri).url).path).name or "weights.pth"
+    if not workspace.storage.exists(f"{key}/{MANIFEST}"):
+        say(f"evaluate: fetching {shown(uri)}")
+        with workspace.storage.new_folder(key, {"uri": shown(uri)}) as folder:
+            _fetch(uri, folder / name)
+    return workspace.path(f"{key}/{name}")
+
+
+def _fetch(uri: str, path: Path) -> None:
+    scheme = urlsplit(uri).scheme
+    if scheme not in ("http", "https", "s3"):
+        raise UserError(
+            f"evaluate.inception_weights: {shown(uri)!r} given; a file, or a URI that begins with "
+            "file://, http://, https:// or s3://, is needed."
+        )
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            (_from_s3 if scheme == "s3" else _from_web)(uri, path)
+            return
+        except UserError:
+            raise
+        except Exception as error:  # boto3 and urllib have families of their own
+            if attempt == ATTEMPTS or _is_final(error):
+                raise UserError(
+                    f"evaluate.inception_weights: {shown(uri)} cannot be fetched: {error}."
+                ) from error
+            time.sleep(attempt)
+
+
+def _is_final(error: Exception) -> bool:
+    return isinstance(error, urllib.error.HTTPError) and error.code < 500
+
+
+def _from_web(uri: str, path: Path) -> None:
+    with urllib.request.urlopen(uri, timeout=TIMEOUT) as response, path.open("wb") as file:
+        length = response.headers.get("Content-Length")
+        shutil.copyfileobj(response, file, 2**20)
+    if length is not None and path.stat().st_size != int(length):
+        raise OSError(f"{path.stat().st_size} of {length} bytes came")
+
+
+def _from_s3(uri: str, path: Path) -> None:
+    client: Any = require("boto3", "s3").client("s3")
+    parts = urlsplit(uri)
+    client.download_file(parts.netloc, parts.path.lstrip("/"), str(path))
