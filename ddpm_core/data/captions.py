@@ -15,13 +15,20 @@ from ddpm_core.errors import UserError
 CAPTION_BYTES = 64
 
 
-def captions(listing: Listing, classes: Sequence[str | None], template: str) -> list[str] | None:
+def captions(
+    listing: Listing, classes: Sequence[str | None], template: str, notes: list[str]
+) -> list[str] | None:
     """A caption for each picture, in this order of preference; None where no picture has one.
 
     captions.jsonl holds lines {"file": ..., "caption": ...}, the file relative to its own folder.
-    A class gives `template` with {class} replaced and underscores as spaces.
+    A class gives `template` with {class} replaced and underscores as spaces. What is to be told is
+    added to `notes`.
     """
-    written = {**_beside(listing), **_from_lines(listing)}
+    lines = _from_lines(listing)
+    lost = lines.keys() - {entry.name for entry in listing.pictures}
+    if lost:
+        notes.append(f"{len(lost):,} of the captions in {CAPTIONS} name no picture that is used.")
+    written = {**_beside(listing), **lines}
     of_class = {name: _of_class(name, template) for name in set(classes)}
     texts = [
         written.get(entry.name, of_class[name])

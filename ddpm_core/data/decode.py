@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import warnings
 from pathlib import Path
@@ -15,14 +16,18 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from ddpm_core.data.sources import FILE_BYTES
 
 # Formats with a plain decoder: EPS would start Ghostscript, and TGA takes noise for a picture.
-FORMATS = (
-    *("JPEG", "MPO", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF"),
-    *("AVIF", "JPEG2000", "PPM", "ICO"),
-)
+_WANTED = "JPEG PNG WEBP BMP DIB GIF TIFF AVIF JPEG2000 PPM ICO"
 PIXELS = 100_000_000  # held in memory at once; a JPEG is counted after its own reduction
 _DEEP_GRAY = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 
 Color = tuple[int, int, int]
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """Those that this build of Pillow has."""
+    Image.init()
+    return tuple(name for name in _WANTED.split() if name in Image.OPEN)
 
 
 class Undecodable(Exception):
@@ -48,7 +53,7 @@ def decode(content: bytes | Path, background: Color, smallest: int = 0) -> Image
 
 def kind(content: bytes | Path) -> str:
     """Format and mode of a picture that can be decoded, as in `JPEG RGB`."""
-    with _open(content) as stream, Image.open(stream, formats=FORMATS) as image:
+    with _open(content) as stream, Image.open(stream, formats=_formats()) as image:
         return f"{image.format} {image.mode}"
 
 
@@ -72,7 +77,7 @@ def _size(path: Path) -> int:
 
 
 def _load(stream: IO[bytes], smallest: int) -> Image.Image:
-    image: Image.Image = Image.open(stream, formats=FORMATS)
+    image: Image.Image = Image.open(stream, formats=_formats())
     if smallest:
         image.draft(None, (2 * smallest, 2 * smallest))
     width, height = image.size

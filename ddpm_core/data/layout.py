@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ddpm_core.data import names
-from ddpm_core.data.sources import Listing
+from ddpm_core.data.sources import Listing, Rejection
 
 Parts = tuple[str, ...]
 HELD_OUT = {"train": False, "training": False, "test": True, "val": True, "valid": True}
@@ -34,7 +34,7 @@ def arrange(listing: Listing) -> Layout:
 
     Folders around everything are passed over. Top folders named train, test, val or valid are
     splits; below, the first folder is the class, and deeper ones belong to it. A source whose
-    pictures mostly lie outside of folders has no classes.
+    pictures mostly lie outside of folders has no classes; otherwise those that do are rejected.
     """
     layout = Layout()
     parents = {_parent(entry.name) for entry in listing.pictures}
@@ -47,9 +47,28 @@ def arrange(listing: Listing) -> Layout:
         layout.held_out.append(lists.get(entry.name, place.held_out))
     if layout.classes.count(None) > len(layout.classes) / 2:
         layout.classes = [None] * len(layout.classes)
+    _reject_strays(listing, layout)
     layout.notes += _empty_folders(listing, meaning, layout)
     layout.notes += _differ_by_case(layout)
     return layout
+
+
+def select(listing: Listing, layout: Layout, rows: Sequence[int]) -> None:
+    """Keep some pictures alone, in both."""
+    listing.pictures = [listing.pictures[row] for row in rows]
+    layout.classes = [layout.classes[row] for row in rows]
+    layout.held_out = [layout.held_out[row] for row in rows]
+
+
+def _reject_strays(listing: Listing, layout: Layout) -> None:
+    strays = {row for row, name in enumerate(layout.classes) if name is None}
+    if strays and len(strays) < len(layout.classes):
+        reason = "lies beside the class folders, so it has no class"
+        listing.rejected += [
+            Rejection(listing.pictures[row].name, reason) for row in sorted(strays)
+        ]
+        rows = [row for row in range(len(listing.pictures)) if row not in strays]
+        select(listing, layout, rows)
 
 
 class Meaning:

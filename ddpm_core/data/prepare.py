@@ -17,7 +17,7 @@ from ddpm_core.config import Config, Prepare
 from ddpm_core.data.captions import captions
 from ddpm_core.data.cifar import recognise
 from ddpm_core.data.freshness import stale
-from ddpm_core.data.layout import Layout, arrange
+from ddpm_core.data.layout import Layout, arrange, select
 from ddpm_core.data.opening import open_source
 from ddpm_core.data.pack import PART_BYTES, Scratch
 from ddpm_core.data.packing import Pictures, pack
@@ -70,7 +70,7 @@ def _fill(
     layout = arrange(listing)
     if settings.classes is not None:
         _choose(listing, layout, settings.classes)
-    texts = captions(listing, layout.classes, settings.caption)
+    texts = captions(listing, layout.classes, settings.caption, layout.notes)
     channels = 1 if settings.channels == 1 else 3
     with closing(Scratch(folder, (size, size, channels))) as scratch:
         decoded = _decode(source, listing.pictures, settings, scratch)
@@ -95,9 +95,7 @@ def _choose(listing: Listing, layout: Layout, wanted: Sequence[str]) -> None:
             f"{', '.join(known) or 'no classes'}."
         )
     rows = [row for row, name in enumerate(layout.classes) if name in wanted]
-    listing.pictures = [listing.pictures[row] for row in rows]
-    layout.classes = [layout.classes[row] for row in rows]
-    layout.held_out = [layout.held_out[row] for row in rows]
+    select(listing, layout, rows)
 
 
 @dataclass(slots=True)

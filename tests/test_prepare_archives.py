@@ -1,0 +1,212 @@
+"""An archive gives what its folder would give, and can do no harm."""
+
+from __future__ import annotations
+
+import io
+import stat
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures import encoded, noise, prepared, rejected, write, write_classes
+
+from ddpm_core.data import archives
+from ddpm_core.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = write_classes(tmp_path / "raw", ["cat", "dog"])
+    write(root / "cat/000.txt", "a sleeping cat")
+    return root
+
+
+def zipped(folder: Path, path: Path) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(folder.rglob("*"), reverse=True):
+            archive.write(file, file.relative_to(folder))
+    return path
+
+
+def tarred(mode: str) -> Callable[[Path, Path], Path]:
+    def pack(folder: Path, path: Path) -> Path:
+        with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+            archive.add(folder, "./wrapped")
+        return path
+
+    return pack
+
+
+FORMS = [zipped, tarred("w"), tarred("w:gz"), tarred("w:bz2"), tarred("w:xz")]
+
+
+@pytest.mark.parametrize("pack", FORMS)
+def test_an_archive_gives_the_same_as_its_folder(
+    tmp_path: Path, folder: Path, pack: Callable[[Path, Path], Path]
+) -> None:
+    archive = pack(folder, tmp_path / "data.bin")
+    expected = prepared(tmp_path / "a", folder)
+    found = prepared(tmp_path / "b", archive)
+    assert found.fingerprint == expected.fingerprint
+    assert found.classes == ["cat", "dog"]
+    assert found.manifest["source"]["sha256"]
+    assert rejected(tmp_path / "b/workspace") == {}
+
+
+EVIL = ["../evil.png", "/evil.png", "a/../../evil.png", "C:/evil.png"]
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_a_path_that_leaves_a_zip_is_refused(tmp_path: Path, name: str) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("good.png", encoded(noise(1)))
+        archive.writestr(name, encoded(noise(2)))
+    check_refused(tmp_path, tmp_path / "x.zip", name, "leaves the archive")
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_a_path_that_leaves_a_tar_is_refused(tmp_path: Path, name: str) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        add(archive, "good.png", encoded(noise(1)))
+        add(archive, name, encoded(noise(2)))
+    check_refused(tmp_path, tmp_path / "x.tar", name, "leaves the archive")
+
+
+def test_a_path_with_backslashes_is_one_of_windows(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("cat\\1.png", encoded(noise(1)))
+        archive.writestr("dog\\1.png", encoded(noise(2)))
+        archive.writestr("..\\evil.png", encoded(noise(3)))
+    check_refused(tmp_path, tmp_path / "x.zip", "../evil.png", "leaves the archive", good=2)
+
+
+@pytest.mark.parametrize(
+    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE]
+)
+def test_links_and_devices_in_a_tar_are_refused(tmp_path: Path, kind: bytes) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        add(archive, "good.png", encoded(noise(1)))
+        member = tarfile.TarInfo("evil.png")
+        member.type, member.linkname = kind, "/etc/passwd"
+        archive.addfile(member)
+    check_refused(tmp_path, tmp_path / "x.tar", "evil.png", "no file")
+
+
+def test_a_link_in_a_zip_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("good.png", encoded(noise(1)))
+        link = zipfile.ZipInfo("evil.png")
+        link.external_attr = (stat.S_IFLNK | 0o777) << 16
+        archive.writestr(link, "/etc/passwd")
+    check_refused(tmp_path, tmp_path / "x.zip", "evil.png", "a link")
+
+
+def check_refused(tmp_path: Path, archive: Path, name: str, reason: str, good: int = 1) -> None:
+    before = {item.name for item in tmp_path.iterdir()} | {"workspace"}
+    data = prepared(tmp_path, archive, max_rejected=1.0)
+    assert len(data) == good
+    assert reason in rejected(tmp_path / "workspace")[name]
+    assert {item.name for item in tmp_path.iterdir()} == before
+
+
+def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
+
+
+def test_an_archive_that_promises_far_more_than_it_holds_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "BOMB_FLOOR", 2**20)
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(20):
+            archive.writestr(f"{number}.bmp", bytes(2**20))
+    with tarfile.open(tmp_path / "x.tgz", "w:gz") as tar:
+        for number in range(20):
+            add(tar, f"{number}.bmp", bytes(2**20))
+    for name in ("x.zip", "x.tgz"):
+        with pytest.raises(UserError, match="would unpack to at least"):
+            prepared(tmp_path, tmp_path / name)
+
+
+def test_a_file_that_is_too_large_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "FILE_BYTES", 5000)
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("good.png", encoded(noise(1)))
+        archive.writestr("large.png", bytes(5001))
+    check_refused(tmp_path, tmp_path / "x.zip", "large.png", "at most 5,000")
+
+
+def test_a_damaged_member_of_a_zip_stops_no_other(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        for number in range(3):
+            archive.writestr(f"{number}.png", encoded(noise(number)))
+    content = bytearray((tmp_path / "x.zip").read_bytes())
+    position = content.index(encoded(noise(1))) + 80
+    content[position] ^= 255
+    (tmp_path / "x.zip").write_bytes(content)
+    check_refused(tmp_path, tmp_path / "x.zip", "1.png", "cannot be unpacked", good=2)
+
+
+def test_an_encrypted_member_is_refused_with_its_reason(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("0.png", encoded(noise(0)))
+        archive.writestr("1.png", encoded(noise(1)))
+    content = bytearray((tmp_path / "x.zip").read_bytes())
+    content[content.index(b"PK\x01\x02") + 8] |= 1
+    content[6] |= 1
+    (tmp_path / "x.zip").write_bytes(content)
+    check_refused(tmp_path, tmp_path / "x.zip", "0.png", "encrypted")
+
+
+@pytest.mark.parametrize("pack", FORMS)
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+def test_an_archive_that_was_cut_short_is_refused_in_one_sentence(
+    tmp_path: Path, folder: Path, pack: Callable[[Path, Path], Path], share: float
+) -> None:
+    archive = pack(folder, tmp_path / "whole")
+    content = archive.read_bytes()
+    # A tar ends with blocks of zeros, which may be missing without harm.
+    last = len(content.rstrip(b"\0")) if content[257:262] == b"ustar" else len(content)
+    (tmp_path / "cut").write_bytes(content[: int(last * share)])
+    with pytest.raises(UserError, match="damaged"):
+        prepared(tmp_path, tmp_path / "cut")
+
+
+def test_a_file_that_is_no_archive_is_refused_with_what_is_allowed(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.zip", "no archive")
+    with pytest.raises(UserError, match="neither a zip nor a tar archive"):
+        prepared(tmp_path, path)
+
+
+def test_names_that_are_no_utf8_are_read_from_archives(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w", encoding="utf-8", errors="surrogateescape") as tar:
+        add(tar, "caf\udce9/1.png", encoded(noise(1)))
+        add(tar, "bar/1.png", encoded(noise(2)))
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("bar/1.png", encoded(noise(2)))
+        archive.writestr("cafX/1.png", encoded(noise(1)))
+    raw = (tmp_path / "x.zip").read_bytes().replace(b"cafX", b"caf\xe9")
+    (tmp_path / "x.zip").write_bytes(raw)
+    of_tar, of_zip = (
+        prepared(tmp_path / "t", tmp_path / "x.tar"),
+        prepared(tmp_path / "z", tmp_path / "x.zip"),
+    )
+    assert of_tar.classes == of_zip.classes == ["bar", "caf\\xe9"]
+    assert of_tar.fingerprint == of_zip.fingerprint
+
+
+def test_a_name_that_stands_twice_counts_once_and_last(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        add(archive, "0.png", encoded(noise(1)))
+        add(archive, "0.png", encoded(noise(2)))
+    write(tmp_path / "raw/0.png", noise(2))
+    data = prepared(tmp_path / "a", tmp_path / "x.tar")
+    assert (data.images[:] == prepared(tmp_path / "b", tmp_path / "raw").images[:]).all()
+    assert len(data) == 1 and isinstance(data.images[0], np.ndarray)

@@ -1,0 +1,353 @@
+"""Folders mean what their owner meant: classes, splits, captions, nothing of clutter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures import encoded, noise, prepared, rejected, write, write_classes
+
+from ddpm_core.data.captions import encode
+from ddpm_core.errors import UserError
+
+
+def counts(tmp_path: Path, root: Path, **settings: object) -> tuple[dict[str, int], dict[str, int]]:
+    """Pictures of each class for training and held out."""
+    manifest = prepared(tmp_path, root, **settings).manifest  # type: ignore[arg-type]
+    names = manifest["classes"]
+    train = dict(zip(names, manifest["class_counts"], strict=True))
+    return train, dict(zip(names, manifest["holdout_class_counts"], strict=True))
+
+
+# classes
+
+
+def test_folders_are_classes(tmp_path: Path) -> None:
+    data = prepared(tmp_path, write_classes(tmp_path / "raw", ["dog", "cat"]))
+    assert data.classes == ["cat", "dog"]
+    assert data.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert data.class_counts == [3, 3]
+
+
+def test_deeper_folders_belong_to_their_class(tmp_path: Path) -> None:
+    write_classes(tmp_path / "raw", ["cat", "cat/old/2001", "dog/new"])
+    assert counts(tmp_path, tmp_path / "raw")[0] == {"cat": 6, "dog": 3}
+
+
+def test_folders_around_everything_are_no_classes(tmp_path: Path) -> None:
+    write_classes(tmp_path / "raw/dataset/images", ["cat", "dog"])
+    assert counts(tmp_path, tmp_path / "raw")[0] == {"cat": 3, "dog": 3}
+
+
+def test_a_flat_directory_has_no_classes(tmp_path: Path) -> None:
+    write_classes(tmp_path, ["raw"])
+    data = prepared(tmp_path, tmp_path / "raw")
+    assert (data.classes, data.class_counts, data.labels.tolist()) == ([], [], [0, 0, 0])
+    assert data.captions is None
+
+
+def test_a_picture_beside_the_class_folders_is_used_without_a_class_where_most_have_none(
+    tmp_path: Path,
+) -> None:
+    write_classes(tmp_path / "raw", [".", "more"])
+    write(tmp_path / "raw/last.png", noise(99))
+    data = prepared(tmp_path, tmp_path / "raw")
+    assert (len(data), data.classes) == (7, [])
+
+
+def test_a_stray_picture_beside_the_class_folders_is_rejected(tmp_path: Path) -> None:
+    write_classes(tmp_path / "raw", ["cat", "dog"])
+    write(tmp_path / "raw/preview.png", noise(99))
+    data = prepared(tmp_path, tmp_path / "raw", max_rejected=0.5)
+    assert (len(data), data.classes) == (6, ["cat", "dog"])
+    assert "class" in rejected(tmp_path / "workspace")["preview.png"]
+
+
+def test_the_classes_asked_for_are_used_alone(tmp_path: Path) -> None:
+    write_classes(tmp_path / "raw", ["cat", "dog", "emu"])
+    assert counts(tmp_path, tmp_path / "raw", classes=["emu", "cat"])[0] == {"cat": 3, "emu": 3}
+
+
+def test_a_class_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    write_classes(tmp_path / "raw", ["cat", "dog"])
+    with pytest.raises(UserError, match="cow given; the source has cat, dog"):
+        prepared(tmp_path, tmp_path / "raw", classes=["cat", "cow"])
+
+
+def test_classes_that_differ_by_case_alone_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_classes(tmp_path / "raw", ["Cat", "cat"])
+    assert prepared(tmp_path, tmp_path / "raw").classes == ["Cat", "cat"]
+    assert "Cat and cat differ by case alone" in capsys.readouterr().err
+
+
+def test_a_class_folder_without_pictures_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_classes(tmp_path / "raw", ["cat", "dog"])
+    (tmp_path / "raw/emu").mkdir()
+    write(tmp_path / "raw/fox/0.png", b"broken")
+    assert prepared(tmp_path, tmp_path / "raw", max_rejected=0.5).classes == ["cat", "dog"]
+    told = capsys.readouterr().err
+    assert "no pictures in the folder emu" in told
+    assert "No picture of the class fox can be used" in told
+
+
+def test_fewer_pictures_than_a_batch_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_classes(tmp_path / "raw", ["cat"])
+    prepared(tmp_path, tmp_path / "raw", batch_size=64)
+    assert "3 pictures for training, fewer than train.batch_size, 64" in capsys.readouterr().err
+
+
+def test_a_source_without_pictures_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+    write(tmp_path / "raw/photos.rar", b"Rar!")
+    with pytest.raises(UserError, match=r"no pictures in .*1 \.rar"):
+        prepared(tmp_path, tmp_path / "raw")
+
+
+def test_a_source_that_is_not_there_is_refused_with_what_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no .*nowhere.* a directory, a zip or tar"):
+        prepared(tmp_path, tmp_path / "nowhere")
+    with pytest.raises(UserError, match="gs://bucket/x' given; digits, cifar10"):
+        prepared(tmp_path, "gs://bucket/x")
+
+
+# splits
+
+
+@pytest.mark.parametrize(
+    "train, held_out", [("train", "test"), ("TRAIN", "Val"), ("Train", "VALID")]
+)
+def test_top_folders_named_as_splits_are_splits(tmp_path: Path, train: str, held_out: str) -> None:
+    write_classes(tmp_path / "raw" / train, ["cat", "dog"])
+    write_classes(tmp_path / "raw" / held_out, ["cat", "dog"], each=2, seed=50)
+    found = counts(tmp_path, tmp_path / "raw", holdout=0.5)
+    assert found == ({"cat": 3, "dog": 3}, {"cat": 2, "dog": 2})
+
+
+def test_val_and_test_are_both_held_out(tmp_path: Path) -> None:
+    for seed, split in enumerate(["train", "val", "test"]):
+        write_classes(tmp_path / "raw" / split, ["cat"], seed=10 * seed)
+    assert counts(tmp_path, tmp_path / "raw") == ({"cat": 3}, {"cat": 6})
+
+
+def test_splits_without_classes_are_splits(tmp_path: Path) -> None:
+    write_classes(tmp_path / "raw", ["train", "test"])
+    data = prepared(tmp_path, tmp_path / "raw")
+    assert (len(data), data.manifest["holdout_count"], data.classes) == (3, 3, [])
+
+
+def test_splits_below_a_folder_around_everything_are_splits(tmp_path: Path) -> None:
+    write_classes(tmp_path / "raw/set/train/images", ["cat", "dog"])
+    write_classes(tmp_path / "raw/set/test/images", ["cat", "dog"], seed=50)
+    assert counts(tmp_path, tmp_path / "raw") == ({"cat": 3, "dog": 3}, {"cat": 3, "dog": 3})
+
+
+def test_a_train_folder_alone_is_split_by_content(tmp_path: Path) -> None:
+    write_classes(tmp_path / "raw/train", ["cat", "dog"], each=40)
+    train, held_out = counts(tmp_path, tmp_path / "raw", holdout=0.3)
+    assert sum(held_out.values()) > 8 and sum(train.values()) > 40
+
+
+def test_a_class_of_trains_is_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_classes(tmp_path / "raw", ["car", "plane", "train"])
+    assert counts(tmp_path, tmp_path / "raw")[0] == {"car": 3, "plane": 3, "train": 3}
+    assert "train are taken for classes" in capsys.readouterr().err
+
+
+def test_pictures_beside_the_splits_are_for_training_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_classes(tmp_path / "raw", ["train/cat", "test/cat", "extra"])
+    assert counts(tmp_path, tmp_path / "raw") == ({"cat": 3, "extra": 3}, {"cat": 3, "extra": 0})
+    assert "extra" in capsys.readouterr().err
+
+
+def test_a_class_that_is_only_held_out_is_left_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_classes(tmp_path / "raw", ["train/cat", "test/cat", "test/dog"])
+    assert counts(tmp_path, tmp_path / "raw") == ({"cat": 3}, {"cat": 3})
+    assert "class dog has no pictures for training" in capsys.readouterr().err
+
+
+def test_dtd_is_split_by_its_own_lists(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "dtd/images", ["banded", "dotted"], each=6).parent
+    for number, name in enumerate(["train1.txt", "val1.txt", "test1.txt"]):
+        lines = [
+            f"{c}/{i:03d}.png" for c in ("banded", "dotted") for i in (2 * number, 2 * number + 1)
+        ]
+        write(root / "labels" / name, "\n".join(lines))
+    write(root / "labels/labels_joint_anno.txt", "banded/000.png banded")
+    for source in (root, tmp_path / "dtd"):
+        found = counts(tmp_path / "w", source)
+        assert found == ({"banded": 4, "dotted": 4}, {"banded": 2, "dotted": 2})
+
+
+# captions
+
+
+def test_captions_come_from_lines_then_texts_then_class_names(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["polar_bear"])
+    lines = [{"file": "polar_bear/000.png", "caption": "a bear\non ice"}]
+    write(root / "captions.jsonl", "\n".join(json.dumps(line) for line in lines) + "\n\n")
+    write(root / "polar_bear/000.txt", "not this one")
+    write(root / "polar_bear/001.txt", "a bear asleep\n")
+    captions = prepared(tmp_path, root, max_rejected=0.0).captions
+    assert captions is not None and captions.shape == (3, 64)
+    assert [bytes(row).rstrip(b"\0").decode() for row in captions] == [
+        "a bear on ice",
+        "a bear asleep",
+        "a photo of a polar bear",
+    ]
+
+
+def test_the_caption_of_a_class_is_made_by_the_template(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["cat"])
+    captions = prepared(tmp_path, root, caption="{class}!").captions
+    assert captions is not None and bytes(captions[0]).rstrip(b"\0") == b"cat!"
+
+
+def test_captions_of_pictures_without_classes_are_kept(tmp_path: Path) -> None:
+    write(tmp_path / "raw/0.png", noise(1))
+    write(tmp_path / "raw/0.txt", "dawn")
+    write(tmp_path / "raw/1.png", noise(2))
+    captions = prepared(tmp_path, tmp_path / "raw").captions
+    assert captions is not None
+    assert [bytes(row).rstrip(b"\0") for row in captions] == [b"dawn", b""]
+
+
+@pytest.mark.parametrize("text", ["é" * 40, "a" + "é" * 40, "🐈" * 20, "x" * 64])
+def test_a_long_caption_is_cut_between_characters(text: str) -> None:
+    row = bytes(encode([text])[0])
+    kept = row.rstrip(b"\0").decode("utf-8")
+    assert text.startswith(kept)
+    assert 64 - len(kept.encode()) < len(text[:1].encode()) + 4
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"file": "a.png"}', "3"])
+def test_a_wrong_line_of_captions_is_told_with_its_number(tmp_path: Path, line: str) -> None:
+    root = write_classes(tmp_path / "raw", ["cat"])
+    good = json.dumps({"file": "cat/000.png", "caption": "x"})
+    write(root / "captions.jsonl", f"{good}\n{line}\n")
+    with pytest.raises(UserError, match=r"captions\.jsonl, line 2"):
+        prepared(tmp_path, root)
+
+
+def test_captions_of_files_that_are_not_there_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_classes(tmp_path / "raw", ["cat"])
+    write(root / "captions.jsonl", json.dumps({"file": "cat/999.png", "caption": "x"}))
+    prepared(tmp_path, root)
+    assert "1 of the captions in captions.jsonl name no picture" in capsys.readouterr().err
+
+
+# links
+
+
+def test_links_that_leave_the_directory_are_refused(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["cat"])
+    outside = write(tmp_path / "secret/0.png", noise(99))
+    (root / "cat/out.png").symlink_to(outside)
+    (root / "cat/relative.png").symlink_to("../../secret/0.png")
+    (root / "dir").symlink_to(outside.parent)
+    (root / "cat/nowhere.png").symlink_to("gone.png")
+    (root / "cat/circle.png").symlink_to("circle.png")
+    data = prepared(tmp_path, root, max_rejected=1.0)
+    assert (len(data), data.classes) == (3, ["cat"])
+    reasons = rejected(tmp_path / "workspace")
+    assert "leads out" in reasons["cat/out.png"]
+    assert "leads out" in reasons["cat/relative.png"]
+    assert "leads out" in reasons["dir"]
+    assert "leads nowhere" in reasons["cat/nowhere.png"]
+    assert "leads nowhere" in reasons["cat/circle.png"]
+
+
+def test_links_that_stay_inside_are_followed_once(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["cat"])
+    (root / "cat/again.png").symlink_to("000.png")
+    (root / "loop").symlink_to(root)
+    data = prepared(tmp_path, root, max_rejected=0.0)
+    assert len(data) == 4 and data.manifest["duplicates"]["copies"] == 1
+
+
+def test_a_pipe_with_the_name_of_a_picture_does_not_hang(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["cat"])
+    os.mkfifo(root / "cat/pipe.png")
+    assert len(prepared(tmp_path, root, max_rejected=1.0)) == 3
+    assert "no regular file" in rejected(tmp_path / "workspace")["cat/pipe.png"]
+
+
+# names of strangers
+
+
+STRANGE = [
+    b"caf\xe9",
+    "čáp".encode(),
+    "\U0001f408 cat".encode(),
+    b"quo\"te's",
+    b"new\nline",
+    b"tab\t",
+]
+
+
+def write_strange(root: Path) -> None:
+    for number, raw in enumerate(STRANGE):
+        folder = os.path.join(os.fsencode(root), raw)  # noqa: PTH118, Path has no bytes
+        os.makedirs(folder)  # noqa: PTH103
+        with open(os.path.join(folder, raw + b".png"), "wb") as file:  # noqa: PTH118, PTH123
+            file.write(encoded(noise(number)))
+        with open(os.path.join(folder, raw + b".jpg"), "wb") as file:  # noqa: PTH118, PTH123
+            file.write(b"broken")
+
+
+def test_names_of_any_bytes_are_read_and_listed(tmp_path: Path) -> None:
+    write_strange(tmp_path / "raw")
+    data = prepared(tmp_path, tmp_path / "raw", max_rejected=0.5)
+    shown = sorted(raw.decode("utf-8", "backslashreplace") for raw in STRANGE)
+    assert sorted(data.classes) == shown
+    assert sorted(rejected(tmp_path / "workspace")) == sorted(f"{n}/{n}.jpg" for n in shown)
+
+
+PREPARE = """
+import sys
+from ddpm_core.config import Config
+from ddpm_core.data.prepare import prepare
+from ddpm_core.workspace import Workspace
+
+settings = {"source": sys.argv[1], "image_size": 8, "holdout": 0.0, "max_rejected": 0.5}
+network = {"multipliers": [1, 2], "attention": [4]}
+config = Config.model_validate({"prepare": settings, "model": network})
+print(prepare(config, Workspace.open(sys.argv[2]))["fingerprint"])
+"""
+
+
+@pytest.mark.parametrize("coerce", ["0", "1"])
+def test_an_ascii_locale_changes_nothing(tmp_path: Path, coerce: str) -> None:
+    write_strange(tmp_path / "raw")
+    expected = prepared(tmp_path, tmp_path / "raw", max_rejected=0.5).fingerprint
+    ascii_only = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": coerce}
+    found = subprocess.run(
+        [sys.executable, "-c", PREPARE, str(tmp_path / "raw"), str(tmp_path / "other")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **ascii_only},
+    )
+    assert found.stdout.strip() == expected, found.stderr
+    assert rejected(tmp_path / "other") == rejected(tmp_path / "workspace")
+
+
+def test_composed_and_decomposed_names_are_one_class(tmp_path: Path) -> None:
+    write(tmp_path / "raw/caf\u00e9/0.png", noise(1))
+    write(tmp_path / "raw/cafe\u0301/1.png", noise(2))
+    data = prepared(tmp_path, tmp_path / "raw")
+    assert data.classes == ["caf\u00e9"] and np.array_equal(data.labels, [0, 0])
