@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ddpm_core.config import Config, Prepare
 from ddpm_core.data.prepare import prepare
 from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.errors import UserError
 from ddpm_core.generate.destroy import FRAMES, HELD, MOMENTS, destroy, destroy_prepared, noisy
 from ddpm_core.images import Pixels
+from ddpm_core.params import validate
 from ddpm_core.workspace import Workspace
 
 
@@ -53,7 +53,7 @@ def test_every_schedule_has_a_row_and_every_image_a_column(tmp_path: Path) -> No
     sizes = {}
     for count in (1, 3):
         for schedules in (["cosine"], ["linear", "cosine"]):
-            path, _ = destroy(pictures(count), schedules, 50, tmp_path / "x.gif")
+            path, _ = destroy(pictures(count), schedules, 21, tmp_path / "x.gif")
             sizes[count, len(schedules)] = frames(path)[0].shape
     assert sizes[1, 2][0] - sizes[1, 1][0] == sizes[3, 2][0] - sizes[3, 1][0] == 136
     assert sizes[3, 1][1] - sizes[1, 1][1] == 2 * 136
@@ -126,11 +126,15 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(
 def test_prepared_images_are_destroyed_by_every_schedule_that_their_steps_allow(
     tmp_path: Path,
 ) -> None:
+    (tmp_path / "raw").mkdir()
+    for i in range(8):
+        Image.fromarray(pictures()[0, :, :, 0] // (i + 1)).save(tmp_path / f"raw/{i}.png")
     workspace = Workspace.open(str(tmp_path / "workspace"))
-    prepare(Config(prepare=Prepare(image_size=8, workers=1)), workspace)
+    source = {"source": str(tmp_path / "raw"), "image_size": 8, "holdout": 0.0, "workers": 1}
+    prepare(validate({"prepare": source, "train": {"batch_size": 4}}), workspace)
     heights = []
     for timesteps in (20, 50):
-        config = Config.model_validate({"diffusion": {"timesteps": timesteps}})
+        config = validate({"diffusion": {"timesteps": timesteps}})
         told = destroy_prepared(config, workspace, 3, tmp_path / "x.gif")
         assert "x.gif" in told and "x.png" in told
         heights.append(frames(tmp_path / "x.gif")[0].shape[0])
