@@ -204,7 +204,22 @@ class Evaluate(Section):
         Field(min_length=1),
     ] = ("fid", "kid", "is", "prdc", "memorisation")
     neighbours: Positive = Field(5, description="k of precision, recall, density and coverage")
-    inception_weights: str | None = Field(None, description="a file, or a URI")
+    inception_weights: str | None = Field(
+        None, description="a file, or a URI; #sha256=HEX at the end is checked"
+    )
+
+    @model_validator(mode="after")
+    def _can_score(self) -> Self:
+        if self.extractor == "inception" and self.inception_weights is None:
+            raise ValueError(
+                "inception_weights: none given, but extractor is inception; a file or URI of "
+                "torch-fidelity's weights is needed, or extractor in_domain"
+            )
+        if not {"fid", "kid"} & set(self.metrics):
+            raise ValueError(
+                f"metrics: {list(self.metrics)} given; fid or kid is needed to rank checkpoints"
+            )
+        return self
 
 
 class Register(Section):

@@ -68,14 +68,20 @@ def chart(
     best: int | None,
     top: float | None = None,
 ) -> Chart:
-    """Lines over steps from 0 on the y axis (or from below, for negative values) to `top`.
+    """Lines over steps, from 0 on the y axis (or from below, for negative values) to `top`.
 
-    `best` is the step of the first line that is marked.
+    Positive values that span more than a factor of 20 are drawn on a logarithmic axis. `best` is
+    the step of the first line that is marked.
     """
     steps = [step for line in lines for step, _ in line.points]
     values = [value for line in lines for _, value in line.points] + ([floor[1]] if floor else [])
-    y_ticks = ticks(min(0.0, *values), top or max(values))
-    low, high = y_ticks[0], y_ticks[-1]
+    logarithmic = spans(values)
+    if logarithmic:
+        y_ticks = log_ticks(min(values), max(values))
+    else:
+        y_ticks = ticks(min(0.0, *values), top or max(values))
+    scale = math.log if logarithmic else float
+    low, high = scale(y_ticks[0]), scale(y_ticks[-1])
     first, last = min(steps), max(steps)
 
     def x(step: float) -> float:
@@ -83,7 +89,7 @@ def chart(
         return round(LEFT + 8 + share * (WIDTH - LEFT - RIGHT - 16), 1)
 
     def y(value: float) -> float:
-        share = (value - low) / (high - low)
+        share = (scale(value) - low) / (high - low)
         return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
 
     def drawn(line: Line) -> Drawn:
@@ -93,7 +99,7 @@ def chart(
     marked = [(s, v) for s, v in lines[0].points if s == best]
     return Chart(
         title=title,
-        remark=remark,
+        remark=remark + (", logarithmic" if logarithmic else ""),
         lines=[drawn(line) for line in lines],
         x_ticks=[(x(s), f"{s:,.0f}") for s in _step_ticks(first, last)],
         y_ticks=[(y(v), label(v)) for v in y_ticks],
@@ -110,6 +116,21 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     step = next(power * m for m in (1, 2, 2.5, 5, 10, 20) if span / (power * m) <= about)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, max(last, first + 1) + 1)]
+
+
+def spans(values: Sequence[float], factor: float = 20.0) -> bool:
+    """Whether values are all positive and so far apart that a linear axis would hide the small."""
+    return min(values) > 0 and max(values) / min(values) > factor
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten (of many, the powers alone) around 0 < low < high."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1,) if len(powers) > 4 else (1, 2, 5)
+    values = [float(f"{m}e{p}") for p in powers for m in factors]
+    below = max((v for v in values if v <= low * (1 + 1e-9)), default=values[0])
+    above = min((v for v in values if v >= high * (1 - 1e-9)), default=values[-1])
+    return [v for v in values if below <= v <= above]
 
 
 def _step_ticks(first: int, last: int) -> list[float]:

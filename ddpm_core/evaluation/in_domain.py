@@ -93,7 +93,9 @@ class InDomain:
         )
 
 
-def train(train: PackedDataset, holdout: PackedDataset, seed: int = 0) -> InDomain:
+def train(
+    train: PackedDataset, holdout: PackedDataset, seed: int = 0, steps: int | None = None
+) -> InDomain:
     """Train on the CPU for 10 epochs, within 150 to 500 steps of 64; measure on held-out images.
 
     Every draw is keyed by `seed`, which is not the run's: one data set has one extractor.
@@ -102,7 +104,7 @@ def train(train: PackedDataset, holdout: PackedDataset, seed: int = 0) -> InDoma
     network = build(train.channels, train.image_size, TURNS if turned else len(train.classes))
     key = rng.key(Purpose.EVALUATE, seed)
     _initialise(network, key)
-    steps = min(max(EPOCHS * len(train) // BATCH, STEPS[0]), STEPS[1])
+    steps = steps or min(max(EPOCHS * len(train) // BATCH, STEPS[0]), STEPS[1])
     _fit(network, train, turned, steps, key)
     _standardise(network, train, key)
     return InDomain(

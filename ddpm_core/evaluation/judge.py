@@ -55,13 +55,8 @@ class Judge:
             return open_in_domain(
                 self._config, self._workspace, self.train, self.holdout, self.device
             )
-        given = self.settings.inception_weights
-        if given is None:
-            raise UserError(
-                "evaluate.extractor: inception given, but evaluate.inception_weights is not; a "
-                "file or URI of torch-fidelity's weights is needed, or extractor: in_domain."
-            )
-        return open_inception(locate(given, self._workspace), self.device)
+        weights = locate(self.settings.inception_weights or "", self._workspace)
+        return open_inception(weights, self.device)
 
     @cached_property
     def reference(self) -> Reference:
@@ -94,10 +89,10 @@ class Judge:
             features, plain = [extract(space, batches(arrays), advance) for space in spaces]
         n = min(count, len(self.reference.holdout.kept), KEPT)
         scores = self._measure(features, plain)
-        score, label = self._main(scores)
+        main, label = ("fd", "fd") if "fid" in self.settings.metrics else ("kid_mean", "kid")
         return {
-            "score_name": label and metric_name(label, self.extractor.space, count),
-            "score": score,
+            "score_name": metric_name(label, self.extractor.space, count),
+            "score": scores[main],
             **scores,
             "floor_count": n if n > 1 else 0,
             "floor": self.floor(n) if n > 1 else None,
@@ -139,11 +134,6 @@ class Judge:
             scores["precision"], scores["recall"] = metrics.precision_recall(*sets, k)
             scores["density"], scores["coverage"] = metrics.density_coverage(*sets, k)
         return scores
-
-    def _main(self, scores: Scores) -> tuple[float | None, str | None]:
-        if scores["fd"] is not None:
-            return scores["fd"], "fd"
-        return scores["kid_mean"], "kid" if scores["kid_mean"] is not None else None
 
 
 def _moments(features: Features) -> metrics.Moments:

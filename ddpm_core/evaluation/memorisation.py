@@ -112,12 +112,16 @@ def compare(samples: NDArray[np.float64], holdout: NDArray[np.float64]) -> dict[
 
 
 def _verdict(facts: dict[str, Any]) -> str:
-    """`copies`, `near` or `none`, by what samples do beyond what held-out images do."""
+    """`copies`, `near` or `none`, by what samples do beyond what held-out images do.
+
+    `copies`: more than one in a hundred is nearly the same as a training image. `near`: many lie
+    among the nearest, or all of them lie nearer, by more than chance.
+    """
     if facts["copies"] > facts["holdout_copies"] + 0.01 * facts["count"]:
         return "copies"
-    if facts["share_below"] > 5 * QUANTILE and facts["share_p_value"] < 0.001:
-        return "copies"
-    return "near" if facts["p_value"] < 0.01 and facts["nearer"] > 0.6 else "none"
+    many = facts["share_below"] > 5 * QUANTILE and facts["share_p_value"] < 0.001
+    nearer = facts["nearer"] > 0.6 and facts["p_value"] < 0.01
+    return "near" if many or nearer else "none"
 
 
 def straddling(holdout: Neighbours) -> NDArray[np.int64]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpm_core.errors import require
+from ddpm_core.evaluation.chart import spans
 from ddpm_core.evaluation.metrics import count_label, metric_name
 from ddpm_core.evaluation.rows import Row, best, best_inception, ranked
 
@@ -33,7 +34,10 @@ def _distance(rows: Sequence[Row], suffix: str) -> bytes:
     if _line(axes, rows, "fd", BLUE):
         _mark(axes, best(rows), "fd", "best")
         _floor(axes, rows, "fd")
-        axes.set_ylim(bottom=0)
+        if spans([row["fd"] for row in rows]):
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
     return _png(figure, axes, "lower is better")
 
 

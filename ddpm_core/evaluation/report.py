@@ -126,7 +126,7 @@ def _lines(rows: list[Row], key: str) -> tuple[list[Line], tuple[str, float] | N
         return lines, None
     if n < count and key != "kid_mean":
         same = [(int(r["step"]), float(r["at_floor"][key])) for r in rows]
-        lines.append(Line(f"{n:,} samples", same))
+        lines.append(Line(f"{n:,} samples, as many as held out", same))
     return lines, (f"{n:,} held-out real images", float(value))
 
 

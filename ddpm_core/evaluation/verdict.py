@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ddpm_core.evaluation.metrics import SMALL, count_label
+from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.rows import METRICS, Row, best, is_scored, ranked
 
 LEVEL = 0.05  # a smaller relative change of a score is called none
@@ -13,15 +13,24 @@ NEAR = 1.25  # times the floor, and still near it
 
 
 @dataclass(frozen=True)
+class Answer:
+    """An answer in a word, in a clause for the summary, and in sentences with its numbers."""
+
+    word: str
+    summary: str
+    detail: str
+    level: str = ""  # good, caution, bad or unknown: how it is coloured
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """A headline, and the three answers behind it; `memory` is good, caution, bad or unknown."""
+    """A headline, a summary of the answers, and the answers."""
 
     headline: str
-    quality: str
-    memorisation: str
-    trend: str
-    memory: str = "unknown"
-    outlook: str = "unknown"
+    summary: str
+    quality: Answer | None = None
+    memorisation: Answer | None = None
+    trend: Answer | None = None
 
 
 def judge(results: dict[str, Any]) -> Verdict:
@@ -29,13 +38,15 @@ def judge(results: dict[str, Any]) -> Verdict:
     rows = results["rows"]
     row = best(rows)
     if row is None:
-        return Verdict("No checkpoint could be scored.", _problems(rows), "", "")
+        return Verdict("No checkpoint could be scored.", _problems(rows))
     count = len(ranked(rows))
-    first = f"Step {row['step']:,} is "
-    headline = first + (f"the best of {count} checkpoints" if count > 1 else "the one scored")
-    memory, level = _memorisation(row.get("memorisation"))
-    outlook, trend = _trend(ranked(rows), row)
-    return Verdict(f"{headline}.", _quality(row), memory, trend, level, outlook)
+    headline = f"Step {row['step']:,} is "
+    headline += f"the best of {count} checkpoints" if count > 1 else "the one checkpoint scored"
+    quality, trend = _quality(row), _trend(ranked(rows), row)
+    memory = _memorisation(row.get("memorisation"))
+    headline += ", but it copies training images" if memory.level == "bad" else ""
+    summary = " ".join(answer.summary for answer in (quality, memory, trend))
+    return Verdict(f"{headline}.", summary, quality, memory, trend)
 
 
 def number(value: float) -> str:
@@ -46,68 +57,81 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
+    """With a space that does not break: 1.2 %, 37 %."""
+    digits = f"{100 * share:.2g}" if share < 0.1 else f"{100 * share:.0f}"
+    return f"{digits}\N{NO-BREAK SPACE}%"
 
 
 def _problems(rows: list[Row]) -> str:
     return " ".join(f"Step {row['step']:,}: {row['problem']}" for row in rows if row["problem"])
 
 
-def _quality(row: Row) -> str:
-    score, name = number(row["score"]), row["score_name"]
-    text = f"Its {name} is {score}, of {row['evidence']['count']:,} images"
+def _quality(row: Row) -> Answer:
+    score = number(row["score"])
     floor = (row.get("floor") or {}).get("fd")
     if floor is None or row["fd"] is None:
-        return f"{text}. There are no held-out real images to say how low it could be."
+        return Answer(
+            score,
+            "How low its score could be is not known.",
+            "Lower is better. There are no held-out real images to say how low it could be.",
+        )
     same, n = row["at_floor"]["fd"], row["floor_count"]
-    text += "" if n == row["evidence"]["count"] else f", and {number(same)} of {n:,} images"
+    detail = (
+        f"With {n:,} images each, samples lie {number(same)} from the training images and real "
+        f"images that were held out {number(floor)}. Lower is better."
+    )
     ratio = same / floor if floor > 0 else float("inf")
-    text += f". {n:,} real images that were held out of training get {number(floor)}: "
     if ratio <= NEAR:
-        return text + "the samples are about as near to the training images as real ones."
-    return text + f"the samples are {number(ratio)} times as far from the training images."
+        return Answer(score, "Its samples are about as near to the data as real images.", detail)
+    far = f"Its samples are {number(ratio)} times as far from the data as real images are."
+    return Answer(score, far, detail)
 
 
-def _memorisation(facts: dict[str, Any] | None) -> tuple[str, str]:
+def _memorisation(facts: dict[str, Any] | None) -> Answer:
     if facts is None:
-        return "Memorisation was not looked at.", "unknown"
+        return Answer("unknown", "", "Memorisation was not looked at.", "unknown")
     if facts["verdict"] == "unknown":
-        return "Memorisation is unknown: there are no held-out images to compare with.", "unknown"
+        detail = "There are no held-out images to compare with."
+        return Answer("unknown", "Whether it memorises is not known.", detail, "unknown")
+    count, copies = facts["count"], facts["copies"] / facts["count"]
     share = (
-        f"{percent(facts['share_below'])} of {facts['count']:,} samples lie nearer to a training "
-        "image than 99 % of held-out images do (1 % is what chance gives)"
+        f"{percent(facts['share_below'])} of {count:,} samples lie nearer to a training image "
+        f"than {percent(0.99)} of held-out images do; {percent(0.01)} is what chance gives."
     )
     if facts["verdict"] == "copies":
-        return f"It copies training images: {share}.", "bad"
-    if facts["verdict"] == "near":
-        return (
-            f"No copies, but its samples lie nearer to training images than held-out ones do: "
-            f"{share}. That may be memory, or only blur.",
-            "caution",
+        real = percent(facts["holdout_copies"] / facts["holdout_count"])
+        detail = (
+            f"{percent(copies)} of {count:,} samples are nearly the same as a training image; "
+            f"of held-out images {real} are."
         )
-    return f"No sign of memorised training images: {share}.", "good"
+        return Answer("copies", "Some are copies of training images.", detail, "bad")
+    if facts["verdict"] == "near":
+        detail = f"No copies, but {share} That may be memory, or smoothness alone: see the pairs."
+        summary = "They are no copies, but lie suspiciously near to training images."
+        return Answer("suspicious", summary, detail, "caution")
+    return Answer("no sign", "There is no sign of memorised images.", share, "good")
 
 
-def _trend(rows: list[Row], row: Row) -> tuple[str, str]:
-    """Whether training goes on to pay, in a word and in a sentence, by the ranked rows."""
+def _trend(rows: list[Row], row: Row) -> Answer:
+    """Whether longer training pays, by the ranked rows."""
     if len(rows) < 2:
-        return "unknown", "One checkpoint says nothing of the trend."
+        return Answer("unknown", "", "One checkpoint says nothing of the trend.")
     last = rows[-1]
     if row is last:
         before = min(rows[:-1], key=lambda r: float(r["score"]))
         gain = 1 - last["score"] / before["score"] if before["score"] > 0 else 0.0
         if gain > LEVEL:
-            return "likely", (
-                f"It still improves: the last checkpoint is {percent(gain)} better than any "
-                "before it, so longer training should pay."
-            )
-        gained = percent(max(0.0, gain))
-        return "little", f"It hardly improves any more: the last checkpoint gained {gained}."
+            detail = f"The last checkpoint is {percent(gain)} better than any before it."
+            return Answer("likely", "It still improves, so longer training should pay.", detail)
+        detail = f"The last checkpoint is only {percent(max(0.0, gain))} better than the others."
+        return Answer("little", "It hardly improves any more.", detail)
     worse = last["score"] / row["score"] - 1 if row["score"] > 0 else 0.0
     if worse > LEVEL:
-        return "no", f"It gets worse again: the last checkpoint is {percent(worse)} above the best."
+        detail = f"The last checkpoint is {percent(worse)} worse than the best."
+        return Answer("no", "After it the score gets worse.", detail)
     later = len(rows) - rows.index(row) - 1
-    return "little", f"It no longer improves: {later} later checkpoints are no better."
+    detail = f"Of the {later} checkpoint{'s' if later > 1 else ''} after it none is better."
+    return Answer("little", "It no longer improves.", detail)
 
 
 def caveats(results: dict[str, Any]) -> list[str]:
@@ -121,7 +145,7 @@ def caveats(results: dict[str, Any]) -> list[str]:
         notes.append(
             f"A Fréchet distance of {facts['count']:,} images is too high, by an amount that "
             f"depends on their number: compare it only with distances of {facts['count']:,} "
-            f"images. Published ones are of {count_label(10_000)} or {count_label(50_000)}."
+            f"images. Published ones are of 10,000 or 50,000."
         )
     notes += _on_features(extractor)
     if row["floor_count"] and row["floor_count"] < 100:
