@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,9 @@ class Digits:
     """scikit-learn's 1,797 handwritten digits, 8 x 8, white on black; classes 0 to 9."""
 
     def __init__(self) -> None:
-        bundle = require("sklearn.datasets", "eval").load_digits()
+        values, self._labels = _load()
         # Values run from 0 to 16.
-        self._pixels: NDArray[np.uint8] = np.rint(bundle.images * (255 / 16)).astype(np.uint8)
-        self._labels: list[int] = bundle.target.tolist()
+        self._pixels: NDArray[np.uint8] = np.rint(values * (255 / 16)).astype(np.uint8)
         checksum = hashlib.sha256(self._pixels.tobytes()).hexdigest()
         self.facts: dict[str, Any] = {"uri": "digits", "sha256": checksum, "state": DIGITS_STATE}
 
@@ -35,3 +36,18 @@ class Digits:
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
         for position, entry in enumerate(entries):
             yield position, self._pixels[entry.ref]
+
+
+def _load() -> tuple[NDArray[np.float64], list[int]]:
+    """Values (N, 8, 8) and labels, from the file that scikit-learn carries.
+
+    Importing scikit-learn takes seconds, reading the file none; it is imported where a version of
+    it keeps the file elsewhere.
+    """
+    package = importlib.util.find_spec("sklearn")
+    path = Path(package.origin or "").parent / "datasets/data/digits.csv.gz" if package else None
+    if path is None or not path.is_file():
+        bundle = require("sklearn.datasets", "eval").load_digits()
+        return bundle.images, bundle.target.tolist()
+    rows = np.loadtxt(path, delimiter=",")
+    return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(int).tolist()

@@ -40,16 +40,16 @@ def parse(uri: str) -> Tracked:
 def fetch(tracked: Tracked, target: Path) -> None:
     """Copy the tracked file or directory to `target`. Raises UserError with what dvc said."""
     console.say(f"Fetching {tracked.path} from {tracked.repo} with dvc.")
-    command = [_program(), "get", tracked.repo, tracked.path, "-o", str(target), "--quiet"]
+    command = [_program(), "get", tracked.repo, tracked.path, "-o", str(target)]
     command += ["--rev", tracked.rev] if tracked.rev else []
     quiet = {**os.environ, "DVC_NO_ANALYTICS": "1", "DVC_DAEMON": "0"}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=quiet)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         raise UserError(
             f"dvc could not get {tracked.path} from {tracked.repo}"
             + (f" at {tracked.rev}" if tracked.rev else "")
-            + f": {' '.join(lines[-3:]) or 'it gave no reason'}"
+            + f": {' '.join(lines).removeprefix('ERROR: ') or 'it gave no reason'}"
         )
 
 

@@ -26,6 +26,7 @@ from ddpm_core.errors import UserError, require
 
 ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tbz2", ".tar.bz2", ".txz", ".tar.xz")
 READERS = 16  # a request waits far longer than it transfers
+PAGE = 1000  # objects listed by one request
 _AHEAD_BYTES = 2**26
 
 
@@ -116,18 +117,18 @@ def _parts(uri: str) -> tuple[str, str]:
 
 
 def _objects(client: Any, bucket: str, key: str) -> dict[str, dict[str, Any]]:
-    """Facts of the objects by their names relative to the prefix; of an archive itself alone.
-
-    A prefix is a folder: `photos` does not include `photos-old/1.jpg`.
-    """
-    prefix = key if not key or key.endswith("/") or key.lower().endswith(ARCHIVES) else key + "/"
-    found = {}
-    for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
-        for facts in page.get("Contents", ()):
-            name = facts["Key"].removeprefix(prefix).lstrip("/")
-            if name and not name.endswith("/"):
-                found[name] = facts
-    return found
+    """Facts of the objects by their names relative to the prefix, a folder: `photos` does not
+    include `photos-old/1.jpg`. Of an archive its own."""
+    archive = key.lower().endswith(ARCHIVES)
+    prefix = key if archive or not key or key.endswith("/") else key + "/"
+    pages = client.get_paginator("list_objects_v2").paginate(
+        Bucket=bucket, Prefix=prefix, PaginationConfig={"PageSize": PAGE}
+    )
+    found = {facts["Key"]: facts for page in pages for facts in page.get("Contents", ())}
+    if archive:
+        return {key: found[key]} if key in found else {}
+    named = {name.removeprefix(prefix).lstrip("/"): facts for name, facts in found.items()}
+    return {name: facts for name, facts in named.items() if name and not name.endswith("/")}
 
 
 def _client() -> Any:
