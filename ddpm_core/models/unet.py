@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddpm_core.models.conditioning import TEXT_BYTES, ClassEmbedding, TextEncoder
+from ddpm_core.models.execution import layout
 from ddpm_core.models.initial import Uniform, initialise
 from ddpm_core.models.layers import (
     Attention,
@@ -21,8 +22,8 @@ from ddpm_core.models.layers import (
     Stage,
     TimeEmbedding,
     Upsample,
-    norm,
 )
+from ddpm_core.models.norms import Norm
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class UNet(nn.Module):
         self.middle = self._middle(config)
         self.up = self._up(config, skips)
         self.time_projection = JoinedLinear(4 * channels, self.time_sizes)
-        self.norm_out = norm(self.time_sizes[-1])
+        self.norm_out = Norm(self.time_sizes[-1])
         self.conv_out = nn.Conv2d(self.time_sizes[-1], config.in_channels, 3, padding=1)
 
     def _down(self, config: UNetConfig, skips: list[int]) -> nn.ModuleList:
@@ -197,7 +198,7 @@ class UNet(nn.Module):
         """
         self._check(x, condition)
         times = self._times(t, condition, drop)
-        h = self.conv_in(x)
+        h = self.conv_in(x).contiguous(memory_format=layout(x.device))
         skips = [h]
         for layer in self.down:
             h = layer(h, times, dropout) if isinstance(layer, Stage) else layer(h)
@@ -209,7 +210,7 @@ class UNet(nn.Module):
                 h = layer(torch.cat([h, skips.pop()], dim=1), times, dropout)
             else:
                 h = layer(h)
-        output: Tensor = self.conv_out(functional.silu(self.norm_out(h)))
+        output: Tensor = self.conv_out(self.norm_out(h))
         return output.to(x.dtype)
 
     def _times(self, t: Tensor, condition: Tensor | None, drop: Tensor | None) -> Sequence[Tensor]:
