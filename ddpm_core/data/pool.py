@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ddpm_core.data.sources import Entry, Payload
@@ -104,15 +106,36 @@ def _in_order_of_completion(
 def _submit(
     pool: ProcessPoolExecutor, work: Callable[..., Result], args: Sequence[Any], chunk: Chunk
 ) -> Future[Result]:
-    """Submit with SIGINT held back: the processes that this may start inherit that, so Ctrl-C
-    reaches this process alone, which then ends them."""
-    if threading.current_thread() is not threading.main_thread():
+    """Submit; the processes that this may start see neither SIGINT nor the running script."""
+    with _interrupts_held_back(), _main_unseen():
         return pool.submit(work, *args, chunk)
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """New processes inherit the mask, so Ctrl-C reaches this process alone, which ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return pool.submit(work, *args, chunk)
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _main_unseen() -> Iterator[None]:
+    """A new process would run the script anew that runs here, though it needs nothing of it: slow
+    where it imports torch, without end where it has no `if __name__ == "__main__"`."""
+    main = sys.modules["__main__"].__dict__
+    seen = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+    main.update(__spec__=None, __file__=None)
+    try:
+        yield
+    finally:
+        del main["__file__"], main["__spec__"]
+        main.update(seen)
 
 
 def _outlive_nobody() -> None:

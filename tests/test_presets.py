@@ -1,0 +1,70 @@
+"""Every preset is whole and valid, and a published recipe is as it was published."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddpm_core import params
+from ddpm_core.config import Config
+from ddpm_core.models.unet import UNet, UNetConfig
+
+FOLDER = Path(__file__).parent.parent / "presets"
+PRESETS = sorted(FOLDER.glob("*.yaml"))
+
+
+def test_every_source_system_has_a_preset() -> None:
+    expected = {"animals10", "cifar10", "digits", "dtd", "dtd-10", "sysu-shape"}
+    assert {path.stem for path in PRESETS} == expected
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_is_valid(path: Path) -> None:
+    config = params.load(path)
+    assert config.train.steps % config.train.milestone_every == 0
+    assert config.train.milestone_every % config.train.snapshot_every == 0
+    assert config.sample.count % config.sample.batch_size == 0
+
+
+def test_the_digits_preset_is_the_default_written_out() -> None:
+    written = yaml.safe_load((FOLDER / "digits.yaml").read_text())
+    assert params.load(FOLDER / "digits.yaml") == params.load(None)
+    # What it leaves out is what stands in no contract.
+    assert set(written) == set(Config().dump())
+
+
+def test_dtd_10_is_dtd_with_ten_classes() -> None:
+    ten, all_classes = params.load(FOLDER / "dtd-10.yaml"), params.load(FOLDER / "dtd.yaml")
+    assert ten.prepare.classes is not None and len(set(ten.prepare.classes)) == 10
+    assert ten.prepare.model_copy(update={"classes": None}) == all_classes.prepare
+
+
+def test_cifar10_is_the_published_recipe() -> None:
+    """Ho et al. (2020), appendix B."""
+    config = params.load(FOLDER / "cifar10.yaml")
+    expected: dict[str, dict[str, Any]] = {
+        "model": {"channels": 128, "multipliers": [1, 2, 2, 2], "attention": [16], "dropout": 0.1},
+        "diffusion": {"schedule": "linear", "timesteps": 1000, "prediction": "noise"},
+        "train": {"steps": 800_000, "batch_size": 128, "ema": [0.9999], "flip": True},
+        "sample": {"sampler": "ddpm", "steps": 1000, "count": 50_000, "variance": "large"},
+    }
+    found = config.dump()
+    for section, values in expected.items():
+        assert {key: found[section][key] for key in values} == values
+    optimizer = config.train.optimizer
+    assert (optimizer.lr, optimizer.warmup, optimizer.clip) == (2e-4, 5000, 1.0)
+    assert (optimizer.betas, optimizer.weight_decay) == ((0.9, 0.999), 0.0)
+    assert (optimizer.schedule, config.train.loss.weighting) == ("constant", "uniform")
+    assert not config.train.ema_warmup
+
+
+def test_cifar10_has_hos_network() -> None:
+    config = params.load(FOLDER / "cifar10.yaml")
+    names = {field.name for field in fields(UNetConfig)} & set(type(config.model).model_fields)
+    settings = {name: getattr(config.model, name) for name in names}
+    network = UNet(UNetConfig(image_size=32, in_channels=3, **settings))
+    assert round(sum(p.numel() for p in network.parameters()) / 1e6, 1) == 35.7
