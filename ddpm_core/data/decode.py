@@ -123,6 +123,6 @@ def _reason(error: Exception) -> str:
         return f"too many pixels; at most {PIXELS:,} are decoded"
     if isinstance(error, MemoryError):
         return "needs more memory than there is"
-    if "truncated" in text:
+    if "truncated" in text.lower():
         return f"truncated: {text}"
     return f"damaged: {text or type(error).__name__}"

@@ -1,0 +1,132 @@
+"""check-data tells what a folder holds, what is wrong with it, and what to do with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from pictures import encoded, flat, noise, write, write_classes
+
+from ddpm_core import params
+from ddpm_core.data.check import DataReport, check_data, lines
+from ddpm_core.errors import UserError
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Cats and dogs of several sizes and kinds, with a copy and two unusable files."""
+    root = tmp_path / "raw"
+    for number in range(8):
+        write(root / f"cat/{number}.jpg", noise(number, size=(90, 70)), kind="JPEG")
+    write(root / "cat/wide.png", noise(20, size=(200, 40), mode="L"))
+    write(root / "dog/0.png", noise(30, size=(64, 64), mode="RGBA"))
+    write(root / "dog/again.png", noise(30, size=(64, 64), mode="RGBA"))
+    write(root / "dog/cut.jpg", encoded(noise(40, size=(99, 99)), "JPEG")[:500])
+    write(root / "dog/empty.png", b"")
+    write(root / "notes.md", "who took them")
+    return root
+
+
+def test_counts_sizes_and_kinds_are_told(mixed: Path) -> None:
+    report = check_data(mixed)
+    assert report.count == 11
+    assert report.splits == {"undecided": {"cat": 9, "dog": 2}}
+    assert (report.smallest, report.largest) == ((64, 64), (200, 40))
+    assert report.sides == {32: 1, 64: 10}
+    assert (report.median_side, report.far_from_square) == (70, 1)
+    assert report.stored == {"JPEG RGB": 8, "PNG RGBA": 2, "PNG L": 1}
+
+
+def test_unusable_files_and_copies_are_told(mixed: Path) -> None:
+    report = check_data(mixed)
+    assert [(item.name, item.reason.partition(":")[0]) for item in report.rejected] == [
+        ("dog/cut.jpg", "truncated"),
+        ("dog/empty.png", "empty"),
+    ]
+    assert report.copies == [["dog/0.png", "dog/again.png"]]
+
+
+def test_imbalance_and_what_prepare_would_refuse_are_told(mixed: Path) -> None:
+    notes = " ".join(check_data(mixed).notes)
+    assert "Unbalanced: 9 pictures of cat, 2 of dog." in notes
+    assert "prepare stops above prepare.max_rejected" in notes
+    assert "1 .md" in notes
+
+
+def test_splits_are_counted_apart(tmp_path: Path) -> None:
+    write_classes(tmp_path / "raw", ["train/cat", "train/dog", "test/cat"])
+    report = check_data(tmp_path / "raw")
+    assert report.splits == {"train": {"cat": 3, "dog": 3}, "holdout": {"cat": 3}}
+
+
+def test_turned_pictures_have_the_size_in_which_they_are_seen(tmp_path: Path) -> None:
+    turned = flat((1, 2, 3), size=(30, 20)).getexif()
+    turned[0x0112] = 6
+    write(tmp_path / "raw/0.jpg", flat((1, 2, 3), size=(30, 20)), kind="JPEG", exif=turned)
+    assert check_data(tmp_path / "raw").smallest == (20, 30)
+
+
+@pytest.mark.parametrize("side, size", [(9, 16), (40, 32), (500, 64)])
+def test_what_it_suggests_are_valid_params_that_fit_the_pictures(
+    tmp_path: Path, side: int, size: int
+) -> None:
+    for number in range(8):
+        write(tmp_path / f"raw/{'ab'[number % 2]}/{number}.png", noise(number, size=(side, side)))
+    report = check_data(tmp_path / "raw")
+    config = params.validate(report.suggested)
+    assert config.prepare.image_size == size
+    assert config.prepare.source == str(tmp_path / "raw")
+    assert config.model.conditioning == "class"
+    assert config.train.batch_size <= 8
+
+
+def test_the_report_is_printed_for_a_person(
+    mixed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = check_data(mixed)
+    printed = capsys.readouterr().err
+    for line in lines(report):
+        assert line in printed
+    for expected in (
+        "11 pictures, 2 classes",
+        "unusable: 2",
+        "dog/cut.jpg: truncated",
+        "dog/0.png = dog/again.png",
+        "params to start from:",
+    ):
+        assert expected in printed
+
+
+def test_long_lists_are_cut_where_they_are_printed_and_whole_in_the_report(tmp_path: Path) -> None:
+    write(tmp_path / "raw/good.png", noise(1))
+    for number in range(30):
+        write(tmp_path / f"raw/{number:02d}.png", b"broken")
+    report = check_data(tmp_path / "raw")
+    assert len(report.rejected) == 30
+    assert "  and 10 more" in lines(report)
+
+
+def test_a_folder_of_broken_pictures_is_a_report_and_no_crash(tmp_path: Path) -> None:
+    write(tmp_path / "raw/0.png", b"broken")
+    report = check_data(tmp_path / "raw")
+    assert (report.count, len(report.rejected)) == (0, 1)
+    params.validate(report.suggested)
+
+
+def test_digits_and_archives_can_be_checked_too() -> None:
+    report = check_data("digits")
+    assert (report.count, report.smallest, report.copies) == (1797, (8, 8), [])
+
+
+def test_a_folder_without_pictures_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no pictures"):
+        check_data(tmp_path)
+
+
+def test_nothing_is_written(mixed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    before = sorted(os.walk(tmp_path))
+    assert isinstance(check_data(mixed), DataReport)
+    assert sorted(os.walk(tmp_path)) == before
