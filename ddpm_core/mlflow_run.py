@@ -12,28 +12,21 @@ import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from ddpm_core.errors import require
+from ddpm_core.logtail import Row
 
 REQUEST_TIMEOUT = 10  # seconds; MLflow itself waits 120
 PARAM_LENGTH, TAG_LENGTH = 6000, 8000  # what a server takes
 REFUSALS = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 METRIC_BATCH, PARAM_BATCH = 1000, 100
 
+KIND = "mlflow.experimentKind"  # whether the UI speaks of training or of language models
+
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of log.jsonl: its numbers, their step, and when it was written (unix ms)."""
-
-    step: int
-    milliseconds: int
-    values: dict[str, float]
 
 
 def connect(uri: str) -> Any:
@@ -49,6 +42,7 @@ def connect(uri: str) -> Any:
     environment.MLFLOW_HTTP_REQUEST_TIMEOUT.default = REQUEST_TIMEOUT
     environment.MLFLOW_HTTP_REQUEST_MAX_RETRIES.default = 0
     environment.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.default = True
+    environment.MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR.default = False
     path = sqlite_path(uri)
     if path is not None and not path.exists():
         _create_store(mlflow, path)
@@ -81,7 +75,7 @@ def find_experiment(client: Any, uri: str, name: str) -> str:
     path = sqlite_path(uri)
     beside = (path.parent.absolute() / "mlartifacts").as_uri() if path else None
     try:
-        return str(client.create_experiment(name, artifact_location=beside))
+        return str(client.create_experiment(name, beside, {KIND: "custom_model_development"}))
     except Exception:
         if experiment := client.get_experiment_by_name(name):  # made by another at this moment
             return str(experiment.experiment_id)
@@ -94,9 +88,10 @@ class MlflowRun:
     def __init__(self, client: Any, run_id: str) -> None:
         self.client = client
         self.run_id = run_id
-        data = client.get_run(run_id).data
-        self._params: dict[str, str] = dict(data.params)
-        self._last = {metric.key: metric.step for metric in data.to_proto().metrics}
+        run = client.get_run(run_id)
+        self._params: dict[str, str] = dict(run.data.params)
+        self._last = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+        self._datasets = {given.dataset.digest for given in run.inputs.dataset_inputs}
 
     @classmethod
     def open(cls, uri: str, experiment: str, name: str, known: str | None) -> MlflowRun:
@@ -160,6 +155,15 @@ class MlflowRun:
         items = [RunTag(key, _text(value)[:TAG_LENGTH]) for key, value in tags.items()]
         for batch in _batches(items, PARAM_BATCH):
             self.client.log_batch(self.run_id, tags=batch)
+
+    def dataset(self, name: str, fingerprint: str, source: Mapping[str, Any]) -> None:
+        """Name the data that the run learns from."""
+        from mlflow.entities import Dataset, DatasetInput
+
+        if fingerprint not in self._datasets:
+            data = Dataset(name, fingerprint, "ddpm", json.dumps(source))
+            self.client.log_inputs(self.run_id, [DatasetInput(data)])
+            self._datasets.add(fingerprint)
 
     def artifact(self, path: str, folder: str | None) -> None:
         """Send a file; one that is no longer there has been replaced by newer work."""

@@ -6,7 +6,6 @@ sent, each once, also after the server was away or this process was killed.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import deque
@@ -17,12 +16,13 @@ from typing import Any
 
 from ddpm_core import console
 from ddpm_core.config import Config
-from ddpm_core.mlflow_run import MlflowRun, Row, is_active, is_refusal, shown
-from ddpm_core.workspace import LOG, RUN, Workspace
+from ddpm_core.logtail import Log
+from ddpm_core.mlflow_run import MlflowRun, is_active, is_refusal, shown
+from ddpm_core.storage import MANIFEST
+from ddpm_core.workspace import DATA, LOG, RUN, Workspace
 
 INTERVAL = 1.0  # seconds between two looks at the log
 LONGEST_PAUSE = 30.0  # seconds between two attempts to reach a server that is away
-ROWS_AT_ONCE = 100
 
 Entry = list[Any]  # [method of MlflowRun, *arguments], plain data
 
@@ -60,6 +60,7 @@ class Tracker:
             )
             return tracker
         tracker._thread = threading.Thread(target=tracker._work, name="tracking", daemon=True)
+        tracker._put_data()
         tracker._thread.start()
         return tracker
 
@@ -110,6 +111,16 @@ class Tracker:
         if self._thread is not None:
             self._queue.append(list(entry))
             self._wake.set()
+
+    def _put_data(self) -> None:
+        """Which data the run is about: in the UI, and as tags to search for."""
+        manifest = self._workspace.read_json(f"{DATA}/{MANIFEST}")
+        if "fingerprint" in manifest:
+            data, source = str(manifest["fingerprint"]), dict(manifest.get("source") or {})
+            self._put("dataset", str(source.get("uri") or "data"), data, source)
+            self.tags({"data": data, **{f"source.{key}": v for key, v in source.items()}})
+        if self._identity:
+            self.tags({"training": self._identity})
 
     def _work(self) -> None:
         pause = INTERVAL
@@ -185,52 +196,6 @@ class Tracker:
         if self._away and not self._silent:
             console.say(f"MLflow at {shown(self._uri)} is back and has got what it lacked.")
         self._away = False
-
-
-class Log:
-    """The rows of a log.jsonl, from where the last reading ended."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = 0  # bytes that have been sent
-
-    def peek(self, limit: int = ROWS_AT_ONCE) -> tuple[list[Row], int]:
-        """Up to `limit` whole lines from the offset on, as rows; and the offset after them."""
-        if not self.path.is_file():
-            return [], self.offset
-        if self.path.stat().st_size < self.offset:  # cut by a run that resumed
-            self.offset = 0
-        rows, end = [], self.offset
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            for line, _ in zip(file, range(limit), strict=False):
-                if not line.endswith(b"\n"):
-                    break
-                end += len(line)
-                if row := parse(line):
-                    rows.append(row)
-        return rows, end
-
-    def remaining(self) -> int:
-        """How many whole rows lie beyond the offset."""
-        rows, _ = self.peek(limit=2**62)
-        return len(rows)
-
-
-def parse(line: bytes) -> Row | None:
-    """A line's numbers; a line that is damaged is no row."""
-    try:
-        values = json.loads(line)
-        step = int(values.pop("step"))
-        seconds = float(values.pop("time", None) or time.time())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    numbers = {
-        key: float(value)
-        for key, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-    return Row(step, int(seconds * 1000), numbers)
 
 
 def reason(error: Exception) -> str:

@@ -20,8 +20,9 @@ from mlflow_server import QUIET, Server, free_port, shared_server, wait_until
 
 from ddpm_core import params
 from ddpm_core.config import Config
+from ddpm_core.logtail import Log
 from ddpm_core.mlflow_run import connect, flatten, shown
-from ddpm_core.tracking import Log, Tracker
+from ddpm_core.tracking import Tracker
 from ddpm_core.workspace import LOG, RUN, Workspace
 
 pytestmark = pytest.mark.xdist_group("mlflow")
@@ -173,6 +174,19 @@ def test_params_tags_scores_and_files(server: Server, workspace: Workspace) -> N
     assert [f.path for f in client.list_artifacts(run_id(workspace), "samples")] == [
         "samples/grid.png"
     ]
+
+
+def test_the_run_names_its_data_and_training(server: Server, workspace: Workspace) -> None:
+    source = {"uri": "shapes.zip", "sha256": "abc"}
+    workspace.write_json("data/manifest.json", {"fingerprint": "feed", "source": source})
+    for _ in range(2):
+        Tracker.open(config(server.uri), workspace, identity="cafe").close()
+    run = connect(server.uri).get_run(run_id(workspace))
+    assert [(i.dataset.name, i.dataset.digest) for i in run.inputs.dataset_inputs] == [
+        ("shapes.zip", "feed")
+    ]
+    named = {key: run.data.tags.get(key) for key in ("data", "source.sha256", "training")}
+    assert named == {"data": "feed", "source.sha256": "abc", "training": "cafe"}
 
 
 def test_a_changed_param_is_told_beside_the_first(server: Server, workspace: Workspace) -> None:

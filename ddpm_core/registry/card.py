@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import yaml
 
 from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.evaluation.extractors import SPACES
+from ddpm_core.evaluation.metrics import SMALL
+from ddpm_core.evaluation.rows import Row, named_metrics
 
-Row = Mapping[str, Any]
+LISTED = 20  # classes that are named
 
 VERDICTS = {
     "none": "Its images are no nearer to the training images than held-out images are.",
@@ -18,48 +21,54 @@ VERDICTS = {
     "images do.",
 }
 
+TEMPLATE = """\
+# {name}: {kind} of {size} x {size} pixels
+
+A denoising diffusion model (DDPM) after {step} steps of training.
+
+## Scores
+{scores}
+
+## How they were measured
+{evidence}
+
+## Copies of training images
+{copies}
+
+## Data
+{data}
+
+The licence of the images is not known to this card: look it up before you pass on the model or \
+its images.
+
+## Use
+`mlflow models serve` answers `{{"dataframe_records": [{{"n": 4, "seed": 1}}]}}` at `/invocations` \
+with PNGs; the same seed gives the same images. Weights and settings are plain safetensors and \
+JSON, below `artifacts/checkpoint`.
+
+## Caveats
+{caveats}
+
+## Settings
+```yaml
+{settings}
+```
+"""
+
 
 def write_card(name: str, checkpoint: Checkpoint, row: Row) -> str:
     """Markdown. `row` is the checkpoint's row of results.json."""
-    data = checkpoint.data
-    return "\n".join(
-        [
-            f"# {name}: {_kind(checkpoint)} of {data['image_size']}x{data['image_size']} pixels",
-            "",
-            f"A denoising diffusion model, step {checkpoint.step} of its training.",
-            "",
-            "## Score",
-            *_table(_scores(row)),
-            "",
-            "Measured with:",
-            "",
-            *_table(_evidence(row["evidence"])),
-            "",
-            "## Copies of training images",
-            VERDICTS.get(str(_verdict(row)), "Not examined: nothing is known about copies."),
-            "",
-            *_table(_plain(row.get("memorisation") or {})),
-            "",
-            "## Data",
-            *_table(_data(data)),
-            "",
-            "The licence and the origin of the images are not known to this card: whoever passes "
-            "the model or its images on has to look them up.",
-            "",
-            "## Use",
-            'Ask it over HTTP: `{"dataframe_records": [{"n": 4, "seed": 1}]}` to `/invocations`. '
-            "The same seed gives the same images. Weights and settings are plain safetensors and "
-            "JSON, below `artifacts/checkpoint`.",
-            "",
-            "## Caveats",
-            *(f"- {line}" for line in _caveats(row)),
-            "",
-            "## Settings",
-            "```yaml",
-            yaml.safe_dump(checkpoint.params.dump(), sort_keys=False).rstrip(),
-            "```",
-            "",
-        ]
+    return TEMPLATE.format(
+        name=name,
+        kind=_kind(checkpoint),
+        size=checkpoint.data["image_size"],
+        step=f"{checkpoint.step:,}",
+        scores=_list(_scores(row)),
+        evidence=_list(_evidence(row["evidence"])),
+        copies=_copies(row.get("memorisation") or {}),
+        data=_list(_data(checkpoint.data)),
+        caveats=_list(_caveats(row)),
+        settings=yaml.safe_dump(checkpoint.params.dump(), sort_keys=False).rstrip(),
     )
 
 
@@ -69,67 +78,77 @@ def _kind(checkpoint: Checkpoint) -> str:
     return f"{colour} {kinds[checkpoint.params.model.conditioning]}"
 
 
-def _scores(row: Row) -> dict[str, Any]:
-    """The score by its own name, then whatever else was measured."""
-    rest = {
-        key: value
-        for key, value in _plain(row).items()
-        if key not in ("step", "score", "score_name") and isinstance(value, float)
-    }
-    return {str(row["score_name"]): row["score"], **rest}
-
-
-def _evidence(evidence: Mapping[str, Any]) -> dict[str, Any]:
-    sampler = evidence.get("sampler") or {}
-    settings = ", ".join(f"{key} {value}" for key, value in sampler.items() if value is not None)
-    return {**_plain(evidence), "sampler": settings}
-
-
-def _data(data: Mapping[str, Any]) -> dict[str, Any]:
-    classes = [str(name) for name in data.get("classes", [])]
-    counts = data.get("class_counts") or []
-    listed = [f"{name} ({n})" for name, n in zip(classes, counts, strict=False)]
-    more = f", and {len(classes) - 20} more" if len(classes) > 20 else ""
-    return {
-        "images": data.get("count"),
-        "classes": ", ".join(listed[:20]) + more if listed else None,
-        "fingerprint": data["fingerprint"],
-        **{f"source {key}": value for key, value in (data.get("source") or {}).items()},
-    }
-
-
-def _verdict(row: Row) -> Any:
-    return (row.get("memorisation") or {}).get("verdict")
-
-
-def _caveats(row: Row) -> Iterable[str]:
-    evidence = row["evidence"]
-    count = int(evidence["count"])
-    if count < 10_000:
+def _scores(row: Row) -> Iterator[str]:
+    """The score that counts, the others, and what held-out real images would get."""
+    yield f"**{row['score_name']}: {row['score']:.4g}** (the lower the better)"
+    for name, value in named_metrics(row).items():
+        if name != row["score_name"] and not name.startswith("memorisation"):
+            yield f"{name}: {value:.4g}"
+    floor, same = (row.get("floor") or {}).get("fd"), (row.get("at_floor") or {}).get("fd")
+    if floor is not None and same is not None:
+        count = row["floor_count"]
         yield (
-            f"The score rests on {count} images. A Fréchet distance of few images is too high; it "
-            "compares with scores of as many images alone."
+            f"{count} real held-out images get a distance of {floor:.4g}, as many of this model's "
+            f"{same:.4g}"
+        )
+
+
+def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
+    settings = {k: v for k, v in (evidence.get("sampler") or {}).items() if v is not None}
+    listed = ", ".join(f"{key} {_plain(value)}" for key, value in settings.items())
+    yield f"{evidence['count']:,} images, seed {evidence['seed']}; {listed}"
+    reference = evidence.get("reference_count")
+    against = f"{reference:,} training images" if reference else "the training images"
+    yield f"against {against}, fingerprint `{evidence['data']}`"
+    space = SPACES.get(evidence.get("space", ""), evidence["extractor"])
+    accuracy = evidence.get("extractor_accuracy")
+    told = f", right on {accuracy:.1%} of held-out images" if accuracy is not None else ""
+    yield f"{space}{told}; fingerprint `{evidence['extractor_fingerprint']}`"
+    yield f"weights `{evidence['weights']}`"
+
+
+def _copies(facts: Mapping[str, Any]) -> str:
+    verdict = VERDICTS.get(str(facts.get("verdict")), "Not examined: nothing is known of copies.")
+    if facts.get("share_below") is None:
+        return verdict
+    return (
+        f"{verdict} Of {facts['count']:,} images {facts['share_below']:.1%} lie nearer to a "
+        "training image than 99 % of held-out images do; 1 % is what chance gives."
+    )
+
+
+def _data(data: Mapping[str, Any]) -> Iterator[str]:
+    if data.get("count"):
+        yield f"{data['count']:,} images, fingerprint `{data['fingerprint']}`"
+    for key, value in (data.get("source") or {}).items():
+        yield f"source {key}: {_plain(value)}"
+    names, counts = data.get("classes") or [], data.get("class_counts") or []
+    listed = [f"{_plain(name)} ({count})" for name, count in zip(names, counts, strict=False)]
+    if listed:
+        more = f", and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
+        yield f"classes: {', '.join(listed[:LISTED])}{more}"
+
+
+def _caveats(row: Row) -> Iterator[str]:
+    evidence = row["evidence"]
+    if evidence["count"] < SMALL:
+        yield (
+            f"The scores rest on {evidence['count']:,} images. A Fréchet distance of few images "
+            "is too high; it compares with scores of as many images alone."
         )
     if not str(row["score_name"]).startswith("fid"):
         yield (
-            f"`{row['score_name']}` is not an FID: its features come from `{evidence['extractor']}`"
-            ", not from the standard Inception network. It does not compare with published scores."
+            f"`{row['score_name']}` is no FID: its features are not those of the standard "
+            "Inception network, and it does not compare with published scores."
         )
     yield "The images show what the training images show, with their biases."
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers, texts and truths alone."""
-    return {key: v for key, v in values.items() if isinstance(v, str | int | float | bool)}
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
 
 
-def _table(values: Mapping[str, Any]) -> list[str]:
-    rows = [f"| {key} | {_cell(value)} |" for key, value in values.items() if value is not None]
-    return ["| | |", "|---|---|", *rows] if rows else []
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    # A class or path may hold what Markdown takes for a column or a line.
-    return " ".join(str(value).split()).replace("|", "\\|").replace("<", "&lt;")
+def _plain(value: Any) -> str:
+    """A class name or path on one line, with nothing that Markdown takes for its own."""
+    text = " ".join(str(value).split())
+    return "".join(f"\\{c}" if c in "\\`*_<>[]|#" else c for c in text)

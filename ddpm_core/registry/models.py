@@ -19,7 +19,6 @@ from ddpm_core.tracking import reason
 
 UPLOAD_TIMEOUT = 120  # seconds without an answer, for files of hundreds of MB
 RETRIES = 3
-PREFIX = "ddpm."  # of the tags that the gate reads
 
 
 class Registry:
@@ -52,7 +51,7 @@ class Registry:
     def find(self, tags: dict[str, str]) -> Any | None:
         """The newest version that has these tags."""
         for version in self.versions():
-            if all(version.tags.get(PREFIX + key) == value for key, value in tags.items()):
+            if all(version.tags.get(key) == value for key, value in tags.items()):
                 return version
         return None
 
@@ -66,13 +65,13 @@ class Registry:
             self.name,
             model_uri,
             run_id,
-            tags={PREFIX + key: value for key, value in tags.items()},
+            tags=tags,
             description=description,
             model_id=model_uri.removeprefix("models:/"),
         )
 
     def tag(self, version: Any, key: str, value: str) -> None:
-        self.client.set_model_version_tag(self.name, version.version, PREFIX + key, value)
+        self.client.set_model_version_tag(self.name, version.version, key, value)
 
     def promote(self, version: Any) -> None:
         self.client.set_registered_model_alias(self.name, self.alias, version.version)
@@ -93,10 +92,15 @@ class Registry:
 def row_of(version: Any, key: str) -> dict[str, Any]:
     """A row of results.json that a version carries as a tag; without it the empty one."""
     try:
-        row = json.loads(version.tags[PREFIX + key])
+        row = json.loads(version.tags[key])
     except (KeyError, ValueError):
         return {}
     return row if isinstance(row, dict) else {}
+
+
+def decision_of(version: Any) -> str:
+    """What the gate said of a version."""
+    return str(version.tags.get("decision", ""))
 
 
 def download(config: Config, origin: str) -> Path:

@@ -15,7 +15,7 @@ from ddpm_core.evaluation.rows import best, comparable
 from ddpm_core.mlflow_run import shown
 from ddpm_core.registry.card import write_card
 from ddpm_core.registry.gate import Champion, Decision, decide
-from ddpm_core.registry.models import Registry, asking, row_of
+from ddpm_core.registry.models import Registry, asking, decision_of, row_of
 from ddpm_core.registry.package import CARD, CHECKPOINT, evidence_key, upload, write_checkpoint
 from ddpm_core.tracking import Tracker
 from ddpm_core.workspace import EVALUATION, REGISTERED, RUN, Workspace
@@ -78,7 +78,7 @@ def best_row(workspace: Workspace) -> Row:
         raise UserError(
             f"{workspace.uri} has no checkpoint with a score: run `ddpm evaluate` first."
         )
-    return {key: row[key] for key in KEPT if key in row}
+    return row
 
 
 def identity(row: Row) -> dict[str, str]:
@@ -105,7 +105,7 @@ def judge(config: Config, workspace: Workspace, registry: Registry, row: Row) ->
         return decide(row, None, comparable, dict)
     rows = [found for key in ("rescored", "row") if (found := row_of(version, key))]
     if any(identity(found) == identity(row) for found in rows):
-        return Decision(True, f"Version {version.version} is the champion already.")
+        return Decision(True, decision_of(version) or "It is the champion.")
 
     def measure_anew() -> Row:
         from ddpm_core.registry.rescore import rescore
@@ -115,7 +115,7 @@ def judge(config: Config, workspace: Workspace, registry: Registry, row: Row) ->
 
     decision = decide(row, Champion(version.version, list(rows)), comparable, measure_anew)
     if decision.rescored:
-        registry.tag(version, "rescored", json.dumps(decision.rescored))
+        registry.tag(version, "rescored", json.dumps(short(decision.rescored)))
     return decision
 
 
@@ -142,18 +142,19 @@ def sampled(row: Row, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def version_tags(checkpoint: Checkpoint, row: Row) -> dict[str, str]:
-    evidence = row["evidence"]
-    facts = {
-        "step": checkpoint.step,
-        "score_name": row["score_name"],
-        "score": row["score"],
-        "count": evidence["count"],
-        "extractor": evidence["extractor"],
-        "data": evidence["data"],
-        "memorisation": (row.get("memorisation") or {}).get("verdict", "unknown"),
-        "row": json.dumps(row),
+    return {
+        "step": str(checkpoint.step),
+        row["score_name"]: f"{row['score']:.6g}",
+        "memorisation": str((row.get("memorisation") or {}).get("verdict", "unknown")),
+        "data": str(row["evidence"]["data"]),
+        **identity(row),
+        "row": json.dumps(short(row)),
     }
-    return {**{key: str(value) for key, value in facts.items()}, **identity(row)}
+
+
+def short(row: Row) -> Row:
+    """What the gate needs of a row."""
+    return {key: row[key] for key in KEPT if key in row}
 
 
 def conclude(registry: Registry, version: Any, decision: Decision, row: Row) -> dict[str, Any]:

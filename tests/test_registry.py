@@ -1,0 +1,339 @@
+"""The champion moves only over a score that was measured in the same way, and never gets stuck."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from digits_workspace import digits, put_data
+from mlflow_server import Server, free_port, shared_server
+from models import write_checkpoint
+
+from ddpm_core import params
+from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.config import Config
+from ddpm_core.distributed import World
+from ddpm_core.errors import UserError
+from ddpm_core.evaluation.evaluate import evaluate
+from ddpm_core.evaluation.rows import comparable
+from ddpm_core.generate.sample import sample
+from ddpm_core.mlflow_run import connect
+from ddpm_core.registry.card import write_card
+from ddpm_core.registry.gate import Champion, Decision, Unfit, decide
+from ddpm_core.registry.models import download
+from ddpm_core.registry.register import RESULTS, register, stale
+from ddpm_core.workspace import Workspace, snapshot_key
+
+pytestmark = pytest.mark.xdist_group("mlflow")
+Row = dict[str, Any]
+
+# The gate
+
+
+def row(score: float, verdict: str = "none", **evidence: Any) -> Row:
+    facts = {"data": "d", "extractor_fingerprint": "e", "sampler": {"steps": 4}, "count": 500}
+    return {
+        "score": score,
+        "score_name": "fd_500",
+        "evidence": {**facts, **evidence},
+        "memorisation": {"verdict": verdict},
+    }
+
+
+def gate(candidate: Row, *champion: Row, anew: Row | Unfit | None = None) -> Decision:
+    """The decision over version 7, which has the rows `champion`; `anew` is its new score."""
+
+    def rescore() -> Row:
+        assert anew is not None, "it was not to be scored anew"
+        if isinstance(anew, Unfit):
+            raise anew
+        return anew
+
+    return decide(candidate, Champion("7", list(champion)), comparable, rescore)
+
+
+def test_a_lower_score_of_the_same_evidence_is_promoted() -> None:
+    decision = gate(row(10.0), row(11.0))
+    assert decision.promote
+    assert decision.why == ("Promoted: fd_500 10 is below the 11 of the champion, version 7.")
+
+
+@pytest.mark.parametrize("score", [11.0, 12.0])
+def test_an_equal_or_higher_score_is_not(score: float) -> None:
+    decision = gate(row(score), row(11.0))
+    assert not decision.promote
+    assert "is not below the 11 of the champion" in decision.why
+
+
+def test_the_first_version_is_the_champion() -> None:
+    decision = decide(row(10.0), None, comparable, dict)
+    assert (decision.promote, decision.why) == (True, "Promoted: there was no champion.")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"data": "x"}, {"extractor_fingerprint": "x"}, {"sampler": {"steps": 5}}, {"count": 10}],
+)
+def test_a_champion_of_other_evidence_is_scored_anew(change: dict[str, Any]) -> None:
+    anew = row(9.0)
+    decision = gate(row(10.0), row(11.0, **change), anew=anew)
+    assert not decision.promote
+    assert decision.rescored is anew
+    assert f"evidence differs in {next(iter(change))}" in decision.why
+    assert gate(row(10.0), row(9.0, **change), anew=row(11.0)).promote
+
+
+def test_a_champion_once_scored_anew_is_not_scored_again() -> None:
+    assert gate(row(10.0), row(11.0), row(3.0, data="older")).promote
+
+
+def test_another_seed_is_no_other_evidence() -> None:
+    assert gate(row(10.0, seed=1), row(11.0, seed=2)).promote
+
+
+def test_what_cannot_be_measured_any_more_gives_way() -> None:
+    decision = gate(row(10.0), row(1.0, data="x"), anew=Unfit("it draws other sizes."))
+    assert decision.promote
+    assert decision.why.endswith(
+        "cannot be measured with the present evidence: it draws other sizes."
+    )
+
+
+def test_a_model_that_copies_is_never_promoted() -> None:
+    decision = gate(row(1.0, verdict="copies"), row(11.0))
+    assert not decision.promote
+    assert not decide(row(1.0, verdict="copies"), None, comparable, dict).promote
+    assert "copies training images" in decision.why
+
+
+# Registered on a real server
+
+
+class Project:
+    """A workspace with prepared digits and checkpoints of two steps, and its registered model."""
+
+    def __init__(self, root: Path, name: str, uri: str, seeds: tuple[int, int] = (0, 50)) -> None:
+        self.workspace = Workspace.open(str(root / name))
+        self.name, self.uri = name, uri
+        images, labels = digits(8)
+        fingerprint = put_data(self.workspace, images[:400], labels[:400], held_out=60)
+        for step, seed in zip((4, 8), seeds, strict=True):
+            folder = self.workspace.path(snapshot_key(step))
+            classes = {"classes": list("0123456789"), "class_counts": [1] * 10}
+            write_checkpoint(folder, seed=seed, step=step, fingerprint=fingerprint, **classes)
+
+    def config(self, **sections: Any) -> Config:
+        return params.validate(
+            {
+                "workspace": self.workspace.uri,
+                "device": "cpu",
+                "train": {"ema": [0.9], "milestone_every": 4},
+                "sample": {"count": 40, "batch_size": 20, "steps": 4, "seed": 5},
+                "evaluate": {"metrics": ["fid"]},
+                "register": {"name": self.name},
+                "tracking": {"uri": self.uri, "experiment": "registry"},
+                **sections,
+            }
+        )
+
+    def score(self, **sections: Any) -> dict[int, Row]:
+        """Sample and evaluate; the rows by step."""
+        config = self.config(**sections)
+        sample(config, self.workspace, World(0, 1, torch.device("cpu")))
+        return {row["step"]: row for row in evaluate(config, self.workspace)}
+
+    def register(self, *rows: Row, **sections: Any) -> dict[str, Any]:
+        """Register the best of these rows."""
+        self.workspace.write_json(RESULTS, {"rows": list(rows)})
+        return register(self.config(**sections), self.workspace)
+
+    def champion(self) -> Any:
+        return connect(self.uri).get_model_version_by_alias(self.name, "champion")
+
+    def versions(self) -> list[Any]:
+        return connect(self.uri).search_model_versions(f"name = '{self.name}'")
+
+
+@pytest.fixture(scope="module")
+def server() -> Server:
+    return shared_server().running()
+
+
+@pytest.fixture(scope="module")
+def project(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    return Project(tmp_path_factory.mktemp("registry"), "digits-by-tests", server.uri)
+
+
+@pytest.fixture(scope="module")
+def rows(project: Project) -> list[Row]:
+    """The rows of both checkpoints, the better one first."""
+    return sorted(project.score().values(), key=lambda row: row["score"])
+
+
+def test_the_first_checkpoint_becomes_a_version_and_the_champion(
+    project: Project, rows: list[Row]
+) -> None:
+    worse = rows[1]
+    project.workspace.write_json(RESULTS, {"rows": [worse]})
+    assert stale(project.config(), project.workspace) == "nothing is registered yet"
+    assert register_by_itself(project) == (
+        f"{project.name} version 1, step {worse['step']}. Promoted: there was no champion.\n"
+    )
+    record, version = project.workspace.read_json("registered.json"), project.champion()
+    assert (record["version"], record["promoted"]) == (version.version, True) == ("1", True)
+    assert version.tags["decision"] == record["why"] == "Promoted: there was no champion."
+    assert version.tags["weights"] == worse["evidence"]["weights"]
+    assert float(version.tags[worse["score_name"]]) == pytest.approx(worse["score"], rel=1e-5)
+    assert f"**{worse['score_name']}: {worse['score']:.4g}**" in version.description
+    assert stale(project.config(), project.workspace) is None
+    assert "differs in name" in str(
+        stale(project.config(register={"name": "other"}), project.workspace)
+    )
+
+
+def register_by_itself(project: Project) -> str:
+    """Register in a process of its own; all that it says."""
+    code = f"""
+        from ddpm_core import params
+        from ddpm_core.registry.register import register
+        from ddpm_core.workspace import Workspace
+        given = params.validate({project.config().dump()!r})
+        register(given, Workspace.open(given.workspace))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def test_the_weights_and_settings_come_back_as_they_were_scored(
+    project: Project, rows: list[Row]
+) -> None:
+    folder = download(project.config(), f"models:/{project.name}@champion")
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.weights_hash(checkpoint.params.sample.ema) == rows[1]["evidence"]["weights"]
+    assert (checkpoint.step, checkpoint.params.sample.seed) == (rows[1]["step"], 5)
+
+
+def test_the_same_checkpoint_makes_no_second_version(project: Project, rows: list[Row]) -> None:
+    record = project.register(rows[1])
+    assert (record["version"], record["promoted"]) == ("1", True)
+    assert len(project.versions()) == 1
+
+
+def test_a_better_checkpoint_takes_the_alias_over_and_a_worse_one_does_not(
+    project: Project, rows: list[Row]
+) -> None:
+    assert project.register(rows[0])["promoted"]
+    assert project.champion().version == "2"
+    record = project.register(rows[1])
+    assert not record["promoted"]
+    assert "is not below" in record["why"]
+    assert project.champion().version == "2"
+    assert len(project.versions()) == 2
+
+
+def test_with_other_evidence_the_champion_is_sampled_and_scored_as_evaluate_does(
+    project: Project, rows: list[Row], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {"sample": {"count": 30, "batch_size": 10, "steps": 3, "seed": 6, "sampler": "ddim"}}
+    new = project.score(**other)
+    champion, candidate = new[rows[0]["step"]], new[rows[1]["step"]]
+    record = project.register(candidate, **other)
+    assert "is sampled and scored anew" in capsys.readouterr().err
+    assert "evidence differs in sampler, count" in record["why"]
+    assert record["promoted"] == (candidate["score"] < champion["score"])
+    old = connect(project.uri).get_model_version(project.name, "2")
+    anew = json.loads(old.tags["rescored"])
+    assert anew["score"] == pytest.approx(champion["score"], rel=1e-6)
+    assert anew["evidence"]["weights"] == champion["evidence"]["weights"]
+    assert not comparable(anew["evidence"], champion["evidence"])
+
+
+def test_a_champion_of_other_images_gives_way(
+    server: Server, rows: list[Row], tmp_path: Path
+) -> None:
+    project = Project(tmp_path, "digits-that-grow", server.uri)
+    assert project.register(rows[0])["promoted"]
+    images, labels = digits(16)
+    larger = put_data(project.workspace, images[:400], labels[:400], held_out=60)
+    record = project.register({**rows[1], "evidence": {**rows[1]["evidence"], "data": larger}})
+    assert record["promoted"]
+    assert record["why"].endswith(
+        "it draws images of 8 pixels and 1 channels, the data have 16 and 1."
+    )
+
+
+def test_what_copies_is_registered_but_not_promoted(
+    server: Server, rows: list[Row], tmp_path: Path
+) -> None:
+    project = Project(tmp_path, "digits-copied", server.uri)
+    record = project.register({**rows[0], "memorisation": {"verdict": "copies"}})
+    assert (record["version"], record["promoted"]) == ("1", False)
+    assert "copies training images" in record["why"]
+    assert not connect(server.uri).get_registered_model(project.name).aliases
+
+
+def test_a_checkpoint_that_has_changed_since_it_was_scored_is_refused(
+    project: Project, rows: list[Row]
+) -> None:
+    other = {**rows[0], "evidence": {**rows[0]["evidence"], "weights": "0" * 64}}
+    with pytest.raises(UserError, match="has changed since it was scored"):
+        project.register(other)
+
+
+# Without a server
+
+
+def test_without_mlflow_registering_is_refused_in_one_sentence(
+    project: Project, rows: list[Row]
+) -> None:
+    away = {"tracking": {"uri": f"http://127.0.0.1:{free_port()}"}}
+    with pytest.raises(UserError) as refused:
+        project.register(rows[0], **away)
+    assert str(refused.value).endswith("cannot be used: the connection was refused.")
+    with pytest.raises(UserError, match=r"tracking\.uri is empty"):
+        project.register(rows[0], tracking={"uri": ""})
+
+
+def test_nothing_scored_is_told(tmp_path: Path) -> None:
+    workspace = Workspace.open(str(tmp_path))
+    assert "run `ddpm evaluate` first" in str(stale(params.validate({}), workspace))
+
+
+# The card
+
+
+def test_the_card_names_data_scores_evidence_and_caveats(tmp_path: Path) -> None:
+    odd = ["a|b", "c\nd", "<b>"]
+    checkpoint = write_checkpoint(tmp_path / "step", "class", classes=odd)
+    facts = {
+        "extractor": "in_domain",
+        "space": "in_domain",
+        "extractor_accuracy": 0.975,
+        "reference_count": 1628,
+        "seed": 1,
+        "weights": "abc",
+    }
+    scored = {**row(12.345, "near", **facts), "score_name": "fd_in_domain_500", "recall": 0.5}
+    card = write_card("shapes", checkpoint, scored)
+    for text in (
+        "# shapes: gray images by class of 8 x 8 pixels",
+        "**fd_in_domain_500: 12.35**",
+        "recall_in_domain_500: 0.5",
+        "right on 97.5% of held-out images",
+        "against 1,628 training images",
+        "somewhat nearer to the training images",
+        "source revision: v1",
+        r"classes: a\|b (3), c d (2), \<b\> (1)",
+        "rest on 500 images",
+        "is no FID",
+        "licence of the images is not known",
+        "  timesteps: 50",
+    ):
+        assert text in card, card
