@@ -93,7 +93,7 @@ class InDomain:
         )
 
 
-def train(
+def train_extractor(
     train: PackedDataset, holdout: PackedDataset, seed: int = 0, steps: int | None = None
 ) -> InDomain:
     """Train on the CPU for 10 epochs, within 150 to 500 steps of 64; measure on held-out images.

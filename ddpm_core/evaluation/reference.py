@@ -77,7 +77,7 @@ def _measure(extractor: Extractor, train: PackedDataset, holdout: PackedDataset)
     with progress(name, len(train) + len(held), "images") as advance:
         return Reference(
             extractor,
-            extract(extractor, in_order(train, shuffled(len(train))), advance),
+            extract(extractor, in_order(train, shuffled(len(train))), advance, keep_logits=False),
             extract(extractor, in_order(holdout, held), advance),
         )
 
@@ -88,7 +88,7 @@ def _save(reference: Reference, folder: Path) -> None:
     for name, features in (("train", reference.train), ("holdout", reference.holdout)):
         tensors[f"{name}.kept"] = features.kept
         if features.logits is not None:
-            tensors[f"{name}.logits"] = features.logits[:KEPT].clone()
+            tensors[f"{name}.logits"] = features.logits
         if features.moments is not None:
             tensors[f"{name}.mean"] = features.moments.mean
             tensors[f"{name}.covariance"] = features.moments.covariance

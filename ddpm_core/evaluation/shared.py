@@ -56,7 +56,7 @@ def open_in_domain(
         found, away = _fetch_into(config, workspace, train.fingerprint)
         if not found and not own:
             with workspace.storage.new_folder(FOLDER) as folder:
-                save_extractor(in_domain.train(train, holdout), folder)
+                save_extractor(in_domain.train_extractor(train, holdout), folder)
         if not found and not away:
             _publish(config, workspace, train.fingerprint)
     return load_extractor(workspace.path(FOLDER), device)

@@ -43,6 +43,7 @@ def extract(
     extractor: Extractor,
     batches: Iterable[Pixels],
     advance: Callable[[int], None] = lambda n: None,
+    keep_logits: bool = True,
 ) -> Features:
     """Features of batches of images, uint8 (B, H, W, C) each; `advance(B)` after each."""
     accumulator, kept, logits, count = Accumulator(), [], [], 0
@@ -51,7 +52,7 @@ def extract(
         accumulator.add(features)
         kept.append(features[: max(0, KEPT - count)])
         count += len(features)
-        if scores is not None:
+        if scores is not None and keep_logits:
             logits.append(scores)
         advance(len(features))
     return Features(

@@ -1,0 +1,179 @@
+"""Copies of training images are found, mirrored ones too, and held-out images are not accused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from digits_workspace import HELD_OUT, Pixels, digits, put_data
+
+from ddpm_core.data.dataset import PackedDataset, open_dataset
+from ddpm_core.evaluation import memorisation
+from ddpm_core.evaluation.held_out import open_held_out
+from ddpm_core.evaluation.memorisation import compare, nearest, straddling
+from ddpm_core.evaluation.pictures import write_neighbours
+from ddpm_core.workspace import Workspace
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    workspace = Workspace.open(str(tmp_path_factory.mktemp("memory")))
+    put_data(workspace, *digits())
+    return workspace
+
+
+@pytest.fixture(scope="module")
+def train(workspace: Workspace) -> PackedDataset:
+    return open_dataset(workspace)
+
+
+def held_out() -> Pixels:
+    return digits()[0][:HELD_OUT]
+
+
+def noisy(images: Pixels, deviation: float) -> Pixels:
+    noise = np.random.default_rng(0).normal(0, deviation, images.shape)
+    return (images + noise).round().clip(0, 255).astype(np.uint8)
+
+
+def test_the_nearest_image_is_that_of_a_full_search(train: PackedDataset) -> None:
+    found = nearest(held_out(), train)
+    real = train.images[:].reshape(len(train), -1) / 255
+    for row, image in enumerate(held_out()):
+        distances = [
+            np.sqrt(np.square(real - query.reshape(1, -1) / 255).mean(1))
+            for query in (image, image[:, ::-1])
+        ]
+        assert found.distance[row] == pytest.approx(min(map(np.min, distances)), abs=1e-6)
+        assert found.mirrored[row] == (distances[1].min() < distances[0].min())
+        at = distances[int(found.mirrored[row])]
+        assert at[found.index[row]] == pytest.approx(at.min(), abs=1e-6)
+
+
+def test_the_search_does_not_depend_on_its_chunks(
+    train: PackedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = nearest(held_out(), train)
+    monkeypatch.setattr(memorisation, "CHUNK", 77)
+    cut = nearest(held_out(), train)
+    np.testing.assert_array_equal(cut.index, whole.index)
+    np.testing.assert_array_equal(cut.distance, whole.distance)
+
+
+def test_a_copy_lies_at_distance_zero_and_so_does_a_mirrored_one(train: PackedDataset) -> None:
+    copies = train.take(np.array([3, 1500]))
+    plain, turned = nearest(copies, train), nearest(copies[:, :, ::-1], train)
+    assert list(plain.distance) == list(turned.distance) == [0, 0]
+    assert list(plain.index) == list(turned.index) == [3, 1500]
+    assert list(plain.mirrored) == [False, False] and list(turned.mirrored) == [True, True]
+
+
+def test_large_colour_images_are_searched_in_bounded_memory(tmp_path: Path) -> None:
+    workspace = Workspace.open(str(tmp_path))
+    images = np.random.default_rng(0).integers(0, 256, (40, 100, 100, 3)).astype(np.uint8)
+    put_data(workspace, images, np.zeros(40, np.int64), 8, ())
+    data = open_dataset(workspace)
+    found = nearest(data.take(np.array([5])), data)
+    assert (found.index[0], found.distance[0]) == (5, 0)
+    assert memorisation._flat(images).shape == (40, 32 * 32 * 3)
+
+
+def verdict(samples: Pixels, train: PackedDataset) -> dict[str, object]:
+    return compare(nearest(samples, train).distance, nearest(held_out(), train).distance)
+
+
+def test_real_images_that_were_not_trained_on_are_not_accused(train: PackedDataset) -> None:
+    distances = nearest(held_out(), train).distance
+    facts = compare(distances[::2], distances[1::2])
+    assert facts["verdict"] == "none" and facts["p_value"] > 0.05
+
+
+def test_a_generator_that_copies_everything_is_found(train: PackedDataset) -> None:
+    facts = verdict(noisy(train.images[:HELD_OUT], 2), train)
+    assert facts["verdict"] == "copies"
+    assert facts["copies"] == HELD_OUT and facts["share_below"] == 1.0
+    assert facts["p_value"] < 1e-30
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_few_planted_copies_are_found(train: PackedDataset, mirrored: bool) -> None:
+    planted = held_out().copy()
+    copies = noisy(train.images[100:109], 2)
+    planted[:9] = copies[:, :, ::-1] if mirrored else copies
+    facts = verdict(planted, train)
+    assert facts["copies"] == 9 and facts["verdict"] == "copies"
+    assert facts["share_below"] > 0.05 > facts["share_p_value"]
+
+
+def test_samples_that_only_lie_nearer_are_suspicious_not_copies(train: PackedDataset) -> None:
+    blends = 0.6 * held_out() + 0.4 * train.take(nearest(held_out(), train).index)
+    facts = verdict(blends.astype(np.uint8), train)
+    assert facts["verdict"] == "near" and facts["copies"] < 0.05 * HELD_OUT
+
+
+def test_noise_is_no_memory(train: PackedDataset) -> None:
+    facts = verdict(noisy(held_out(), 60), train)
+    assert facts["verdict"] == "none" and facts["p_value"] > 0.99
+
+
+def test_without_held_out_images_nothing_is_claimed(train: PackedDataset) -> None:
+    distances = nearest(held_out(), train).distance
+    assert compare(distances, distances[:0]) == {"count": HELD_OUT, "verdict": "unknown"}
+
+
+def test_near_duplicates_across_the_split_are_reported(tmp_path: Path) -> None:
+    workspace = Workspace.open(str(tmp_path))
+    images, labels = digits()
+    images = images.copy()
+    images[7], images[11] = images[1000], noisy(images[1200:1201], 3)[0, :, ::-1]
+    put_data(workspace, images, labels)
+    data = open_dataset(workspace)
+    found = nearest(images[:HELD_OUT], data)
+    assert list(straddling(found)) == [7, 11]
+    assert list(found.index[[7, 11]]) == [1000 - HELD_OUT, 1200 - HELD_OUT]
+
+
+def test_a_clean_split_has_none(train: PackedDataset) -> None:
+    assert len(straddling(nearest(held_out(), train))) == 0
+
+
+def test_neighbours_of_held_out_images_are_searched_once(workspace: Workspace) -> None:
+    import torch
+
+    splits = open_dataset(workspace), open_dataset(workspace, "holdout")
+    images, found = open_held_out(workspace, *splits, torch.device("cpu"))
+    files = list(workspace.path("evaluation/reference").glob("neighbours-*/*.safetensors"))
+    before = [file.stat().st_mtime_ns for file in files]
+    again_images, again = open_held_out(workspace, *splits, torch.device("cpu"))
+    assert [file.stat().st_mtime_ns for file in files] == before and len(files) == 1
+    np.testing.assert_array_equal(images, again_images)
+    for name in ("distance", "index", "mirrored"):
+        np.testing.assert_array_equal(vars(found)[name], vars(again)[name])
+
+
+def test_damaged_neighbours_are_searched_again(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    splits = open_dataset(workspace), open_dataset(workspace, "holdout")
+    _, found = open_held_out(workspace, *splits, torch.device("cpu"))
+    (file,) = workspace.path("evaluation/reference").glob("neighbours-*/*.safetensors")
+    file.write_bytes(file.read_bytes()[:-8] + b"00000000")
+    _, again = open_held_out(workspace, *splits, torch.device("cpu"))
+    assert "checksum differs" in capsys.readouterr().err
+    np.testing.assert_array_equal(found.distance, again.distance)
+
+
+def test_the_sixteen_closest_pairs_are_a_picture(
+    workspace: Workspace, train: PackedDataset
+) -> None:
+    from PIL import Image
+
+    copies = train.take(np.arange(20))[:, :, ::-1]
+    write_neighbours(workspace, "test", copies, nearest(copies, train), train)
+    with Image.open(workspace.path("evaluation/pictures/neighbours-test.png")) as picture:
+        pixels = np.asarray(picture)
+    assert pixels.shape == (4 * (16 + 2) + 2, 4 * (32 + 2) + 2)
+    np.testing.assert_array_equal(pixels[2:18, 2:18], pixels[2:18, 18:34])  # a copy, as compared
