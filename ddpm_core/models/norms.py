@@ -63,20 +63,22 @@ class _ChannelsLast(torch.autograd.Function):
         options: tuple[int, float, bool],
     ) -> Tensor:
         (batch, pixels, channels), (groups, eps, active) = x.shape, options
-        grouped = batch, groups, channels // groups
-        count = pixels * grouped[2]
+        size = channels // groups
         wide = x.float()
-        total, squares = wide.sum(1).view(grouped), (wide * wide).sum(1).view(grouped)
-        moved = torch.zeros(()) if shift is None else shift.float().reshape(grouped)
+        y = wide * wide
+        total, squares = wide.sum(1).view(batch, groups, size), y.sum(1).view(batch, groups, size)
+        moved, sums = None, total
         if shift is not None:
-            squares = torch.addcmul(squares, moved, 2 * total + pixels * moved)
-        mean = (total + pixels * moved).sum(2, keepdim=True) / count
-        variance = squares.sum(2, keepdim=True) / count - mean * mean
-        rstd = variance.clamp_(min=0.0).add_(eps).rsqrt_()
-        scale = rstd * weight.view(grouped[1:])
-        centre = moved - mean
-        offset = torch.addcmul(bias.view(grouped[1:]), centre, scale)
-        y = torch.addcmul(_row(offset, scale), wide, _row(scale, scale))
+            moved = shift.float().reshape(batch, groups, size)
+            sums = torch.add(total, moved, alpha=pixels)
+            squares = squares.addcmul_(moved, total + sums)
+        mean = sums.mean(2, keepdim=True).div_(pixels)
+        rstd = squares.mean(2, keepdim=True).div_(pixels).addcmul_(mean, mean, value=-1)
+        rstd = rstd.clamp_(min=0.0).add_(eps).rsqrt_()
+        centre = -mean if moved is None else moved - mean
+        scale = rstd * weight.view(groups, size)
+        offset = torch.addcmul(bias.view(groups, size), centre, scale)
+        torch.addcmul(_row(offset), wide, _row(scale), out=y)
         if active:
             functional.silu(y, inplace=True)
         ctx.save_for_backward(x, total, centre, rstd, scale, offset, weight)
@@ -86,28 +88,27 @@ class _ChannelsLast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, total, centre, rstd, scale, offset, weight = ctx.saved_tensors
-        batch, pixels, channels = x.shape
-        weight, count = weight.view(scale.shape[1:]), pixels * scale.shape[2]
+        pixels, grouped = x.shape[1], scale.shape
         wide, gradient = x.float(), gradients[0].float()
+        work = torch.addcmul(_row(offset), wide, _row(scale))
         if ctx.active:
-            before = torch.addcmul(_row(offset, scale), wide, _row(scale, scale))
-            gradient = torch.ops.aten.silu_backward(gradient, before)
-        of_bias = gradient.sum(1).view(scale.shape)
-        raw = (gradient * wide).sum(1).view(scale.shape)
-        of_weight = torch.addcmul(raw, centre, of_bias).mul_(rstd)
-        slope = (weight * of_weight).sum(2, keepdim=True).mul_(rstd * rstd).div_(-count)
-        mean = (weight * of_bias).sum(2, keepdim=True).mul_(rstd).div_(count)
-        constant = slope * centre - mean
-        of_x = torch.addcmul(_row(constant, scale), wide, _row(slope, scale))
-        of_x.addcmul_(gradient, _row(scale, scale))
+            gradient = torch.ops.aten.silu_backward(gradient, work)
+        of_bias = gradient.sum(1).view(grouped)
+        of_weight = torch.mul(gradient, wide, out=work).sum(1).view(grouped)
+        of_weight = of_weight.addcmul_(centre, of_bias).mul_(rstd)
+        weight = weight.view(grouped[1:]) / -pixels
+        slope = (of_weight * weight).mean(2, keepdim=True).mul_(rstd * rstd)
+        constant = (of_bias * weight).mean(2, keepdim=True).mul_(rstd)
+        constant = torch.addcmul(constant, slope, centre).expand(grouped)
+        torch.addcmul(_row(constant), wide, _row(slope.expand(grouped)), out=work)
+        work.addcmul_(gradient, _row(scale))
         of_shift = None
         if ctx.shift_type is not None:
-            of_shift = (scale * of_bias + slope * total).add_(constant, alpha=pixels)
-            of_shift = of_shift.view(batch, channels).to(ctx.shift_type)
-        of_weight, of_bias = of_weight.sum(0).view(-1), of_bias.sum(0).view(-1)
-        return of_x.to(x.dtype), of_shift, of_weight, of_bias, None
+            of_shift = (scale * of_bias).addcmul_(slope, total).add_(constant, alpha=pixels)
+            of_shift = of_shift.flatten(1).to(ctx.shift_type)
+        return work.to(x.dtype), of_shift, of_weight.sum(0).view(-1), of_bias.sum(0).view(-1), None
 
 
-def _row(values: Tensor, like: Tensor) -> Tensor:
-    """(B, groups, 1 or channels of a group) -> (B, 1, C)."""
-    return values.expand(like.shape).reshape(len(like), 1, -1)
+def _row(values: Tensor) -> Tensor:
+    """(B, groups, channels of a group) -> (B, 1, C)."""
+    return values.reshape(len(values), 1, -1)
