@@ -48,7 +48,7 @@ def run(
         if reason is None:
             say(f"{verb}: up to date.")
         else:
-            say(f"{verb}: {reason}.")
+            say(f"{verb}: {reason.rstrip('.')}.")
             action()
     say(f"Done. Look at {workspace.path(EVALUATION)}/report.html, or run: ddpm status")
 
