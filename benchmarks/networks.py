@@ -1,0 +1,57 @@
+"""The networks that are compared, as our params describe them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ddpm_core.config import Config
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network with its work: images of a size in batches, `steps` updates of a sampling chain."""
+
+    name: str
+    config: Config
+    image_channels: int
+    steps: int
+
+    @property
+    def image_size(self) -> int:
+        return self.config.prepare.image_size
+
+    @property
+    def batch(self) -> int:
+        return self.config.train.batch_size
+
+
+def ho(steps: int) -> Network:
+    """Ho's 35.7M network for CIFAR-10 with his recipe, in batches that suit a CPU."""
+    settings: dict[str, Any] = {
+        "prepare": {"image_size": 32},
+        "model": {
+            "channels": 128,
+            "multipliers": [1, 2, 2, 2],
+            "attention": [16],
+            "dropout": 0.1,
+        },
+        "diffusion": {"schedule": "linear", "prediction": "noise"},
+        "train": {
+            "batch_size": 8,
+            "optimizer": {"lr": 2e-4, "warmup": 5000},
+            "ema": [0.9999],
+            "loss": {"weighting": "uniform"},
+        },
+        "sample": {"sampler": "ddpm", "steps": steps, "batch_size": 8},
+    }
+    return Network("ho", Config.model_validate(settings), image_channels=3, steps=steps)
+
+
+def digits(steps: int) -> Network:
+    """The network of `ddpm run` with its defaults: 16x16, 1.6M weights."""
+    settings = {"sample": {"sampler": "ddpm", "steps": steps, "batch_size": 64}}
+    return Network("digits", Config.model_validate(settings), image_channels=1, steps=steps)
+
+
+NETWORKS = {"ho": ho, "digits": digits}

@@ -1,0 +1,89 @@
+"""What this project does in a training step and in sampling, by the code that does it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.networks import Network
+from ddpm_core import rng
+from ddpm_core.distributed import World
+from ddpm_core.generate.images import Generator
+from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.training.execution import Execution
+from ddpm_core.training.initial import initial_weights
+from ddpm_core.training.state import TrainState
+from ddpm_core.training.step import Batch, step
+
+_DRAWS = ("uniform", "normal", "integers", "dropout_mask")
+
+
+def unet(network: Network) -> UNet:
+    """The network with its initial weights."""
+    model = network.config.model
+    made = UNet(
+        UNetConfig(
+            image_size=network.image_size,
+            in_channels=network.image_channels,
+            channels=model.channels,
+            multipliers=model.multipliers,
+            blocks=model.blocks,
+            attention=model.attention,
+            heads=model.heads,
+            dropout=model.dropout,
+        )
+    )
+    initial_weights(made, network.config)
+    return made
+
+
+def train_step(network: Network) -> Callable[[], None]:
+    """One step as `ddpm train` takes it, on images that are in memory already."""
+    world = World(0, 1, torch.device("cpu"))
+    execution = Execution.choose(network.config.train, world.device)
+    state = TrainState.create(network.config, world, execution, unet(network))
+    shape = (network.batch, network.image_size, network.image_size, network.image_channels)
+    values = torch.arange(torch.Size(shape).numel()) * 37 % 256
+    batch = Batch(values.view(shape).to(torch.uint8), None, torch.arange(network.batch))
+    return lambda: step(state, batch, torch.zeros(()))
+
+
+def denoise(network: Network) -> Callable[[], None]:
+    """The images of one batch, as `ddpm sample` makes them, in `network.steps` updates."""
+    config = network.config
+    model = unet(network).eval().requires_grad_(False)
+    generator = Generator(model, {}, config.sample, config.diffusion)
+
+    def run() -> None:
+        generator.images(range(network.batch))
+
+    return run
+
+
+@contextmanager
+def timed_draws() -> Iterator[Callable[[], float]]:
+    """Yield a function that gives the seconds spent in random numbers since the beginning."""
+    spent = 0.0
+    originals = {name: getattr(rng, name) for name in _DRAWS}
+
+    def timed(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal spent
+            started = time.perf_counter()
+            drawn = draw(*args, **kwargs)
+            spent += time.perf_counter() - started
+            return drawn
+
+        return run
+
+    for name, draw in originals.items():
+        setattr(rng, name, timed(draw))
+    try:
+        yield lambda: spent
+    finally:
+        for name, draw in originals.items():
+            setattr(rng, name, draw)

@@ -1,0 +1,131 @@
+"""Our speed over diffusers', interleaved in one run on this machine's CPU.
+
+    python -m benchmarks.peers --json FILE [--quick] [--networks ho digits]
+
+The file holds `train` and `sample`: peer -> network -> our speed over theirs, the median over
+rounds that each measure both, one right after the other. A train step is forward, backward, clip,
+Adam, EMA, dropout and all random draws; a denoising step one evaluation and its update. Ours is
+what `ddpm train` and `ddpm sample` run with `precision: auto`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import diffusers
+import torch
+
+from benchmarks import ours, theirs
+from benchmarks.networks import NETWORKS, Network
+from ddpm_core.precision import choose
+
+Work = Callable[[], None]
+
+
+def seconds(work: Work) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def compare(contestants: dict[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, round by round, after one that doesn't count."""
+    for work in contestants.values():
+        work()
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, work in contestants.items():
+            times[name].append(seconds(work))
+    return times
+
+
+def ratio(times: dict[str, list[float]]) -> float:
+    """Our speed over theirs: the median of the rounds' ratios."""
+    pairs = zip(times["diffusers"], times["ours"], strict=True)
+    return round(median(their / own for their, own in pairs), 3)
+
+
+def random_share(step: Work, rounds: int) -> float:
+    """The share of our training step that its random numbers take."""
+    shares = []
+    for _ in range(rounds):
+        with ours.timed_draws() as spent:
+            whole = seconds(step)
+            shares.append(spent() / whole)
+    return round(median(shares), 4)
+
+
+def measure(network: Network, rounds: int) -> dict[str, Any]:
+    """Both works of one network: seconds a step, ratios, and the share of random numbers."""
+    own_step = ours.train_step(network)
+    train = compare({"diffusers": theirs.train_step(network), "ours": own_step}, rounds)
+    share = random_share(own_step, rounds)
+    sample = compare({"diffusers": theirs.denoise(network), "ours": ours.denoise(network)}, rounds)
+    sample = {name: [t / network.steps for t in times] for name, times in sample.items()}
+    return {
+        "batch": network.batch,
+        "ratios": {"train": ratio(train), "sample": ratio(sample)},
+        "random_share": share,
+        "seconds": {
+            work: {name: round(median(values), 5) for name, values in times.items()}
+            for work, times in (("train", train), ("sample", sample))
+        },
+    }
+
+
+def report(measured: dict[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
+    """What the file holds."""
+    return {
+        **{
+            work: {"diffusers": {name: m["ratios"][work] for name, m in measured.items()}}
+            for work in ("train", "sample")
+        },
+        "random_share": {name: m["random_share"] for name, m in measured.items()},
+        "seconds": {name: m["seconds"] for name, m in measured.items()},
+        "batch": {name: m["batch"] for name, m in measured.items()},
+        "rounds": rounds,
+        "precision": {"ours": choose("auto", torch.device("cpu")), "diffusers": "fp32"},
+        "machine": {
+            "processor": processor(),
+            "system": platform.platform(),
+            "threads": torch.get_num_threads(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "diffusers": diffusers.__version__,
+        },
+    }
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="the file to write")
+    parser.add_argument("--quick", action="store_true", help="few rounds: about a minute")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    arguments = parser.parse_args()
+    rounds, steps = (3, 2) if arguments.quick else (15, 4)
+    measured = {name: measure(NETWORKS[name](steps), rounds) for name in arguments.networks}
+    result = report(measured, rounds)
+    arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps({key: result[key] for key in ("train", "sample", "random_share")}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

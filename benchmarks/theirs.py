@@ -1,0 +1,70 @@
+"""The same work by diffusers, in float32, step by step as its training example does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers import DDPMScheduler, UNet2DModel
+from diffusers.training_utils import EMAModel
+from torch.nn import functional
+
+from benchmarks.networks import Network
+
+
+def unet(network: Network) -> UNet2DModel:
+    """The network of the same layout; 32 groups to each norm, as its example has."""
+    model = network.config.model
+    sizes = [network.image_size // 2**level for level in range(len(model.multipliers))]
+    attends = [size in model.attention for size in sizes]
+    return UNet2DModel(
+        sample_size=network.image_size,
+        in_channels=network.image_channels,
+        out_channels=network.image_channels,
+        block_out_channels=tuple(model.channels * multiplier for multiplier in model.multipliers),
+        layers_per_block=model.blocks,
+        down_block_types=tuple("AttnDownBlock2D" if a else "DownBlock2D" for a in attends),
+        up_block_types=tuple("AttnUpBlock2D" if a else "UpBlock2D" for a in reversed(attends)),
+        attention_head_dim=None,
+        dropout=model.dropout,
+    )
+
+
+def train_step(network: Network) -> Callable[[], None]:
+    """Noise, loss, backward, clip, Adam, EMA, on images that are in memory already."""
+    model, scheduler = unet(network).train(), DDPMScheduler()
+    settings = network.config.train
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.optimizer.lr)
+    ema = EMAModel(model.parameters(), decay=settings.ema[0])
+    shape = (network.batch, network.image_channels, network.image_size, network.image_size)
+    images = torch.rand(shape) * 2 - 1
+
+    def run() -> None:
+        noise = torch.randn(images.shape)
+        t = torch.randint(0, scheduler.config.num_train_timesteps, (network.batch,))
+        output = model(scheduler.add_noise(images, noise, t), t).sample
+        loss: Any = functional.mse_loss(output, noise)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optimizer.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.step(model.parameters())
+
+    return run
+
+
+def denoise(network: Network) -> Callable[[], None]:
+    """The images of one batch by its ancestral sampler, in `network.steps` updates."""
+    model, scheduler = unet(network).eval(), DDPMScheduler()
+    shape = (network.batch, network.image_channels, network.image_size, network.image_size)
+
+    @torch.no_grad()
+    def run() -> None:
+        x = torch.randn(shape)
+        scheduler.set_timesteps(network.steps)
+        for t in scheduler.timesteps:
+            x = scheduler.step(model(x, t).sample, t, x).prev_sample
+        ((x / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+
+    return run
