@@ -1,6 +1,6 @@
 """Our speed over diffusers', interleaved in one run on this machine's CPU.
 
-    python -m benchmarks.peers --json FILE [--quick] [--networks ho digits]
+    python -m benchmarks.peers --json FILE [--quick] [--networks ho digits] [--rounds N]
 
 The file holds `train` and `sample`: peer -> network -> our speed over theirs, the median over
 rounds that each measure both, one right after the other. A train step is forward, backward, clip,
@@ -114,13 +114,15 @@ def processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
     parser.add_argument("--quick", action="store_true", help="few rounds: about a minute")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    arguments = parser.parse_args()
+    parser.add_argument("--rounds", type=int, help="15, or 3 where quick")
+    arguments = parser.parse_args(argv)
     rounds, steps = (3, 2) if arguments.quick else (15, 4)
+    rounds = arguments.rounds or rounds
     measured = {name: measure(NETWORKS[name](steps), rounds) for name in arguments.networks}
     result = report(measured, rounds)
     arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 
-def test_peers_writes_ratios_seconds_and_the_share_of_random_numbers(tmp_path: Path) -> None:
+pytestmark = pytest.mark.xdist_group("diffusers")  # which takes ten seconds to import
+
+
+def test_peers_writes_ratios_seconds_and_the_share_of_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent)
+    peers = importlib.import_module("benchmarks.peers")
     file = tmp_path / "peers.json"
-    root = Path(__file__).parent.parent
-    command = [sys.executable, "-m", "benchmarks.peers", "--json", str(file), "--quick"]
-    subprocess.run([*command, "--networks", "digits"], cwd=root, check=True, capture_output=True)
+    peers.main(["--json", str(file), "--quick", "--networks", "digits", "--rounds", "1"])
     result = json.loads(file.read_text())
     for work in ("train", "sample"):
         assert result[work]["diffusers"]["digits"] > 0

@@ -120,13 +120,13 @@ def test_a_config_survives_json() -> None:
         UNetConfig.from_dict({**asdict(made), "depth": 1})
 
 
-@pytest.mark.parametrize("channels", range(1, 300))
-def test_a_group_has_four_channels_or_more_where_it_can(channels: int) -> None:
-    groups = group_count(channels)
-    assert channels % groups == 0
-    assert groups == 1 or channels // groups >= 4
-    assert groups <= 32
-    assert group_count(128) == 32
+def test_a_group_has_four_channels_or_more_where_it_can() -> None:
+    for channels in range(1, 300):
+        groups = group_count(channels)
+        assert channels % groups == 0
+        assert groups == 1 or channels // groups >= 4
+        assert groups <= 32
+    assert [group_count(channels) for channels in (20, 31, 32, 128)] == [5, 1, 8, 32]
 
 
 # The network is told the time
