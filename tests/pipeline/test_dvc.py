@@ -1,0 +1,237 @@
+"""The chain as DVC stages, by real git and dvc in a clone: killed, varied, skipped; raw data."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from mlflow_server import QUIET, wait_until
+from PIL import Image
+
+from ddpm_core import params
+from ddpm_core.config import Config
+
+pytestmark = pytest.mark.xdist_group("dvc")
+
+ROOT = Path(__file__).parents[2]
+OURS = ("dvc.yaml", "params.yaml", ".gitignore", ".dvcignore", ".dvc/config", ".dvc/.gitignore")
+TINY = {
+    "prepare": {"image_size": 8, "workers": 1},
+    "model": {"channels": 8, "multipliers": [1, 2], "blocks": 1, "attention": [4]},
+    "diffusion": {"timesteps": 50},
+    "train": {
+        "steps": 40,
+        "batch_size": 8,
+        "log_every": 2,
+        "snapshot_every": 4,
+        "milestone_every": 20,
+        "grid": 4,
+        "ema": [0.9],
+    },
+    "sample": {"count": 20, "batch_size": 10, "steps": 3},
+    "evaluate": {"metrics": ["fid"]},
+    "tracking": {"uri": ""},
+}
+
+
+class Repository:
+    """A git repository with DVC in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {
+            **os.environ,
+            **QUIET,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "DVC_NO_ANALYTICS": "1",
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            **{f"GIT_{who}_NAME": "tester" for who in ("AUTHOR", "COMMITTER")},
+            **{f"GIT_{who}_EMAIL": "tester@localhost" for who in ("AUTHOR", "COMMITTER")},
+        }
+
+    @classmethod
+    def of_this_project(cls, folder: Path) -> Repository:
+        """Our pipeline files, with tiny params, as a first commit."""
+        for name in OURS:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+        repository = cls(folder)
+        repository.git("init", "--quiet", "--initial-branch=main")
+        return repository
+
+    def clone(self, folder: Path) -> Repository:
+        self.git("clone", "--quiet", ".", str(folder))
+        return Repository(folder)
+
+    def git(self, *arguments: str) -> str:
+        return self.run("git", *arguments)
+
+    def dvc(self, *arguments: str) -> str:
+        return self.run("dvc", *arguments)
+
+    def run(self, *command: str) -> str:
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}"
+        return done.stdout
+
+    def kill_once(self, command: list[str], there: str) -> None:
+        """Start a command and kill it with all it started as soon as a path is there."""
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        wait_until(lambda: (self.folder / there).exists(), f"{there} is there", 120)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def change_params(self, **sections: dict[str, object]) -> None:
+        path = self.folder / "params.yaml"
+        given = yaml.safe_load(path.read_text())
+        for name, values in sections.items():
+            given[name].update(values)
+        path.write_text(yaml.safe_dump(given, sort_keys=False))
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Repository:
+    folder = tmp_path_factory.mktemp("origin")
+    repository = Repository.of_this_project(folder)
+    repository.change_params(**TINY)
+    repository.git("add", ".")
+    repository.git("commit", "--quiet", "-m", "tiny")
+    return repository
+
+
+@pytest.fixture(scope="module")
+def clone(origin: Repository, tmp_path_factory: pytest.TempPathFactory) -> Repository:
+    return origin.clone(tmp_path_factory.mktemp("clone") / "project")
+
+
+# The files
+
+
+def test_params_yaml_holds_the_defaults_and_every_setting(tmp_path: Path) -> None:
+    path = ROOT / "params.yaml"
+    assert params.load(path) == params.load()
+    assert yaml.safe_load(path.read_text()) == Config().dump()
+
+
+def test_each_stage_is_its_verb_and_depends_on_its_section() -> None:
+    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+    assert list(stages) == ["prepare", "train", "sample", "evaluate", "register"]
+    for verb, stage in stages.items():
+        assert stage["cmd"] == f"ddpm {verb} -w workspace"
+        assert verb in stage["params"]
+
+
+# The chain, each test going on from the one before
+
+
+def test_a_killed_repro_goes_on_where_it_stopped(clone: Repository) -> None:
+    clone.kill_once(["dvc", "repro"], "workspace/snapshots/step-00000008")
+    told = clone.dvc("repro", "evaluate")
+    assert "Stage 'prepare' didn't change, skipping" in told
+    assert "train: going on from step" in told
+    lines = (clone.folder / "workspace/log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(2, 41, 2))
+
+
+def test_an_experiment_is_trained_afresh_and_compared(clone: Repository) -> None:
+    clone.git("add", "dvc.lock", "workspace/metrics.json")
+    clone.git("commit", "--quiet", "-m", "scores")
+    told = clone.dvc("exp", "run", "evaluate", "-S", "train.loss.weighting=uniform")
+    assert "train.loss.weighting: min_snr -> uniform" in told
+    assert "in-domain classifier" not in told  # kept: scores of both are of the same features
+    difference = json.loads(clone.dvc("metrics", "diff", "--json"))["workspace/metrics.json"]
+    assert difference["fd_in_domain_20"]["diff"] != 0
+    assert "weighting: uniform" in clone.git("diff", "params.yaml")
+
+
+def test_plots_are_drawn_from_tables_and_pictures(clone: Repository) -> None:
+    assert "index.html" in clone.dvc("plots", "diff")
+    page = (clone.folder / "dvc_plots/index.html").read_text()
+    assert "FID_vs_TrainingSteps.png" in page
+    shown = json.loads(clone.dvc("plots", "show", "--json"))["data"]
+    assert "Score against training steps" in shown
+
+
+def test_a_fresh_clone_compares_what_was_committed(clone: Repository, tmp_path: Path) -> None:
+    clone.git("commit", "--quiet", "--all", "-m", "the experiment")
+    fresh = clone.clone(tmp_path / "fresh")
+    compared = json.loads(fresh.dvc("metrics", "diff", "--json", "HEAD~1", "HEAD"))
+    assert compared["workspace/metrics.json"]["fd_in_domain_20"]["diff"] != 0
+
+
+def test_a_setting_runs_its_own_stage_alone_and_a_second_repro_nothing(clone: Repository) -> None:
+    clone.change_params(tracking={"uri": "sqlite:///mlflow.db"})
+    told = clone.dvc("repro")
+    assert told.count("didn't change, skipping") == 4
+    assert "Promoted: there was no champion." in told
+    assert clone.dvc("repro").count("didn't change, skipping") == 5
+    assert "up to date" in clone.dvc("status")
+
+
+# Raw data
+
+
+def test_raw_data_that_dvc_tracks_travel_through_a_remote(
+    origin: Repository, tmp_path: Path
+) -> None:
+    owner = origin.clone(tmp_path / "owner")
+    draw_photos(owner.folder / "photos")
+    owner.dvc("remote", "add", "--default", "store", str(tmp_path / "store"))
+    owner.dvc("add", "photos")
+    owner.change_params(prepare={"source": "photos"})
+    add_dependency(owner.folder / "dvc.yaml", "prepare", "photos")
+    owner.git("add", ".")
+    owner.git("commit", "--quiet", "-m", "photos")
+    owner.dvc("push")
+
+    other = owner.clone(tmp_path / "other")
+    assert not (other.folder / "photos").exists()
+    other.dvc("pull", "photos")
+    other.dvc("repro", "prepare")
+    manifest = json.loads((other.folder / "workspace/data/manifest.json").read_text())
+    tracked = yaml.safe_load((other.folder / "photos.dvc").read_text())["outs"][0]["md5"]
+    assert manifest["source"]["dvc_md5"] == tracked
+    assert manifest["count"] + manifest["holdout_count"] == 24
+
+    (other.folder / "photos/disc/0.png").unlink()
+    other.dvc("add", "photos")
+    assert "Running stage 'prepare'" in other.dvc("repro", "prepare")
+
+
+def draw_photos(folder: Path) -> None:
+    """Two classes of 12 small pictures."""
+    for label, name in enumerate(("disc", "square")):
+        (folder / name).mkdir(parents=True)
+        for number in range(12):
+            pixels = np.full((10, 10), 20 * number + label, np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+
+
+def add_dependency(path: Path, stage: str, dependency: str) -> None:
+    pipeline = yaml.safe_load(path.read_text())
+    pipeline["stages"][stage].setdefault("deps", []).append(dependency)
+    path.write_text(yaml.safe_dump(pipeline, sort_keys=False))
