@@ -1,13 +1,31 @@
-"""The installed program, run as a user runs it: in a process of its own, in a folder of its own."""
+"""The program, run as a user runs it: in a process of its own, in a folder of its own.
+
+The processes are forked from one that has torch imported already, which takes seconds: they are
+real ones all the same, that have their own memory and can be killed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "ddpm_core.cli",
+        "ddpm_core.data.prepare",
+        "ddpm_core.training.launcher",
+        "ddpm_core.generate.sample",
+        "ddpm_core.chain",
+    ]
+)
 
 TINY = """
 seed: 3
@@ -42,48 +60,76 @@ def environment() -> dict[str, str]:
 
 
 def command(*arguments: str) -> list[str]:
+    """The command line, for a process that is not forked."""
     return [sys.executable, "-m", "ddpm_core.cli", *arguments]
+
+
+def _run(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ.update(environment())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    written = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    sys.argv = ["ddpm", *arguments]
+    from ddpm_core.cli import main
+
+    main()
+
+
+class Program:
+    """`ddpm ARGUMENTS`, running; its output is kept beside its folder."""
+
+    def __init__(self, folder: Path, arguments: tuple[str, ...]) -> None:
+        self._output = folder.parent / f".said-{time.monotonic_ns()}"
+        self._process = _context.Process(target=_run, args=(folder, arguments, self._output))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def wait(self, limit: float) -> bool:
+        """Whether it has ended within `limit` seconds."""
+        self._process.join(limit)
+        return self._process.exitcode is not None
+
+    def ended(self, limit: float = 120.0) -> str:
+        """What it said, once it has ended."""
+        if not self.wait(limit):
+            self.send_signal(signal.SIGKILL)
+            raise AssertionError(f"ddpm did not end in {limit} seconds")
+        return self._output.read_text(errors="replace") if self._output.exists() else ""
 
 
 def ddpm(folder: Path, *arguments: str, status: int | None = 0) -> str:
     """What `ddpm ARGUMENTS` says, on stdout and stderr; fails on another exit status."""
-    result = subprocess.run(
-        command(*arguments),
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    assert status is None or result.returncode == status, result.stdout
-    return result.stdout
+    program = Program(folder, arguments)
+    said = program.ended()
+    assert status is None or program.returncode == status, said
+    return said
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`ddpm ARGUMENTS`, running in a process group of its own."""
-    return subprocess.Popen(
-        command(*arguments),
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def start(folder: Path, *arguments: str) -> Program:
+    """`ddpm ARGUMENTS`, running in a session of its own."""
+    return Program(folder, arguments)
 
 
-def wait_until(
-    condition: Callable[[], bool], process: subprocess.Popen[str], limit: float = 60.0
-) -> bool:
-    """Whether the condition came true while the process was alive."""
+def wait_until(condition: Callable[[], bool], program: Program, limit: float = 60.0) -> bool:
+    """Whether the condition came true while the program was alive."""
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
-        try:
-            process.wait(0.002)
-        except subprocess.TimeoutExpired:
-            continue
-        return condition()
+        if program.wait(0.002):
+            return condition()
     return True

@@ -10,7 +10,10 @@ from safetensors.torch import load_file
 
 
 def test_export_import_and_a_warm_start_keep_the_weights(tmp_path: Path) -> None:
-    write_params(tmp_path, TINY.replace("multipliers: [1, 2]", "multipliers: [1, 1]"))
+    write_params(
+        tmp_path,
+        TINY.replace("channels: 8, multipliers: [1, 2]", "channels: 128, multipliers: [1, 1]"),
+    )
     ddpm(tmp_path, "prepare")
     ddpm(tmp_path, "train")
     ddpm(tmp_path, "export-diffusers", "there")

@@ -83,7 +83,7 @@ def test_a_killed_run_goes_on_with_the_chunks_it_has(trained: Path, images: np.n
     process = start(folder, "sample", "-S", "sample.shards=1")
     assert wait_until(lambda: any(place.glob("parts-*/chunk-*")), process)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.ended()
     assert np.array_equal(sampled(folder, "-S", "sample.shards=1"), images)
     assert not list(place.glob("parts-*/*"))
 
