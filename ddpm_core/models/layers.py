@@ -91,9 +91,32 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
         pixels = self.norm(x).flatten(2).transpose(1, 2)
-        mixed = self.out(attend(self.qkv(pixels), self.heads))
+        if self.heads == 1 and _written_out(pixels):
+            mixed = self._one_head(pixels)
+        else:
+            mixed = self.out(attend(self.qkv(pixels), self.heads))
         added: Tensor = x + mixed.transpose(1, 2).reshape(x.shape)
         return added
+
+    def _one_head(self, x: Tensor) -> Tensor:
+        """The same with half the products over pixels: query joins key, and value the output.
+
+        (x Q + q)(x K + k)^T is (x Q K^T + q K^T) x^T but for terms that are one number for each
+        row, which a softmax ignores; and rows of a softmax sum to 1, so biases pass through it.
+        """
+        query, key, value = self.qkv.weight.chunk(3)  # transposed, as in nn.Linear
+        of_query, _, of_value = self.qkv.bias.chunk(3)
+        weight = torch.cat([key.T @ query, self.out.weight @ value])
+        through = functional.linear(of_value, self.out.weight, self.out.bias)
+        bias = torch.cat([functional.linear(of_query, key.T), through])
+        queries, values = functional.linear(x, weight, bias).chunk(2, dim=2)
+        scores = (queries * x.shape[2] ** -0.5) @ x.transpose(1, 2)
+        mixed: Tensor = scores.softmax(-1).to(values.dtype) @ values
+        return mixed
+
+
+def _written_out(tokens: Tensor) -> bool:
+    return tokens.device.type == "cpu" and tokens.shape[1] <= EXPLICIT_LENGTH
 
 
 def attend(qkv: Tensor, heads: int, visible: Tensor | None = None) -> Tensor:
@@ -105,7 +128,7 @@ def attend(qkv: Tensor, heads: int, visible: Tensor | None = None) -> Tensor:
     split = qkv.view(batch, length, 3, heads, width // 3 // heads)
     query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
     mask = None if visible is None else visible[:, None, None, :]
-    if qkv.device.type != "cpu" or length > EXPLICIT_LENGTH:
+    if not _written_out(qkv):
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     else:
         scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
