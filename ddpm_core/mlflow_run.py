@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from ddpm_core.errors import require
 from ddpm_core.logtail import Row
@@ -56,13 +55,8 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def shown(uri: str) -> str:
-    """A URI without the password that may stand in it."""
-    try:
-        parts = urlsplit(uri)
-        password = parts.password
-    except ValueError:
-        return uri
-    return uri if password is None else uri.replace(f":{password}@", ":***@", 1)
+    """A text without the passwords that its URIs may hold."""
+    return re.sub(r"(://[^/\s:@\"]*):[^/\s@\"]+@", r"\1:***@", uri)
 
 
 def find_experiment(client: Any, uri: str, name: str) -> str:
@@ -142,7 +136,7 @@ class MlflowRun:
         """Send params, flattened. A server keeps the first value; a later one becomes a tag."""
         from mlflow.entities import Param
 
-        flat = {key: value[:PARAM_LENGTH] for key, value in flatten(params).items()}
+        flat = {key: shown(value)[:PARAM_LENGTH] for key, value in flatten(params).items()}
         new = {key: value for key, value in flat.items() if key not in self._params}
         for batch in _batches(list(new.items()), PARAM_BATCH):
             self.client.log_batch(self.run_id, params=[Param(*item) for item in batch])
@@ -152,7 +146,7 @@ class MlflowRun:
     def tags(self, tags: Mapping[str, Any]) -> None:
         from mlflow.entities import RunTag
 
-        items = [RunTag(key, _text(value)[:TAG_LENGTH]) for key, value in tags.items()]
+        items = [RunTag(key, shown(_text(value))[:TAG_LENGTH]) for key, value in tags.items()]
         for batch in _batches(items, PARAM_BATCH):
             self.client.log_batch(self.run_id, tags=batch)
 
@@ -161,7 +155,7 @@ class MlflowRun:
         from mlflow.entities import Dataset, DatasetInput
 
         if fingerprint not in self._datasets:
-            data = Dataset(name, fingerprint, "ddpm", json.dumps(source))
+            data = Dataset(shown(name), fingerprint, "ddpm", shown(json.dumps(source)))
             self.client.log_inputs(self.run_id, [DatasetInput(data)])
             self._datasets.add(fingerprint)
 

@@ -334,6 +334,6 @@ def test_the_card_names_data_scores_evidence_and_caveats(tmp_path: Path) -> None
         "rest on 500 images",
         "is no FID",
         "licence of the images is not known",
-        "  timesteps: 50",
+        "timesteps: 50",
     ):
         assert text in card, card

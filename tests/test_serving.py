@@ -41,7 +41,8 @@ def server() -> Server:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return write_checkpoint(tmp_path_factory.mktemp("model") / "step", "class")
+    source = {"uri": "https://me:secret@host/shapes.zip"}
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "step", "class", source=source)
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +222,9 @@ def test_the_code_that_is_served_is_the_models_own(server: Server, name: str) ->
     ]
     again = Checkpoint.open(download(config, f"models:/{name}/1"))
     assert again.params.sample.steps == 5
+    settings = (folder / "config.json").read_text()
+    assert "tracking" not in json.loads(settings)["params"]
+    assert "https://me:***@host/shapes.zip" in settings
     with pytest.raises(UserError, match="cannot be used"):
         download(config, "models:/none@champion")
 

@@ -157,7 +157,7 @@ def test_params_tags_scores_and_files(server: Server, workspace: Workspace) -> N
     for _ in range(2):  # the second time changes nothing
         tracker = Tracker.open(given, workspace)
         tracker.params(given.dump())
-        tracker.params({"long": "x" * 7000})
+        tracker.params({"long": "x" * 7000, "from": "http://me:secret@host"})
         tracker.tags({"data": "abc", "classes": ["a", "b"]})
         tracker.metrics(200, {"fid_500": 12.5, "odd": math.nan, "name (with) signs": 1.0})
         tracker.artifact(grid, "samples")
@@ -167,6 +167,7 @@ def test_params_tags_scores_and_files(server: Server, workspace: Workspace) -> N
     assert run.data.params["train.steps"] == "7"
     assert run.data.params["train.optimizer.betas"] == "[0.9, 0.999]"
     assert run.data.params["long"] == "x" * 6000
+    assert run.data.params["from"] == "http://me:***@host"
     assert (run.data.tags["data"], run.data.tags["classes"]) == ("abc", '["a", "b"]')
     assert not [tag for tag in run.data.tags if tag.startswith("changed.")]
     assert [m[:2] for m in history(server.uri, run_id(workspace), "fid_500")] == [(200, 12.5)]
@@ -437,3 +438,4 @@ def test_nested_params_are_flat() -> None:
 def test_a_password_in_the_uri_is_not_shown() -> None:
     assert shown("https://me:secret@host:5000/x") == "https://me:***@host:5000/x"
     assert shown("sqlite:////a/b.db") == "sqlite:////a/b.db"
+    assert shown("from s3://u:p@ss and http://h:80/x") == "from s3://u:***@ss and http://h:80/x"

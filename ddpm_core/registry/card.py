@@ -11,8 +11,10 @@ from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.evaluation.extractors import SPACES
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.rows import Row, named_metrics
+from ddpm_core.mlflow_run import shown
 
 LISTED = 20  # classes that are named
+ELSEWHERE = ("workspace", "device", "register", "tracking")
 
 VERDICTS = {
     "none": "Its images are no nearer to the training images than held-out images are.",
@@ -68,7 +70,7 @@ def write_card(name: str, checkpoint: Checkpoint, row: Row) -> str:
         copies=_copies(row.get("memorisation") or {}),
         data=_list(_data(checkpoint.data)),
         caveats=_list(_caveats(row)),
-        settings=yaml.safe_dump(checkpoint.params.dump(), sort_keys=False).rstrip(),
+        settings=_settings(checkpoint),
     )
 
 
@@ -121,7 +123,8 @@ def _data(data: Mapping[str, Any]) -> Iterator[str]:
     if data.get("count"):
         yield f"{data['count']:,} images, fingerprint `{data['fingerprint']}`"
     for key, value in (data.get("source") or {}).items():
-        yield f"source {key}: {_plain(value)}"
+        if isinstance(value, str | int):
+            yield f"source {key}: {_plain(shown(str(value)))}"
     names, counts = data.get("classes") or [], data.get("class_counts") or []
     listed = [f"{_plain(name)} ({count})" for name, count in zip(names, counts, strict=False)]
     if listed:
@@ -142,6 +145,12 @@ def _caveats(row: Row) -> Iterator[str]:
             "Inception network, and it does not compare with published scores."
         )
     yield "The images show what the training images show, with their biases."
+
+
+def _settings(checkpoint: Checkpoint) -> str:
+    """What made the model, without the places of one machine."""
+    given = {k: v for k, v in checkpoint.params.dump().items() if k not in ELSEWHERE}
+    return yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100).rstrip()
 
 
 def _list(lines: Iterable[str]) -> str:

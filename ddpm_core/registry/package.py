@@ -16,6 +16,7 @@ from typing import Any
 import ddpm_core
 from ddpm_core.checkpoint import SETTINGS, Checkpoint
 from ddpm_core.errors import require
+from ddpm_core.mlflow_run import shown
 from ddpm_core.registry.request import FIELDS
 from ddpm_core.storage import seal
 from ddpm_core.workspace import fingerprint
@@ -37,14 +38,18 @@ def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Pa
     """Put the weights that were scored, and their settings, into an absent folder.
 
     `sampled` are the fields of params' `sample` that the score was made with: they become the
-    model's own, which hold where a request says nothing.
+    model's own, which hold where a request says nothing. Where this run lives, and passwords in
+    URIs, stay behind.
     """
     folder.mkdir(parents=True)
     settings = json.loads((checkpoint.folder / SETTINGS).read_bytes())
     settings["params"]["sample"].update(sampled)
+    for key in ("workspace", "tracking"):
+        settings["params"].pop(key, None)
     weights = checkpoint.weights_name(sampled["ema"])
     shutil.copyfile(checkpoint.folder / weights, folder / weights)
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    text = shown(json.dumps(settings, indent=1))
+    (folder / SETTINGS).write_text(text + "\n", encoding="utf-8")
     seal(folder)
 
 
