@@ -71,7 +71,7 @@ class Model(Section):
     multipliers: Annotated[
         tuple[Positive, ...], BeforeValidator(_as_tuple), Field(min_length=1)
     ] = (1, 2, 2)
-    blocks: Positive = 2
+    blocks: Positive = 1
     attention: Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple)] = Field(
         (8,), description="image sizes at which self-attention is added"
     )
@@ -129,7 +129,7 @@ class Train(Section):
     """One run of training; `batch_size` is that of all workers and microbatches together."""
 
     steps: Positive = 800
-    batch_size: Positive = 64
+    batch_size: Positive = 32
     microbatches: Positive = Field(1, description="gradient accumulation, for memory alone")
     processes: Auto | Positive = Field(1, description="auto: one a GPU")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

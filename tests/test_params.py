@@ -66,7 +66,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         ("prepare.image_size=28", "a multiple of"),
         ("model.attention=[5]", "works at [16, 8, 4]"),
         ("sample.steps=2000", "there are only 1000"),
-        ("train.microbatches=65", "more than batch_size, 64"),
+        ("train.microbatches=33", "more than batch_size, 32"),
         ("train.ema=[0.9, 0.9]", "a decay twice"),
         ("model.heads=3", "must divide the channels"),
         ("sample.classes=[cat]", "model.conditioning is not class"),

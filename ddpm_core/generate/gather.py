@@ -144,7 +144,7 @@ def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) 
         for s in plan.shards(config.sample)
     ]
     first = np.concatenate([array[:GRID] for array in arrays])[:GRID]
-    workspace.storage.write(f"{key}/grid.png", png(enlarge(grid(first), 256)))
+    workspace.storage.write(f"{key}/grid.png", png(enlarge(grid(first), 512)))
     checkpoint = open_checkpoint(workspace, recipe["step"])
     conditions = Conditions(checkpoint.network["conditioning"], checkpoint.data, config.sample)
     labels = conditions.labels(range(config.sample.count))

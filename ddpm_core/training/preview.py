@@ -24,7 +24,7 @@ def preview(state: TrainState, settings: dict[str, Any]) -> dict[str, bytes]:
     generator = Generator(
         model.eval(), settings["data"], _settings(state.config), state.config.diffusion
     )
-    return {"grid.png": png(enlarge(grid(generator.images(range(count))), 256))}
+    return {"grid.png": png(enlarge(grid(generator.images(range(count))), 512))}
 
 
 def _settings(config: Config) -> Sample:
