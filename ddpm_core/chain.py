@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -36,7 +36,7 @@ def run(
         with world(config.device, environment) as here:
             generate.sample(config, workspace, here)
 
-    actions = {
+    actions: dict[str, Callable[[], object]] = {
         "prepare": lambda: data.prepare(config, workspace),
         "train": lambda: launcher.train(config, environment, ["train", *arguments[1:]]),
         "sample": draw,

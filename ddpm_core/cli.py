@@ -113,6 +113,11 @@ def sample(
     from ddpm_core.generate.plan import parse_shard
     from ddpm_core.generate.sample import sample
 
+    if config.sample.checkpoints == "best" and "DVC_STAGE" in os.environ:
+        raise UserError(
+            "sample.checkpoints: best, but in DVC's chain evaluate depends on sample: give all, "
+            "latest or a list of steps."
+        )
     one = parse_shard(shard) if shard else None
     with world(config.device, os.environ) as here:
         sample(config, Workspace.open(config.workspace), here, one)

@@ -150,9 +150,12 @@ def test_a_line_half_written_is_no_row(tmp_path: Path) -> None:
     with log.path.open("a") as file:
         file.write('{"step": 4, "lo')
     assert [row["step"] for row in read_rows(log.path)] == [1, 2, 3]
-    log.truncate(2)
-    log.append({"step": 3, "loss": 2.0})
-    assert [row["loss"] for row in read_rows(log.path)] == [1.0, 1.0, 2.0]
+    again = RunLog(log.path)
+    again.recover()
+    again.append({"step": 3, "loss": 2.0})
+    again.append({"step": 4, "loss": 2.0})
+    assert [row["loss"] for row in read_rows(log.path)] == [1.0, 1.0, 1.0, 2.0]
+    assert len(log.path.read_text().splitlines()) == 4
 
 
 def test_out_of_memory_names_what_to_change() -> None:

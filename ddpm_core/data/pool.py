@@ -130,7 +130,7 @@ def _main_unseen() -> Iterator[None]:
     where it imports torch, without end where it has no `if __name__ == "__main__"`."""
     main = sys.modules["__main__"].__dict__
     seen = {name: main[name] for name in ("__spec__", "__file__") if name in main}
-    main.update(__spec__=None, __file__=None)
+    main["__spec__"] = main["__file__"] = None
     try:
         yield
     finally:

@@ -68,8 +68,9 @@ class Generator:
         """The network's output; with guidance g, u + g (c - u) (Ho & Salimans 2022, eq. 6)."""
         scale = self._settings.guidance
         if condition is None or scale == 1.0:
-            return self._model(x, t, condition).float()
+            output: Tensor = self._model(x, t, condition)
+            return output.float()
         drop = torch.arange(2 * len(x), device=x.device) >= len(x)
         both = self._model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([condition] * 2), drop)
         conditional, unconditional = both.float().chunk(2)
-        return unconditional + scale * (conditional - unconditional)
+        return torch.lerp(unconditional, conditional, scale)

@@ -10,6 +10,7 @@ from ddpm_core.images import enlarge, grid, png
 from ddpm_core.models.unet import UNet
 from ddpm_core.training.state import TrainState
 
+GRID = "grid.png"
 STEPS = 20
 
 
@@ -24,7 +25,7 @@ def preview(state: TrainState, settings: dict[str, Any]) -> dict[str, bytes]:
     generator = Generator(
         model.eval(), settings["data"], _settings(state.config), state.config.diffusion
     )
-    return {"grid.png": png(enlarge(grid(generator.images(range(count))), 512))}
+    return {GRID: png(enlarge(grid(generator.images(range(count))), 512))}
 
 
 def _settings(config: Config) -> Sample:

@@ -16,7 +16,6 @@ from ddpm_core.training import snapshot
 from ddpm_core.training.execution import Execution
 from ddpm_core.training.identity import differences, identity, train_fingerprint
 from ddpm_core.training.initial import initial_weights, network_config
-from ddpm_core.training.runlog import RunLog
 from ddpm_core.training.state import TrainState, from_parts
 from ddpm_core.workspace import LOG, RUN, SNAPSHOTS, SUPERSEDED, Workspace, snapshot_key, step_name
 
@@ -54,8 +53,6 @@ def start(
     if parts is not None:
         from_parts(state, parts)
         say(f"train: going on from step {at} of {config.train.steps}.")
-    if world.rank == 0:
-        RunLog(workspace.path(LOG)).truncate(at)
     return settings, state
 
 

@@ -11,28 +11,36 @@ from ddpm_core.errors import UserError
 
 
 class RunLog:
-    """Rows with ascending `step`; a line half written by a killed process is no row."""
+    """Rows with ascending `step`; a line half written by a killed process is no row.
+
+    A resumed run does some steps again, with the same result: a row that is there stays, and is
+    not written twice, so that whoever follows the log has seen each row once.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._last = 0
+
+    def recover(self) -> None:
+        """Drop what a killed process left half written."""
+        rows = list(read_rows(self.path))
+        self._last = max((row["step"] for row in rows), default=0)
+        if not self.path.exists():
+            return
+        staging = self.path.with_name(f".{self.path.name}")
+        staging.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        staging.replace(self.path)
 
     def append(self, row: dict[str, Any]) -> None:
+        """Add a row, unless there is one of its step or a later one. Raises UserError."""
+        if row["step"] <= self._last:
+            return
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
-
-    def truncate(self, step: int) -> None:
-        """Keep the rows up to `step`: the work after it is done again."""
-        if not self.path.exists():
-            return
-        lines = "".join(
-            json.dumps(row) + "\n" for row in read_rows(self.path) if row["step"] <= step
-        )
-        staging = self.path.with_name(f".{self.path.name}")
-        staging.write_text(lines, encoding="utf-8")
-        staging.replace(self.path)
+        self._last = row["step"]
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

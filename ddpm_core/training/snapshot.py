@@ -118,13 +118,16 @@ class Writer:
     One failure is a warning, since the next snapshot may fit again; two in a row are the end.
     """
 
-    def __init__(self, workspace: Workspace, tidy: Callable[[], None]) -> None:
+    def __init__(
+        self, workspace: Workspace, written: Callable[[int], None], newest: int | None
+    ) -> None:
+        """`written` is called after each snapshot with its step; `newest` is the one there is."""
         self._workspace = workspace
-        self._tidy = tidy
+        self._written = written
         self._pool = ThreadPoolExecutor(1, "snapshot")
         self._pending: tuple[int, Future[None]] | None = None
         self._failed: str | None = None
-        self.newest: int | None = None
+        self.newest = newest
 
     def submit(self, step: int, parts: Parts) -> None:
         """Start writing; raises UserError if the last two could not be written."""
@@ -157,4 +160,4 @@ class Writer:
 
     def _write(self, step: int, parts: Parts) -> None:
         write(self._workspace, step, parts)
-        self._tidy()
+        self._written(step)

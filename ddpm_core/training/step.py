@@ -69,7 +69,7 @@ def _backward(state: TrainState, batch: Batch, rows: Tensor) -> Tensor:
     wanted = target(config.diffusion.prediction, x0, noise, alpha_bar)
     errors = _errors(config.train.loss.kind, output.float(), wanted)
     loss = (state.noise_levels.weight(t) * errors).sum() / config.train.batch_size
-    state.scaler.scale(loss).backward()
+    state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
@@ -115,7 +115,7 @@ def _reduce(state: TrainState, loss: Tensor, stop_wish: Tensor) -> None:
     tensors = [p.grad for p in parameters if p.grad is not None]
     flat = torch.cat([*(t.reshape(-1) for t in tensors), loss.reshape(1), stop_wish.reshape(1)])
     state.world.sum_(flat)
-    *parts, total, wish = flat.split([*(t.numel() for t in tensors), 1, 1])
+    *parts, total, wish = torch.split(flat, [*(t.numel() for t in tensors), 1, 1])
     torch._foreach_copy_(tensors, [p.view_as(t) for p, t in zip(parts, tensors, strict=True)])
     loss.copy_(total[0])
     stop_wish.copy_(wish[0])

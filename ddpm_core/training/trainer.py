@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,12 @@ from ddpm_core.lease import Lease, hold
 from ddpm_core.tracking import Tracker
 from ddpm_core.training import resume, snapshot
 from ddpm_core.training.execution import explain_memory, is_out_of_memory, learning_rate
-from ddpm_core.training.preview import preview
+from ddpm_core.training.preview import GRID, preview
 from ddpm_core.training.runlog import RunLog
 from ddpm_core.training.state import Totals, TrainState, to_parts
 from ddpm_core.training.step import Batch, step
 from ddpm_core.training.stopping import StopRequest
-from ddpm_core.workspace import LOG, Workspace
+from ddpm_core.workspace import LOG, Workspace, snapshot_key, step_name
 
 
 @dataclass
@@ -59,29 +59,60 @@ def train(config: Config, workspace: Workspace, world: World, policy: resume.Pol
         settings, state = resume.start(config, workspace, world, data, policy)
         if state is None:
             return
-        first = world.rank == 0
-        tracker = Tracker.open(config, workspace) if first else None
-        writer = snapshot.Writer(workspace, lambda: tidy(config, workspace))
-        writer.newest = state.step or None
-        log = RunLog(workspace.path(LOG))
-        run = Run(
-            config, workspace, world, data, state, settings, stop, writer, log, lease, state.step
-        )
-        if tracker:
-            tracker.params(config.dump())
-            tracker.follow(log.path)
-        try:
+        with keeping_records(config, workspace, world, settings, state) as (log, writer):
+            run = Run(
+                config,
+                workspace,
+                world,
+                data,
+                state,
+                settings,
+                stop,
+                writer,
+                log,
+                lease,
+                state.step,
+            )
             with progress("train", config.train.steps, "steps", state.step) as advance:
-                run.advance = advance if first else run.advance
+                run.advance = advance if world.rank == 0 else run.advance
                 loop(run)
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                raise explain_memory(error, config.train) from error
-            raise
-        finally:
-            writer.close()
-            if tracker:
-                tracker.close()
+
+
+@contextmanager
+def keeping_records(
+    config: Config, workspace: Workspace, world: World, settings: dict[str, Any], state: TrainState
+) -> Iterator[tuple[RunLog, snapshot.Writer]]:
+    """The log, the writer of snapshots, and on the first worker MLflow, which follows both."""
+    log = RunLog(workspace.path(LOG))
+    tracker = None
+    if world.rank == 0:
+        log.recover()
+        tracker = Tracker.open(config, workspace, identity=settings["train_fingerprint"])
+        tracker.params(config.dump())
+        tracker.follow(log.path)
+
+    def written(step: int) -> None:
+        tidy(config, workspace)
+        grid = workspace.path(snapshot_key(step)) / GRID
+        if tracker and grid.exists():
+            tracker.artifact(grid, f"training/{step_name(step)}")
+
+    writer = snapshot.Writer(workspace, written, state.step or None)
+    status = "FAILED"
+    try:
+        yield log, writer
+        status = "FINISHED"
+    except Interrupted:
+        status = "KILLED"
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise explain_memory(error, config.train) from error
+        raise
+    finally:
+        writer.close()
+        if tracker:
+            tracker.close(status=status)
 
 
 def loop(run: Run) -> None:
