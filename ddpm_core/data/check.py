@@ -117,7 +117,9 @@ def _by_split(layout: Layout, used: Sequence[Examined]) -> dict[str, dict[str, i
     for item in used:
         split = label[layout.held_out[item.position]]
         splits.setdefault(split, Counter())[layout.classes[item.position] or ""] += 1
-    return {split: dict(sorted(counts.items())) for split, counts in splits.items()}
+    return {
+        split: dict(sorted(splits[split].items())) for split in label.values() if split in splits
+    }
 
 
 def _copies(listing: Listing, used: Sequence[Examined]) -> list[list[str]]:

@@ -129,7 +129,7 @@ def _main_unseen() -> Iterator[None]:
     """A new process would run the script anew that runs here, though it needs nothing of it: slow
     where it imports torch, without end where it has no `if __name__ == "__main__"`."""
     main = sys.modules["__main__"].__dict__
-    seen = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+    seen: dict[str, Any] = {name: main[name] for name in ("__spec__", "__file__") if name in main}
     main["__spec__"] = main["__file__"] = None
     try:
         yield
