@@ -19,7 +19,7 @@ import pytest
 from pictures import config, dies, encoded, loaded, noise, prepared, rejected, write, write_classes
 from PIL import Image
 
-from ddpm_core.data import pack, pool
+from ddpm_core.data import arrays, pool
 from ddpm_core.data.dataset import open_dataset
 from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.data.split import hold_out
@@ -391,7 +391,7 @@ def test_chunks_are_bounded_in_pictures_and_bytes() -> None:
 def test_memory_is_that_of_some_blocks_and_not_of_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack, "_BLOCK_BYTES", 2**18)
+    monkeypatch.setattr(arrays, "_BLOCK_BYTES", 2**18)
     monkeypatch.setattr(pool, "CHUNK_BYTES", 2**20)
     write_classes(tmp_path / "raw", ["a"], each=150)
     tracemalloc.start()

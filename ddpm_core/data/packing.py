@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpm_core.data import contact, names
+from ddpm_core.data.arrays import PART_BYTES, Scratch, fingerprint, new_digest, write_rows
 from ddpm_core.data.captions import encode, is_cut
 from ddpm_core.data.dataset import PREFIX
-from ddpm_core.data.pack import PART_BYTES, Scratch, fingerprint, new_digest, write_rows
 from ddpm_core.data.split import duplicates, hold_out
 
 Indices = NDArray[np.int64]

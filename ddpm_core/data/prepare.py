@@ -14,12 +14,12 @@ from PIL import ImageColor
 
 from ddpm_core import console
 from ddpm_core.config import Config, Prepare
+from ddpm_core.data.arrays import PART_BYTES, Scratch
 from ddpm_core.data.captions import captions
 from ddpm_core.data.cifar import recognise
 from ddpm_core.data.freshness import stale
 from ddpm_core.data.layout import Layout, arrange, select
 from ddpm_core.data.opening import open_source
-from ddpm_core.data.pack import PART_BYTES, Scratch
 from ddpm_core.data.packing import Pictures, pack
 from ddpm_core.data.pool import chunked, spread, workers_for
 from ddpm_core.data.rejected import in_order, refuse_nothing, refuse_too_many, write_rejected
