@@ -25,6 +25,10 @@ class Network:
     def batch(self) -> int:
         return self.config.train.batch_size
 
+    @property
+    def sample_batch(self) -> int:
+        return self.config.sample.batch_size
+
 
 def ho(steps: int) -> Network:
     """Ho's 35.7M network for CIFAR-10 with his recipe, in batches that suit a CPU."""
@@ -49,9 +53,19 @@ def ho(steps: int) -> Network:
 
 
 def digits(steps: int) -> Network:
-    """The network of `ddpm run` with its defaults: 16x16, 1.6M weights."""
-    settings = {"sample": {"sampler": "ddpm", "steps": steps, "batch_size": 64}}
+    """The larger of the networks for digits, 16x16: 1.6M weights in batches of 64."""
+    settings = {
+        "model": {"channels": 32, "multipliers": [1, 2, 2], "blocks": 2},
+        "train": {"batch_size": 64},
+        "sample": {"sampler": "ddpm", "steps": steps, "batch_size": 64},
+    }
     return Network("digits", Config.model_validate(settings), image_channels=1, steps=steps)
 
 
-NETWORKS = {"ho": ho, "digits": digits}
+def demo(steps: int) -> Network:
+    """The network of `ddpm run` with its defaults."""
+    settings = {"sample": {"sampler": "ddpm", "steps": steps}}
+    return Network("demo", Config.model_validate(settings), image_channels=1, steps=steps)
+
+
+NETWORKS = {"ho": ho, "digits": digits, "demo": demo}

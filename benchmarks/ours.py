@@ -59,7 +59,7 @@ def denoise(network: Network) -> Callable[[], None]:
     generator = Generator(model, {}, config.sample, config.diffusion)
 
     def run() -> None:
-        generator.images(range(network.batch))
+        generator.images(range(network.sample_batch))
 
     return run
 

@@ -1,6 +1,6 @@
 """Our speed over diffusers', interleaved in one run on this machine's CPU.
 
-    python -m benchmarks.peers --json FILE [--quick] [--networks ho digits] [--rounds N]
+    python -m benchmarks.peers --json FILE [--quick] [--networks NAME...] [--rounds N] [--threads N]
 
 The file holds `train` and `sample`: peer -> network -> our speed over theirs, the median over
 rounds that each measure both, one right after the other. A train step is forward, backward, clip,
@@ -70,7 +70,7 @@ def measure(network: Network, rounds: int) -> dict[str, Any]:
     sample = compare({"diffusers": theirs.denoise(network), "ours": ours.denoise(network)}, rounds)
     sample = {name: [t / network.steps for t in times] for name, times in sample.items()}
     return {
-        "batch": network.batch,
+        "batch": {"train": network.batch, "sample": network.sample_batch},
         "ratios": {"train": ratio(train), "sample": ratio(sample)},
         "random_share": share,
         "seconds": {
@@ -120,7 +120,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds: about a minute")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--rounds", type=int, help="15, or 3 where quick")
+    parser.add_argument("--threads", type=int, help="1 where other processes keep cores busy")
     arguments = parser.parse_args(argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     rounds, steps = (3, 2) if arguments.quick else (15, 4)
     rounds = arguments.rounds or rounds
     measured = {name: measure(NETWORKS[name](steps), rounds) for name in arguments.networks}

@@ -57,7 +57,7 @@ def train_step(network: Network) -> Callable[[], None]:
 def denoise(network: Network) -> Callable[[], None]:
     """The images of one batch by its ancestral sampler, in `network.steps` updates."""
     model, scheduler = unet(network).eval(), DDPMScheduler()
-    shape = (network.batch, network.image_channels, network.image_size, network.image_size)
+    shape = (network.sample_batch, network.image_channels, network.image_size, network.image_size)
 
     @torch.no_grad()
     def run() -> None:
