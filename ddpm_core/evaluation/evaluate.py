@@ -85,13 +85,19 @@ def _key(judge: Judge, samples: dict[str, Any]) -> str:
 
 def _row(judge: Judge, workspace: Workspace, step: int) -> Row:
     try:
-        samples = open_samples(workspace, step)
+        samples = _opened(workspace, step)
         _must_fit(samples, judge)
         return _scored(judge, workspace, step, samples)
     except UserError as error:
         return problem_row(step, str(error))
-    except (KeyError, ValueError, TypeError, OSError) as error:
-        return problem_row(step, f"its samples cannot be read: {error!r}")
+
+
+def _opened(workspace: Workspace, step: int) -> Samples:
+    """Samples that are whole. Raises UserError, also for a manifest that is none."""
+    try:
+        return open_samples(workspace, step)
+    except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
+        raise UserError(f"Its samples cannot be read: {error!r}.") from error
 
 
 def _must_fit(samples: Samples, judge: Judge) -> None:

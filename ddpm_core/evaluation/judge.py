@@ -96,8 +96,13 @@ class Judge:
             **scores,
             "floor_count": n if n > 1 else 0,
             "floor": self.floor(n) if n > 1 else None,
-            "at_floor": self._measure(features.first(n), plain.first(n)) if n > 1 else None,
+            "at_floor": self._at(n, features, plain, scores) if n > 1 else None,
         }
+
+    def _at(self, count: int, features: Features, plain: Features, scores: Scores) -> Scores:
+        if features.moments and features.moments.count == count:
+            return scores
+        return self._measure(features.first(count), plain.first(count))
 
     def floor(self, count: int) -> Scores:
         """Scores of the first `count` held-out images: what a perfect generator would get."""

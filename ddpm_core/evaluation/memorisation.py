@@ -74,7 +74,7 @@ def _search(queries: Tensor, train: PackedDataset, device: torch.device) -> NDAr
 
 def _distances(queries: Tensor, train: PackedDataset, index: NDArray[np.int64]) -> Any:
     """Root mean square differences (n,) float64 of rows (n, P) in [-1, 1] and training images."""
-    parts = []
+    parts = [np.empty(0)]
     for start in range(0, len(queries), CHUNK):
         part = slice(start, start + CHUNK)
         difference = queries[part].double() - _flat(train.take(index[part])).double()
