@@ -79,7 +79,8 @@ def chart(
     if logarithmic:
         y_ticks = log_ticks(min(values), max(values))
     else:
-        y_ticks = ticks(min(0.0, *values), top or max(values))
+        lowest = min(values)  # a little below 0, as KID may be, needs no room
+        y_ticks = ticks(lowest if lowest < -0.05 * max(values) else 0.0, top or max(values))
     scale = math.log if logarithmic else float
     low, high = scale(y_ticks[0]), scale(y_ticks[-1])
     first, last = min(steps), max(steps)
@@ -89,7 +90,7 @@ def chart(
         return round(LEFT + 8 + share * (WIDTH - LEFT - RIGHT - 16), 1)
 
     def y(value: float) -> float:
-        share = (scale(value) - low) / (high - low)
+        share = max(0.0, (scale(value) - low) / (high - low))
         return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
 
     def drawn(line: Line) -> Drawn:

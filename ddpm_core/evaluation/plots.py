@@ -31,7 +31,7 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
 
 def _distance(rows: Sequence[Row], suffix: str) -> bytes:
     figure, axes = _figure(rows, "fd", suffix)
-    if _line(axes, rows, "fd", BLUE):
+    if _line(axes, rows, "fd", BLUE, label=_samples(rows)):
         _mark(axes, best(rows), "fd", "best")
         _floor(axes, rows, "fd")
         if spans([row["fd"] for row in rows]):
@@ -84,6 +84,10 @@ def _title(rows: Sequence[Row], metric: str) -> str:
         features = space.replace("_", "-") or "Inception"
         return f"{metric}, {features} features, {count_label(count)} images"
     return metric_name(metric, space, count)
+
+
+def _samples(rows: Sequence[Row]) -> str | None:
+    return f"{count_label(rows[0]['evidence']['count'])} samples" if rows else None
 
 
 def _line(

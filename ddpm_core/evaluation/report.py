@@ -81,10 +81,9 @@ def _page(results: dict[str, Any], pictures: Pictures) -> dict[str, Any]:
         "results": results,
         "best": row,
         "rows": rows,
-        "scored": [r for r in rows if is_scored(r)],
         "features": SPACES.get(extractor["space"], extractor["space"]),
         "charts": charts(scored) if scored else [],
-        "grids": _grids(scored, row, pictures),
+        "grids": _grids([r for r in rows if is_scored(r)], scored, row, pictures),
         "real": pictures.get("real"),
         "neighbours": row and pictures.get(f"neighbours-{row['step']:08d}"),
         "held_out": pictures.get("neighbours-held-out"),
@@ -134,12 +133,18 @@ def _points(rows: list[Row], key: str) -> list[tuple[int, float]]:
     return [(int(r["step"]), float(r[key])) for r in rows if r.get(key) is not None]
 
 
-def _grids(rows: list[Row], best: Row | None, pictures: Pictures) -> list[dict[str, Any]]:
+def _grids(
+    rows: list[Row], ranked: list[Row], best: Row | None, pictures: Pictures
+) -> list[dict[str, Any]]:
     """Samples of at most 24 checkpoints evenly spread, the best and the last among them."""
     places = {round(i * (len(rows) - 1) / (GRIDS - 1)) for i in range(GRIDS)} if rows else set()
     chosen = [r for i, r in enumerate(rows) if len(rows) <= GRIDS or i in places or r is best]
     named = [(row, pictures.get(f"grid-{row['step']:08d}")) for row in chosen]
-    return [{"row": row, "picture": p, "best": row is best} for row, p in named if p]
+    return [
+        {"row": row, "picture": p, "best": row is best, "ranked": row in ranked}
+        for row, p in named
+        if p
+    ]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
