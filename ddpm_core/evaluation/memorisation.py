@@ -1,8 +1,9 @@
 """Whether samples are copies: their nearest training images, against those of held-out images.
 
 Samples that lie closer to the training set than real images that were not trained on do are
-suspicious. A distance is the root mean square difference of pixels in [0, 1], of images averaged
-down to 32 a side, the smaller one of the query and its mirror image.
+suspicious. A distance is the root mean square difference of pixels in units of the query's own
+contrast (or else a bird in an empty sky would be near to every sky), of images averaged down to 32
+a side, the smaller one of the query and its mirror image.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ LARGEST = 32  # pixels a side
 EXAMINED = 2000  # samples, and as many held-out images
 CHUNK = 1000  # training images at a time
 QUANTILE = 0.01
-NEAR = 0.25  # of held-out images' median distance: nearer is nearly the same picture
+NEAR = 0.35  # of held-out images' median distance: nearer is nearly the same picture
+LEAST = 0.04  # contrast of an even image, of pixels in [-1, 1]
 PAIRS = 16
 
 
@@ -50,7 +52,7 @@ def nearest(
     """
     both = torch.cat([_flat(queries), _flat(queries[:, :, ::-1])])
     found = _search(both, train, device or torch.device("cpu"))
-    straight, mirrored = _distances(both, train, found).reshape(2, -1)
+    straight, mirrored = _distances(both, train, found).reshape(2, -1) / _contrast(queries)
     flip = mirrored < straight
     plain, turned = found.reshape(2, -1)
     index = np.where(flip, turned, plain)
@@ -78,8 +80,15 @@ def _distances(queries: Tensor, train: PackedDataset, index: NDArray[np.int64]) 
     for start in range(0, len(queries), CHUNK):
         part = slice(start, start + CHUNK)
         difference = queries[part].double() - _flat(train.take(index[part])).double()
-        parts.append((difference / 2).square().mean(1).sqrt().numpy())
+        parts.append(difference.square().mean(1).sqrt().numpy())
     return np.concatenate(parts)
+
+
+def _contrast(images: Pixels) -> Any:
+    """The deviation (n,) float64 of each image's pixels around the mean of their channel."""
+    rows, count = _flat(images).double(), images.shape[3]
+    channels = rows.view(len(rows), count, rows.shape[1] // count)
+    return channels.var(2, correction=0).mean(1).sqrt().clamp(min=LEAST).numpy()
 
 
 def compare(samples: NDArray[np.float64], holdout: NDArray[np.float64]) -> dict[str, Any]:
