@@ -20,6 +20,8 @@ from ddpm_core.evaluation import evaluate as module
 from ddpm_core.evaluation.evaluate import evaluate, stale
 from ddpm_core.workspace import METRICS, RUN, Workspace, samples_key
 
+pytestmark = pytest.mark.xdist_group("evaluate")  # one process trains what they share
+
 PICTURES = (
     "FID_vs_TrainingSteps.png",
     "FID_vs_TrainingSteps_First25.png",
@@ -354,7 +356,6 @@ def test_without_samples_or_data_the_next_step_is_named(tmp_path: Path) -> None:
         run.evaluate()
 
 
-@pytest.mark.xdist_group("mlflow")
 def test_mlflow_has_each_score_at_the_step_of_its_checkpoint(run: Run, tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     tracking = run.config.tracking.model_copy(update={"uri": uri})

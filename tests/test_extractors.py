@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from digits_workspace import HELD_OUT, Pixels, digits, make_config, put_data
+from digits_workspace import HELD_OUT, Pixels, digits, make_config, put_data, put_samples
 from PIL import Image, ImageFilter
 from safetensors.torch import save_file
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -25,6 +25,7 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import pixel_pca
+from ddpm_core.evaluation.evaluate import evaluate, stale
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.frozen import load_extractor, save_extractor
 from ddpm_core.evaluation.in_domain import InDomain, train_extractor
@@ -35,6 +36,7 @@ from ddpm_core.evaluation.weights import locate
 from ddpm_core.storage import Corrupt, sha256_of
 from ddpm_core.workspace import Workspace
 
+pytestmark = pytest.mark.xdist_group("extractors")  # one process trains what they share
 CPU = torch.device("cpu")
 
 
@@ -105,6 +107,28 @@ def test_weights_may_be_safetensors_and_loading_draws_nothing(
     assert torch.equal(other(few(2))[0], open_inception(weights, CPU)(few(2))[0])
 
 
+def test_scores_in_its_features_are_named_and_its_checksum_is_kept(
+    weights: Path, tmp_path: Path
+) -> None:
+    settings = {"inception_weights": str(weights), "metrics": ["kid", "is"]}
+    config = make_config(tmp_path, evaluate=settings)
+    workspace = workspace_at(
+        tmp_path / "run", images=digits(8)[0][:8], labels=digits(8)[1][:8], held_out=2
+    )
+    data = open_dataset(workspace).fingerprint
+    put_samples(workspace, 100, digits(8)[0][8:12], data)
+    (row,) = evaluate(config, workspace)
+    assert row["score_name"] == "kid_inception_4" and row["is_mean"] is not None
+    assert row["evidence"]["extractor_fingerprint"] == sha256_of(weights)[:16]
+    facts = workspace.read_json("evaluation/results.json")["extractor"]
+    assert facts["sha256"] == sha256_of(weights) and facts["standard"] is False
+    assert stale(config, workspace) is None
+    other = tmp_path / "other.pth"
+    other.write_bytes(weights.read_bytes() + b"0")
+    moved = {"evaluate": {**settings, "inception_weights": str(other)}}
+    assert stale(make_config(tmp_path, **moved), workspace) == "the scores are of another extractor"
+
+
 class Evil:
     """Runs code when it is unpickled."""
 
@@ -171,6 +195,30 @@ def test_a_uri_is_fetched_once(tmp_path: Path, web: tuple[str, list[str]]) -> No
         path = locate(f"{address}/weights.pth", workspace)
         assert path.read_bytes() == b"weights" and path.name == "weights.pth"
     assert asked == ["/weights.pth"]
+
+
+def test_s3_is_fetched_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="weights")
+    client.put_object(Bucket="weights", Key="a/inception.pth", Body=b"weights")
+    workspace = Workspace.open(str(tmp_path / "run"))
+    path = locate("s3://weights/a/inception.pth", workspace)
+    server.stop()
+    assert path.read_bytes() == b"weights"
+    assert locate("s3://weights/a/inception.pth", workspace) == path
 
 
 def test_what_cannot_be_fetched_is_one_sentence(tmp_path: Path, web: tuple[str, list[str]]) -> None:
@@ -284,7 +332,8 @@ def noisy(images: Pixels, deviation: float) -> Pixels:
 @functools.cache
 def judge(seed: int) -> tuple[Extractor, Moments]:
     """A classifier, fully trained for the first seed, and the training digits in its features."""
-    return with_moments(trained(seed, None if seed == 0 else 60).extractor("x", CPU))
+    found = trained(seed, 60) if seed else trained()
+    return with_moments(found.extractor("x", CPU))
 
 
 def with_moments(extractor: Extractor) -> tuple[Extractor, Moments]:
@@ -374,7 +423,6 @@ def put_extractor(workspace: Workspace, seed: int = 0) -> None:
         save_extractor(train_extractor(*splits(workspace), seed=seed, steps=2), folder)
 
 
-@pytest.mark.xdist_group("mlflow")
 def test_the_second_run_of_a_data_set_uses_the_first_ones_extractor(
     tmp_path: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -391,7 +439,6 @@ def test_the_second_run_of_a_data_set_uses_the_first_ones_extractor(
     assert open_in_domain(config, other, *splits(other), CPU).fingerprint != mine.fingerprint
 
 
-@pytest.mark.xdist_group("mlflow")
 def test_while_mlflow_is_away_the_workspace_is_enough_and_it_is_published_later(
     tmp_path: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -408,7 +455,6 @@ def test_while_mlflow_is_away_the_workspace_is_enough_and_it_is_published_later(
     assert open_in_domain(back, second, *splits(second), CPU).fingerprint == mine.fingerprint
 
 
-@pytest.mark.xdist_group("mlflow")
 def test_mlflows_extractor_replaces_one_that_was_trained_meanwhile(
     tmp_path: Path, store: str
 ) -> None:

@@ -50,6 +50,8 @@ def nearest(
     A chunk of training images is in memory at a time. The search is in float32; the distance of
     the image found is computed anew from the difference, so that a copy has exactly 0.
     """
+    if not len(queries):
+        return Neighbours(np.empty(0), np.empty(0, np.int64), np.empty(0, np.bool_))
     both = torch.cat([_flat(queries), _flat(queries[:, :, ::-1])])
     found = _search(both, train, device or torch.device("cpu"))
     straight, mirrored = _distances(both, train, found).reshape(2, -1) / _contrast(queries)
@@ -76,7 +78,7 @@ def _search(queries: Tensor, train: PackedDataset, device: torch.device) -> NDAr
 
 def _distances(queries: Tensor, train: PackedDataset, index: NDArray[np.int64]) -> Any:
     """Root mean square differences (n,) float64 of rows (n, P) in [-1, 1] and training images."""
-    parts = [np.empty(0)]
+    parts = []
     for start in range(0, len(queries), CHUNK):
         part = slice(start, start + CHUNK)
         difference = queries[part].double() - _flat(train.take(index[part])).double()

@@ -77,8 +77,8 @@ def _quality(row: Row) -> Answer:
         )
     same, n = row["at_floor"]["fd"], row["floor_count"]
     detail = (
-        f"With {n:,} images each, samples lie {number(same)} from the training images and real "
-        f"images that were held out {number(floor)}. Lower is better."
+        f"At {n:,} images each, samples lie {number(same)} from the training images, and real "
+        f"images that were held out lie {number(floor)} from them. Lower is better."
     )
     ratio = same / floor if floor > 0 else float("inf")
     if ratio <= NEAR:
