@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpm_core.errors import require
-from ddpm_core.evaluation.chart import spans
+from ddpm_core.evaluation.chart import label, log_ticks, spans
 from ddpm_core.evaluation.metrics import count_label, metric_name
 from ddpm_core.evaluation.rows import Row, best, best_inception, ranked
 
 FIRST = 25  # checkpoints in the pictures of the beginning
 SIZE = (8.0, 4.8)  # inches
 DPI = 120
+MARGINS = {"left": 0.1, "right": 0.98, "top": 0.92, "bottom": 0.11}  # shares of the figure
 BLUE, ORANGE, GRAY = "#1f5fa8", "#c2541b", "#6b6b6b"
 
 
@@ -31,13 +32,10 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
 
 def _distance(rows: Sequence[Row], suffix: str) -> bytes:
     figure, axes = _figure(rows, "fd", suffix)
-    if _line(axes, rows, "fd", BLUE, label=_samples(rows)):
+    if _line(axes, rows, "fd", BLUE, _samples(rows)):
         _mark(axes, best(rows), "fd", "best")
         _floor(axes, rows, "fd")
-        if spans([row["fd"] for row in rows]):
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
+        _from_zero(axes, [row["fd"] for row in rows if row["fd"] is not None])
     return _png(figure, axes, "lower is better")
 
 
@@ -53,22 +51,21 @@ def _kernel(rows: Sequence[Row]) -> bytes:
     figure, axes = _figure(rows, "kid")
     if _line(axes, rows, "kid_mean", BLUE, deviation="kid_std"):
         _floor(axes, rows, "kid_mean")
+        _from_zero(axes, [row["kid_mean"] for row in rows if row["kid_mean"] is not None])
     return _png(figure, axes, "lower is better; mean and deviation of 100 subsets")
 
 
 def _shares(rows: Sequence[Row]) -> bytes:
     figure, axes = _figure(rows, "precision and recall")
-    shown = _line(axes, rows, "precision", BLUE, label="precision (fidelity)")
-    if _line(axes, rows, "recall", ORANGE, label="recall (diversity)") and shown:
+    shown = _line(axes, rows, "precision", BLUE, "precision (fidelity)")
+    if _line(axes, rows, "recall", ORANGE, "recall (diversity)") and shown:
         axes.set_ylim(-0.02, 1.02)
     return _png(figure, axes, "higher is better")
 
 
 def _figure(rows: Sequence[Row], metric: str, suffix: str = "") -> tuple[Any, Any]:
-    figure = require("matplotlib.figure", "eval").Figure(
-        figsize=SIZE, dpi=DPI, layout="constrained"
-    )
-    axes = figure.subplots()
+    figure = require("matplotlib.figure", "eval").Figure(figsize=SIZE, dpi=DPI)
+    axes = figure.subplots(gridspec_kw=MARGINS)
     axes.set_title(_title(rows, metric) + (f", first {FIRST} checkpoints" if suffix else ""))
     axes.set_xlabel("training step")
     axes.grid(alpha=0.25, linewidth=0.6)
@@ -95,7 +92,7 @@ def _line(
     rows: Sequence[Row],
     key: str,
     color: str,
-    label: str | None = None,
+    name: str | None = None,
     deviation: str | None = None,
 ) -> bool:
     """One score against the step; False, and a remark in the picture, where it is nowhere."""
@@ -105,7 +102,7 @@ def _line(
         axes.set_yticks([])
         return False
     steps, values = [row["step"] for row in there], [row[key] for row in there]
-    axes.plot(steps, values, color=color, marker="o", markersize=4, linewidth=1.6, label=label)
+    axes.plot(steps, values, color=color, marker="o", markersize=4, linewidth=1.6, label=name)
     if deviation is not None:
         low = [row[key] - row[deviation] for row in there]
         high = [row[key] + row[deviation] for row in there]
@@ -119,7 +116,7 @@ def _line(
 def _mark(axes: Any, row: Row | None, key: str, word: str) -> None:
     if row is None or row.get(key) is None:
         return
-    label = f"{word}: {row[key]:.4g} at step {row['step']:,}"
+    text = f"{word}: {row[key]:.4g} at step {row['step']:,}"
     axes.plot(
         [row["step"]],
         [row[key]],
@@ -129,8 +126,20 @@ def _mark(axes: Any, row: Row | None, key: str, word: str) -> None:
         markeredgewidth=2,
         color=ORANGE,
         linestyle="none",
-        label=label,
+        label=text,
     )
+
+
+def _from_zero(axes: Any, values: Sequence[float]) -> None:
+    """An axis from 0 (or the least value below); logarithmic where that would hide the small."""
+    if not spans(values):
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0] if min(values) < 0 else 0.0))
+        return
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    marks = [mark for mark in log_ticks(low, high) if low <= mark <= high]
+    axes.set_yticks(marks, [label(mark) for mark in marks])
+    axes.minorticks_off()
 
 
 def _floor(axes: Any, rows: Sequence[Row], key: str) -> None:
@@ -138,12 +147,12 @@ def _floor(axes: Any, rows: Sequence[Row], key: str) -> None:
     value, count = (rows[0].get("floor") or {}).get(key), rows[0]["floor_count"]
     if value is None:
         return
-    label = f"{count_label(count)} held-out real images: {value:.4g}"
-    axes.axhline(value, color=GRAY, linestyle="--", linewidth=1.2, label=label)
+    text = f"{count_label(count)} held-out real images: {value:.4g}"
+    axes.axhline(value, color=GRAY, linestyle="--", linewidth=1.2, label=text)
     if count < rows[0]["evidence"]["count"] and key != "kid_mean":
         steps, values = [row["step"] for row in rows], [row["at_floor"][key] for row in rows]
-        label = f"{count_label(count)} samples, to compare with that line"
-        axes.plot(steps, values, color=GRAY, marker=".", linewidth=1, label=label)
+        text = f"{count_label(count)} samples, to compare with that line"
+        axes.plot(steps, values, color=GRAY, marker=".", linewidth=1, label=text)
 
 
 def _png(figure: Any, axes: Any, remark: str) -> bytes:
