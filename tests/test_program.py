@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from program import command, ddpm, environment, write_params
-
-
-def quickest(folder: Path, *arguments: str) -> float:
-    """Seconds, the best of three: other work on the machine is not ours."""
-    best = float("inf")
-    for _ in range(3):
-        started = time.perf_counter()
-        subprocess.run(command(*arguments), cwd=folder, capture_output=True, check=False)
-        best = min(best, time.perf_counter() - started)
-    return best
+from program import ddpm, environment, write_params
 
 
 def test_help_and_bad_params_answer_without_torch(tmp_path: Path) -> None:

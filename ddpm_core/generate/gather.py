@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,11 +163,8 @@ def _write_manifest(config: Config, workspace: Workspace, recipe: dict[str, Any]
         for name in [*names, "labels.npy"]
         if (folder / name).exists()
     }
-    counts = sum(
-        json.loads(workspace.storage.read(f"{key}/{s.name}.json"))["stop"]
-        - json.loads(workspace.storage.read(f"{key}/{s.name}.json"))["start"]
-        for s in plan.shards(config.sample)
-    )
+    records = [workspace.read_json(f"{key}/{s.name}.json") for s in plan.shards(config.sample)]
+    counts = sum(record["stop"] - record["start"] for record in records)
     if counts != config.sample.count:
         raise Corrupt(f"{key} holds {counts} images; {config.sample.count} were asked for.")
     workspace.write_json(f"{key}/{MANIFEST}", {**recipe, "shards": names, "files": files})
