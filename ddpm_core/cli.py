@@ -242,7 +242,7 @@ def main() -> None:
     """The installed program."""
     # Threads that spin while they wait take the cores from each other as soon as anything else
     # runs: on two cores beside one busy process a training step took 4 times as long.
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     app()
 
 

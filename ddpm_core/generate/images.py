@@ -14,6 +14,7 @@ from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.diffusion.samplers import SamplerSettings, sample
 from ddpm_core.generate.conditions import Conditions
 from ddpm_core.images import Pixels, to_pixels
+from ddpm_core.models.execution import prepare_model
 from ddpm_core.models.unet import UNet
 from ddpm_core.precision import autocast, choose
 from ddpm_core.rng import Purpose
@@ -29,7 +30,6 @@ class Generator:
     def __init__(
         self, model: UNet, data: dict[str, Any], settings: Sample, diffusion: Diffusion
     ) -> None:
-        self._model = model
         self._settings = settings
         self._prediction = diffusion.prediction
         self._schedule = make_schedule(diffusion.schedule, diffusion.timesteps)
@@ -39,6 +39,7 @@ class Generator:
         )
         self._conditions = Conditions(model.config.conditioning, data, settings)
         self._precision = choose(settings.precision, self._device)
+        self._model = prepare_model(model, self._device, self._precision)
 
     @torch.no_grad()
     def images(

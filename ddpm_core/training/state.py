@@ -13,6 +13,7 @@ from ddpm_core.config import Config
 from ddpm_core.diffusion.noise_levels import NoiseLevels, make_noise_levels
 from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.distributed import World
+from ddpm_core.models.execution import prepare_model
 from ddpm_core.models.unet import UNet
 from ddpm_core.training.ema import Ema
 from ddpm_core.training.execution import Execution, make_optimizer
@@ -61,7 +62,7 @@ class TrainState:
     def create(cls, config: Config, world: World, execution: Execution, model: UNet) -> TrainState:
         """The state before the first step."""
         device = world.device
-        model = model.to(device).train()
+        model = prepare_model(model, device, execution.precision, training=True).train()
         schedule = make_schedule(config.diffusion.schedule, config.diffusion.timesteps)
         loss = config.train.loss
         levels = make_noise_levels(
