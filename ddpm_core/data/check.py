@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpm_core import console
-from ddpm_core.config import Auto, Prepare
+from ddpm_core.config import Prepare
+from ddpm_core.config.section import Auto
 from ddpm_core.data import names
 from ddpm_core.data.cifar import recognise
 from ddpm_core.data.examine import Examined, examine

@@ -1,0 +1,102 @@
+"""What to do: the sections of params.yaml as frozen, validated objects.
+
+Nothing here imports torch, so `ddpm --help` and a mistake in a params file answer at once.
+Every mistake of a file is reported together, each with its path, what was given and what is
+allowed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from ddpm_core.config.network import Diffusion, Model
+from ddpm_core.config.prepare import Prepare
+from ddpm_core.config.results import Evaluate, Register, Sample, Tracking
+from ddpm_core.config.section import Section
+from ddpm_core.config.train import Loss, Optimizer, Timesteps, Train
+
+__all__ = [
+    "Config",
+    "Diffusion",
+    "Evaluate",
+    "Loss",
+    "Model",
+    "Optimizer",
+    "Prepare",
+    "Register",
+    "Sample",
+    "Section",
+    "Timesteps",
+    "Tracking",
+    "Train",
+]
+
+
+class Config(Section):
+    """A whole params.yaml."""
+
+    def dump(self) -> dict[str, Any]:
+        """Plain data, as in a params file; `params.validate` makes the same Config of it."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    workspace: str = "workspace"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
+    prepare: Prepare = Prepare()
+    model: Model = Model()
+    diffusion: Diffusion = Diffusion()
+    train: Train = Train()
+    sample: Sample = Sample()
+    evaluate: Evaluate = Evaluate()
+    registration: Register = Field(Register(), alias="register")  # a class has a `register`
+    tracking: Tracking = Tracking()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        mistakes = [*self._network_mistakes(), *self._sampling_mistakes()]
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return self
+
+    def _network_mistakes(self) -> list[str]:
+        size, levels = self.prepare.image_size, len(self.model.multipliers)
+        divisor = 2 ** (levels - 1)
+        if size % divisor:
+            below, above = size // divisor * divisor, -(-size // divisor) * divisor
+            allowed = f"{below} or {above}" if below else f"{above}"
+            return [
+                f"prepare.image_size: {size} given; a network of {levels} levels halves it "
+                f"{levels - 1} times, so a multiple of {divisor} is needed: {allowed}"
+            ]
+        sizes = [size // 2**level for level in range(levels)]
+        mistakes = [
+            f"model.attention: {a} given; the network of prepare.image_size {size} works at {sizes}"
+            for a in self.model.attention
+            if a not in sizes
+        ]
+        uneven = [m for m in self.model.multipliers if self.model.channels * m % self.model.heads]
+        if uneven:
+            mistakes.append(
+                f"model.heads: {self.model.heads} given; it must divide the channels of every "
+                f"level, {[self.model.channels * m for m in self.model.multipliers]}"
+            )
+        return mistakes
+
+    def _sampling_mistakes(self) -> list[str]:
+        mistakes = []
+        if self.sample.steps > self.diffusion.timesteps:
+            mistakes.append(
+                f"sample.steps: {self.sample.steps} given; there are only "
+                f"{self.diffusion.timesteps} (diffusion.timesteps)"
+            )
+        if self.sample.classes is not None and self.model.conditioning != "class":
+            mistakes.append("sample.classes: given, but model.conditioning is not class")
+        if self.sample.prompts is not None and self.model.conditioning != "text":
+            mistakes.append("sample.prompts: given, but model.conditioning is not text")
+        if isinstance(self.sample.ema, float) and self.sample.ema not in self.train.ema:
+            mistakes.append(
+                f"sample.ema: {self.sample.ema} given; train.ema has {list(self.train.ema)}"
+            )
+        return mistakes

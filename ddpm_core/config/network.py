@@ -1,0 +1,44 @@
+"""The sections model and diffusion: the network and what it is to undo."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ddpm_core.config.section import Positive, Section, as_tuple
+
+
+class Model(Section):
+    """The U-Net of Ho et al. (2020), section B."""
+
+    channels: Positive = 32
+    multipliers: Annotated[tuple[Positive, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
+        1,
+        2,
+        2,
+    )
+    blocks: Positive = 1
+    attention: Annotated[tuple[Positive, ...], BeforeValidator(as_tuple)] = Field(
+        (8,), description="image sizes at which self-attention is added"
+    )
+    heads: Positive = 1
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    conditioning: Literal["none", "class", "text"] = "none"
+
+
+class Diffusion(Section):
+    """The forward process and what the network predicts."""
+
+    schedule: Literal["linear", "cosine"] = "cosine"
+    timesteps: Annotated[int, Field(ge=2, le=100_000)] = 1000
+    prediction: Literal["noise", "x0", "v"] = "v"
+
+    @model_validator(mode="after")
+    def _linear_needs_steps(self) -> Self:
+        if self.schedule == "linear" and self.timesteps <= 20:
+            raise ValueError(
+                f"timesteps: {self.timesteps} with schedule linear: its rescaled betas, up to "
+                "0.02 x 1000 / timesteps, reach 1; use more than 20 timesteps or schedule cosine"
+            )
+        return self

@@ -1,0 +1,47 @@
+"""The section prepare: which images, and how they are made square."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
+
+
+class Prepare(Section):
+    """Where the images come from and how they are made square."""
+
+    source: str = Field(
+        "digits", description="digits, a directory, archive, s3://, dvc:, cifar10 or dtd"
+    )
+    image_size: Annotated[int, Field(ge=4, le=1024)] = 16
+    channels: Auto | Literal[1, 3] = Field("auto", description="auto: 1 where every image is gray")
+    resize: Literal["crop", "pad", "squash"] = "crop"
+    background: str = Field("white", description="behind transparency and around padded images")
+    holdout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.1, description="share held out, where the source has no test or val folder of its own"
+    )
+    classes: Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = (
+        Field(None, description="the classes to use; none: all")
+    )
+    caption: str = Field(
+        "a photo of a {class}", description="the caption of a picture that comes without"
+    )
+    workers: Auto | Positive = "auto"
+    max_rejected: Fraction = 0.01
+    download: bool = False
+
+    @model_validator(mode="after")
+    def _background_is_a_color(self) -> Self:
+        if self.background in ("white", "black", "gray"):
+            return self
+        from PIL import ImageColor
+
+        try:
+            ImageColor.getrgb(self.background)
+        except ValueError:
+            raise ValueError(
+                f"background: {self.background!r} given; a color such as white or #808080 is needed"
+            ) from None
+        return self

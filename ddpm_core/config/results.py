@@ -1,0 +1,80 @@
+"""The sections sample, evaluate, register and tracking: what is made of a training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
+
+
+class Sample(Section):
+    """Which checkpoints are sampled, how many images, by which sampler."""
+
+    checkpoints: Annotated[
+        Literal["latest", "all", "best"] | Annotated[tuple[Positive, ...], Field(min_length=1)],
+        BeforeValidator(as_tuple),
+    ] = "all"
+    count: Positive = 500
+    batch_size: Positive = 250
+    sampler: Literal["ddpm", "ddim", "dpmpp"] = "dpmpp"
+    steps: Positive = 20
+    spacing: Literal["uniform", "quadratic", "quadratic_official"] = "uniform"
+    eta: Fraction = Field(0.0, description="DDIM's noise: 0 none, 1 that of DDPM")
+    variance: Literal["auto", "large", "small"] = Field(
+        "auto",
+        description="DDPM's posterior variance; auto: large for full chains, small for short",
+    )
+    guidance: Annotated[float, Field(ge=0.0)] = Field(1.0, description="classifier-free; 1: none")
+    classes: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] | None = Field(
+        None, description="class names to draw, in turn; none: as frequent as in training"
+    )
+    prompts: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] | None = Field(
+        None, description="texts to draw, in turn; none: captions as frequent as in training"
+    )
+    ema: Auto | Literal["none"] | float = Field("auto", description="auto: the first of train.ema")
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
+    shards: Positive = 1
+    png: bool = Field(False, description="also single PNG files")
+
+
+class Evaluate(Section):
+    """How sampled checkpoints are scored."""
+
+    extractor: Literal["auto", "inception", "in_domain"] = "auto"
+    metrics: Annotated[
+        tuple[Literal["fid", "kid", "is", "prdc", "memorisation"], ...],
+        BeforeValidator(as_tuple),
+        Field(min_length=1),
+    ] = ("fid", "kid", "is", "prdc", "memorisation")
+    neighbours: Positive = Field(5, description="k of precision, recall, density and coverage")
+    inception_weights: str | None = Field(
+        None, description="a file, or a URI; #sha256=HEX at the end is checked"
+    )
+
+    @model_validator(mode="after")
+    def _can_score(self) -> Self:
+        if self.extractor == "inception" and self.inception_weights is None:
+            raise ValueError(
+                "inception_weights: none given, but extractor is inception; a file or URI of "
+                "torch-fidelity's weights is needed, or extractor in_domain"
+            )
+        if not {"fid", "kid"} & set(self.metrics):
+            raise ValueError(
+                f"metrics: {list(self.metrics)} given; fid or kid is needed to rank checkpoints"
+            )
+        return self
+
+
+class Register(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "ddpm"
+    alias: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = "champion"
+
+
+class Tracking(Section):
+    uri: str = Field(
+        "sqlite:///mlflow.db", description="an MLflow tracking URI; empty: no tracking"
+    )
+    experiment: str = "ddpm"

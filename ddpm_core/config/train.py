@@ -1,0 +1,75 @@
+"""The section train: one run of training, its optimizer and its loss."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
+
+
+class Optimizer(Section):
+    name: Literal["adam", "adamw"] = "adam"
+    lr: Annotated[float, Field(gt=0.0)] = 1.0e-3
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]],
+        BeforeValidator(as_tuple),
+    ] = (0.9, 0.999)
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    warmup: Annotated[int, Field(ge=0)] = Field(100, description="steps of linear warm-up")
+    schedule: Literal["constant", "cosine"] = "constant"
+    clip: Annotated[float, Field(ge=0.0)] = Field(
+        1.0, description="largest gradient norm; 0: no clipping"
+    )
+
+
+class Loss(Section):
+    kind: Literal["l2", "huber"] = "l2"
+    weighting: Literal["uniform", "min_snr", "p2"] = "min_snr"
+    gamma: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="min_snr's bound (5) or p2's power (1), where none is given"
+    )
+    k: Annotated[float, Field(gt=0.0)] = Field(1.0, description="p2's offset")
+
+
+class Timesteps(Section):
+    sampler: Literal["uniform"] = "uniform"
+
+
+class Train(Section):
+    """One run of training; `batch_size` is that of all workers and microbatches together."""
+
+    steps: Positive = 800
+    batch_size: Positive = 32
+    microbatches: Positive = Field(1, description="gradient accumulation, for memory alone")
+    processes: Auto | Positive = Field(1, description="auto: one a GPU")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    compile: Auto | bool = "auto"
+    init: str | None = Field(None, description="start from a models:/ URI or a diffusers folder")
+    optimizer: Optimizer = Optimizer()
+    ema: Annotated[
+        tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...], BeforeValidator(as_tuple)
+    ] = (0.99,)
+    ema_warmup: bool = Field(
+        False, description="decay (1 + step) / (10 + step) until it reaches ema"
+    )
+    flip: bool = False
+    label_drop: Fraction = 0.1
+    loss: Loss = Loss()
+    timesteps: Timesteps = Timesteps()
+    log_every: Positive = 20
+    grid: Annotated[int, Field(ge=0)] = Field(36, description="images in a milestone's preview")
+    snapshot_every: Positive = 200
+    keep: Positive = Field(3, description="snapshots kept beside the milestones")
+    milestone_every: Positive = Field(200, description="steps between checkpoints for evaluation")
+
+    @model_validator(mode="after")
+    def _microbatches_fit(self) -> Self:
+        if self.microbatches > self.batch_size:
+            raise ValueError(
+                f"microbatches: {self.microbatches} is more than batch_size, {self.batch_size}"
+            )
+        if len(set(self.ema)) < len(self.ema):
+            raise ValueError(f"ema: {list(self.ema)} has a decay twice")
+        return self
