@@ -20,7 +20,7 @@ ALLOWED = {
     "data": set(),
     "generate": {"models", "diffusion", "data"},
     "training": {"models", "diffusion", "data", "generate", "registry", "interop"},
-    "evaluation": {"data", "generate"},
+    "evaluation": {"models", "data", "generate"},
     "registry": {"models", "diffusion", "data", "generate", "evaluation"},
 }
 # Only these may know the network and the process without importing anything of ours at all.

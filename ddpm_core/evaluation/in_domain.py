@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpm_core import rng
+from ddpm_core.adam import Adam
 from ddpm_core.console import progress
 from ddpm_core.data.dataset import Indices, PackedDataset
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.images import to_model
+from ddpm_core.models.undrawn import Conv2d, Linear
 from ddpm_core.rng import Key, Purpose
 
 RECIPE = 1  # raised when the same images would give another extractor
@@ -54,7 +56,7 @@ class Network(nn.Module):
         self.middle = nn.Sequential(_block(32, 64, 2), _block(64, 64, 1))
         self.late = _block(64, 64, 2)
         self.last = _block(64, 96, 1)
-        self.head = nn.Linear(96, outputs)
+        self.head = Linear(96, outputs)
         self.register_buffer("offset", torch.zeros(128))
         self.register_buffer("scale", torch.ones(128))
 
@@ -127,14 +129,12 @@ def train_extractor(
 
 def build(channels: int, image_size: int, outputs: int) -> Network:
     """The network with room for its weights, and no draw from torch's generator."""
-    with torch.device("meta"):
-        network = Network(channels, image_size, outputs)
-    return network.to_empty(device="cpu")
+    return Network(channels, image_size, outputs)
 
 
 def _block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+        Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
         nn.BatchNorm2d(outputs),
         nn.ReLU(),
     )
@@ -170,7 +170,7 @@ def _initialise(network: Network, key: Key) -> None:
 
 def _fit(network: Network, data: PackedDataset, turned: bool, steps: int, key: Key) -> None:
     """Adam under one cosine from RATE to 0."""
-    optimizer = torch.optim.Adam(network.parameters(), lr=RATE)
+    optimizer = Adam(network.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     order = _order(len(data), BATCH // TURNS if turned else BATCH, key)
     network.train()

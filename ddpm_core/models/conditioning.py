@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddpm_core.models.layers import JoinedLinear, attend
+from ddpm_core.models.undrawn import Embedding, Linear
 
 TEXT_BYTES = 64
 
@@ -21,7 +22,7 @@ class ClassEmbedding(nn.Module):
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
         self.classes = classes
-        self.embedding = nn.Embedding(classes + 1, width)
+        self.embedding = Embedding(classes + 1, width)
 
     def forward(self, condition: Tensor | None, drop: Tensor | None, batch: int) -> Tensor:
         """int64 (B,) class numbers or None, bool (B,) -> (B, width)."""
@@ -39,11 +40,11 @@ class TextEncoder(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         width = 64 if channels < 64 else 128
-        self.embedding = nn.Embedding(256, width)
+        self.embedding = Embedding(256, width)
         self.position = nn.Parameter(torch.empty(TEXT_BYTES, width))
         self.blocks = nn.ModuleList(TextBlock(width) for _ in range(2))
         self.norm = nn.LayerNorm(width)
-        self.out = nn.Linear(width, 4 * channels)
+        self.out = Linear(width, 4 * channels)
         self.null = nn.Parameter(torch.empty(4 * channels))
 
     def forward(self, condition: Tensor | None, drop: Tensor | None, batch: int) -> Tensor:
@@ -77,10 +78,10 @@ class TextBlock(nn.Module):
         self.heads = heads
         self.norm1 = nn.LayerNorm(width)
         self.qkv = JoinedLinear(width, [width] * 3)
-        self.out = nn.Linear(width, width)
+        self.out = Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
-        self.widen = nn.Linear(width, 4 * width)
-        self.narrow = nn.Linear(4 * width, width)
+        self.widen = Linear(width, 4 * width)
+        self.narrow = Linear(4 * width, width)
 
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:
         """(B, N, width), bool (B, N) -> (B, N, width)."""

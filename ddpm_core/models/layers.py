@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddpm_core.models.norms import Norm
+from ddpm_core.models.undrawn import Conv2d, Linear
 
 EXPLICIT_LENGTH = 1024  # on CPUs attention written out is twice as fast, but takes length^2 memory
 
 Dropout = Callable[[Tensor, int], Tensor]  # (activations, number of the residual block)
 
 
-class JoinedLinear(nn.Linear):
+class JoinedLinear(Linear):
     """Linear layers of one input and `sizes` outputs, as one matrix product."""
 
     def __init__(self, inputs: int, sizes: Sequence[int]) -> None:
@@ -32,8 +33,8 @@ class TimeEmbedding(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.channels = channels
-        self.linear1 = nn.Linear(channels, 4 * channels)
-        self.linear2 = nn.Linear(4 * channels, 4 * channels)
+        self.linear1 = Linear(channels, 4 * channels)
+        self.linear2 = Linear(4 * channels, 4 * channels)
 
     def set_frequencies(self) -> None:
         """(channels // 2,) frequencies from 1 down to 1e-4; apart, for they are no weights."""
@@ -63,10 +64,10 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.number = number
         self.norm1 = Norm(inputs)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.conv1 = Conv2d(inputs, outputs, 3, padding=1)
         self.norm2 = Norm(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
-        self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        self.conv2 = Conv2d(outputs, outputs, 3, padding=1)
+        self.shortcut = Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor, times: Sequence[Tensor], dropout: Dropout | None) -> Tensor:
         """(B, inputs, H, W) -> (B, outputs, H, W); `times[number]` is (B, outputs)."""
@@ -86,7 +87,7 @@ class Attention(nn.Module):
         self.heads = heads
         self.norm = Norm(channels, active=False)
         self.qkv = JoinedLinear(channels, [channels] * 3)
-        self.out = nn.Linear(channels, channels)
+        self.out = Linear(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
@@ -156,7 +157,7 @@ class Downsample(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+        self.conv = Conv2d(channels, channels, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H / 2, W / 2)."""
@@ -169,7 +170,7 @@ class Upsample(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv = Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, 2 * H, 2 * W)."""

@@ -24,6 +24,7 @@ from ddpm_core.models.layers import (
     Upsample,
 )
 from ddpm_core.models.norms import Norm
+from ddpm_core.models.undrawn import Conv2d
 
 
 @dataclass(frozen=True)
@@ -116,22 +117,22 @@ class UNet(nn.Module):
     """Noisy images and their timesteps in, the diffusion's prediction out.
 
     Constructing draws no random numbers and leaves the weights undefined: `initialise` or
-    `load_state_dict` sets them. It holds no generator either: dropout comes as a function.
+    `load_state_dict` sets them; on `device` meta it has shapes alone, and takes no memory. It
+    holds no generator either: dropout comes as a function.
     """
 
-    def __init__(self, config: UNetConfig) -> None:
+    def __init__(self, config: UNetConfig, device: str = "cpu") -> None:
         super().__init__()
         self.config = config
-        with torch.device("meta"):
+        with torch.device(device):
             self._build(config)
-        self.to_empty(device="cpu")
         self.time_embedding.set_frequencies()
 
     def _build(self, config: UNetConfig) -> None:
         channels = config.channels
         self.time_embedding = TimeEmbedding(channels)
         self.condition = _conditioning(config)
-        self.conv_in = nn.Conv2d(config.in_channels, channels, 3, padding=1)
+        self.conv_in = Conv2d(config.in_channels, channels, 3, padding=1)
         self.time_sizes: list[int] = []  # of each residual block's time vector
         skips = [channels]
         self.down = self._down(config, skips)
@@ -139,7 +140,7 @@ class UNet(nn.Module):
         self.up = self._up(config, skips)
         self.time_projection = JoinedLinear(4 * channels, self.time_sizes)
         self.norm_out = Norm(self.time_sizes[-1])
-        self.conv_out = nn.Conv2d(self.time_sizes[-1], config.in_channels, 3, padding=1)
+        self.conv_out = Conv2d(self.time_sizes[-1], config.in_channels, 3, padding=1)
 
     def _down(self, config: UNetConfig, skips: list[int]) -> nn.ModuleList:
         layers = nn.ModuleList()

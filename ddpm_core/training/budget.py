@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-import torch
 import yaml
 
 from ddpm_core.config import Config
-from ddpm_core.data.dataset import open_dataset
+from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.distributed import choose_device
 from ddpm_core.models.unet import UNet
 from ddpm_core.training.execution import Execution
@@ -58,9 +57,8 @@ def describe(config: Config, workspace: Workspace, processes: int) -> str:
     return "\n".join(lines)
 
 
-def count_parameters(config: Config, data: object) -> int:
-    with torch.device("meta"):
-        model = UNet(network_config(config, data))  # type: ignore[arg-type]
+def count_parameters(config: Config, data: PackedDataset) -> int:
+    model = UNet(network_config(config, data), device="meta")
     return sum(p.numel() for p in model.parameters())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ddpm_core import config
+from ddpm_core.adam import Adam
 from ddpm_core.errors import UserError
 from ddpm_core.precision import autocast, choose
 
@@ -49,18 +50,14 @@ class Execution:
 
 def make_optimizer(
     settings: config.Optimizer, parameters: Iterable[torch.nn.Parameter], device: torch.device
-) -> torch.optim.Optimizer:
+) -> Adam:
     """Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019), fused where it exists."""
-    kinds: dict[str, type[torch.optim.Adam]] = {
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-    }
-    kind = kinds[settings.name]
-    return kind(
+    return Adam(
         parameters,
         lr=settings.lr,
         betas=settings.betas,
         weight_decay=settings.weight_decay,
+        decoupled=settings.name == "adamw",
         fused=device.type in ("cuda", "cpu", "mps"),
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpm_core.adam import Adam
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
 from ddpm_core.config import Config
 from ddpm_core.diffusion.noise_levels import NoiseLevels, make_noise_levels
@@ -49,7 +50,7 @@ class TrainState:
     model: UNet
     noise_levels: NoiseLevels
     alphas_bar: Tensor
-    optimizer: torch.optim.Optimizer
+    optimizer: Adam
     scaler: torch.amp.GradScaler
     emas: list[Ema]
     totals: Totals
@@ -138,9 +139,14 @@ def _load_optimizer(state: TrainState, tensors: Any) -> None:
         key, _, parameter = name.partition("/")
         by_parameter.setdefault(parameter, {})[key] = tensor
     names = [name for name, _ in state.model.named_parameters()]
-    packed = state.optimizer.state_dict()
-    packed["state"] = {i: by_parameter[n] for i, n in enumerate(names) if n in by_parameter}
-    state.optimizer.load_state_dict(packed)
+    shapes = {name: {(), tuple(p.shape)} for name, p in state.model.named_parameters()}
+    for name, group in by_parameter.items():
+        if any(tuple(tensor.shape) not in shapes[name] for tensor in group.values()):
+            raise ValueError(f"the optimizer's tensors of {name} have another shape")
+    if len(by_parameter) != len(names):
+        raise ValueError("the optimizer lacks some parameters")
+    for name, parameter in state.model.named_parameters():
+        state.optimizer.restore(parameter, by_parameter[name])
 
 
 def _host(tensor: Tensor) -> Tensor:
