@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread, nothing of the user's environment."""
+"""Shared by all tests: one torch thread, nothing of the user's environment, who runs what."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 
 torch.set_num_threads(1)
 
+# The longest groups of tests, which begin, so that none of them is left over for one process.
+LONGEST = ("mlflow", "dvc", "evaluate", "diffusers", "test_resume", "test_training")
+
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +22,17 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("MLFLOW_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def group(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    return str(marker.args[0]) if marker else item.path.stem
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of a file share a process, as they share fixtures; some share one with others."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=lambda item: LONGEST.index(name) if (name := group(item)) in LONGEST else 99)

@@ -18,7 +18,6 @@ from pathlib import Path
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "torch._dynamo",
         "ddpm_core.cli",
         "ddpm_core.data.prepare",
         "ddpm_core.training.launcher",
@@ -81,9 +80,12 @@ def _run(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
 class Program:
     """`ddpm ARGUMENTS`, running; its output is kept beside its folder."""
 
-    def __init__(self, folder: Path, arguments: tuple[str, ...]) -> None:
+    def __init__(
+        self, folder: Path, arguments: tuple[str, ...], target: Callable[..., None] = _run
+    ) -> None:
+        """Fork; the new process calls `target(folder, arguments, its output's file)`."""
         self._output = folder.parent / f".said-{time.monotonic_ns()}"
-        self._process = _context.Process(target=_run, args=(folder, arguments, self._output))
+        self._process = _context.Process(target=target, args=(folder, arguments, self._output))
         self._process.start()
 
     @property
@@ -108,7 +110,11 @@ class Program:
         """What it said, once it has ended."""
         if not self.wait(limit):
             self.send_signal(signal.SIGKILL)
-            raise AssertionError(f"ddpm did not end in {limit} seconds")
+            raise AssertionError(f"ddpm did not end in {limit} seconds; it said:\n{self.said()}")
+        return self.said()
+
+    def said(self) -> str:
+        """What it said so far, on stdout and stderr."""
         return self._output.read_text(errors="replace") if self._output.exists() else ""
 
 
