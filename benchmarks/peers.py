@@ -2,8 +2,9 @@
 
     python -m benchmarks.peers --json FILE [--quick] [--networks NAME...] [--rounds N] [--threads N]
 
-The file holds `train` and `sample`: peer -> network -> our speed over theirs, the median over
-rounds that each measure both, one right after the other. A train step is forward, backward, clip,
+The file holds `train` and `sample`: peer -> our speed over theirs, the geometric mean over the
+networks, each of which stands under `networks`: the median over rounds that measure both, one right
+after the other. A train step is forward, backward, clip,
 Adam, EMA, dropout and all random draws; a denoising step one evaluation and its update. Ours is
 what `ddpm train` and `ddpm sample` run with `precision: auto`.
 """
@@ -16,7 +17,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 import diffusers
@@ -84,9 +85,12 @@ def report(measured: dict[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
     """What the file holds."""
     return {
         **{
-            work: {"diffusers": {name: m["ratios"][work] for name, m in measured.items()}}
+            work: {
+                "diffusers": round(geometric_mean(m["ratios"][work] for m in measured.values()), 3)
+            }
             for work in ("train", "sample")
         },
+        "networks": {name: m["ratios"] for name, m in measured.items()},
         "random_share": {name: m["random_share"] for name, m in measured.items()},
         "seconds": {name: m["seconds"] for name, m in measured.items()},
         "batch": {name: m["batch"] for name, m in measured.items()},
@@ -129,7 +133,11 @@ def main(argv: list[str] | None = None) -> None:
     measured = {name: measure(NETWORKS[name](steps), rounds) for name in arguments.networks}
     result = report(measured, rounds)
     arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps({key: result[key] for key in ("train", "sample", "random_share")}, indent=2))
+    print(
+        json.dumps(
+            {key: result[key] for key in ("train", "sample", "networks", "random_share")}, indent=2
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ddpm_core import rng
 from ddpm_core.models.execution import layout, prepare_model
 from ddpm_core.models.layers import EXPLICIT_LENGTH, Upsample, attend
-from ddpm_core.models.norms import Norm, group_count
+from ddpm_core.models.norms import CACHED, Norm, group_count
 from ddpm_core.models.unet import UNet, UNetConfig
 
 CPU = torch.device("cpu")
@@ -277,6 +277,19 @@ def test_the_norm_for_channels_last_is_group_norm(shifted: bool, active: bool) -
     assert output.is_contiguous(memory_format=torch.channels_last)
     assert torch.allclose(output, expected, atol=1e-5)
     assert constant.isfinite().all()
+
+
+def test_the_norm_of_a_batch_beyond_the_cache_is_that_of_its_images() -> None:
+    norm = Norm(24)
+    x, shift = normals("x", (5, 24, 64, 64)), normals("shift", (5, 24))
+    assert x.numel() > CACHED > 2 * x[0].numel()
+    x = x.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for shifts in (shift, None):
+            alone = [
+                norm(x[i : i + 1], None if shifts is None else shift[i, None]) for i in range(5)
+            ]
+            assert torch.equal(norm(x, shifts), torch.cat(alone))
 
 
 def test_doubling_by_one_transposed_convolution_is_nearest_neighbours_and_convolution() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+CACHED = 2**18  # elements, 1 MB in float32; measured with 1 MB of second-level cache a core
 
 
 def group_count(channels: int) -> int:
@@ -29,12 +33,25 @@ class Norm(nn.GroupNorm):
         if _by_pixels(x):
             batch, channels, height, width = x.shape
             pixels = x.permute(0, 2, 3, 1).view(batch, height * width, channels)
-            normed = self._pixels(pixels, shift)
+            normed = self._in_cache(pixels, shift)
             return normed.view(batch, height, width, channels).permute(0, 3, 1, 2)
         if shift is not None:
             x = x + shift[:, :, None, None]
         x = functional.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
         return functional.silu(x) if self.active else x
+
+    def _in_cache(self, x: Tensor, shift: Tensor | None) -> Tensor:
+        """`_pixels` on as many images at a time as keep what it computes near the processor."""
+        images = max(1, CACHED // (x.shape[1] * x.shape[2]))
+        if images >= len(x):
+            return self._pixels(x, shift)
+        shifts = repeat(None) if shift is None else torch.split(shift, images)
+        normed = torch.empty_like(x)
+        for part, given, moved in zip(
+            torch.split(normed, images), torch.split(x, images), shifts, strict=False
+        ):
+            part.copy_(self._pixels(given, moved))
+        return normed
 
     def _pixels(self, x: Tensor, shift: Tensor | None) -> Tensor:
         """The same for (B, N, C), as sums and products in float32; it has no gradient.
