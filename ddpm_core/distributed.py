@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,18 +11,26 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Interrupted, UserError
 
-TIMEOUT = timedelta(minutes=5)  # a worker that hangs longer ends the others
+TIMEOUT = 300.0  # seconds that workers wait for one that does not answer
+LOST = 138  # exit status of a worker that lost another: 128 and more tell a scheduler to try again
 
 
 @dataclass(frozen=True)
 class World:
-    """One worker's place among all. `size` 1 needs no communication."""
+    """One worker's place among all. `size` 1 needs no communication.
+
+    Whatever they tell each other raises WorkerLost where one of them died, or did not answer
+    within `timeout` seconds. `agent` is the process of torchrun that watches this worker; 0: none.
+    """
 
     rank: int
     size: int
     device: torch.device
+    timeout: float = TIMEOUT
+    agent: int = 0
+    group: dist.ProcessGroup | None = None
 
     def share(self, batch_size: int) -> range:
         """The indices in the global batch that are this worker's: contiguous, sizes within one."""
@@ -33,19 +39,62 @@ class World:
     def sum_(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all workers."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            with self._told_when_lost():
+                dist.all_reduce(tensor, group=self.group)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all workers, of the same shape (...): (size, ...), in order of rank."""
+        if self.size == 1:
+            return tensor[None]
+        rows = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self._told_when_lost():
+            dist.all_gather(rows, tensor, group=self.group)
+        return torch.stack(rows)
 
     def from_first(self, value: int) -> int:
         """The first worker's value, on every worker."""
         if self.size == 1:
             return value
         tensor = torch.tensor([value], device=self.device)
-        dist.broadcast(tensor, 0)
-        return int(tensor.item())
+        with self._told_when_lost():
+            dist.broadcast(tensor, 0, group=self.group)
+            return int(tensor.item())
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            with self._told_when_lost():
+                dist.barrier(group=self.group)
+
+    def abandoned(self) -> bool:
+        """Whether torchrun is gone, so that nothing watches this worker or starts it again."""
+        return self.agent > 0 and os.getppid() != self.agent
+
+    @contextmanager
+    def _told_when_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise WorkerLost(self, error) from error
+
+
+class WorkerLost(Interrupted):
+    """Another worker died or hangs. The state of this one may be in the middle of a step."""
+
+    def __init__(self, world: World, error: BaseException) -> None:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        late = "timed out" in reason.lower() or "timeout" in reason.lower()
+        what = (
+            f"another worker did not answer within {world.timeout:g} s (train.worker_timeout)"
+            if late
+            else "the connection to another worker broke: it died or left"
+        )
+        super().__init__(
+            f"Worker {world.rank} of {world.size}: {what}. All workers have to start again from "
+            f"the newest snapshot; torchrun does so while it has restarts left. ({reason})",
+            LOST,
+        )
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
@@ -64,20 +113,43 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 @contextmanager
-def world(device: str, environment: Mapping[str, str]) -> Iterator[World]:
-    """The world that torchrun describes in the environment; without it, one worker alone."""
+def world(device: str, environment: Mapping[str, str], timeout: float = TIMEOUT) -> Iterator[World]:
+    """The world that torchrun describes in the environment; without it, one worker alone.
+
+    Workers wait for each other `timeout` seconds, and for each other's start at least TIMEOUT.
+    """
     size, rank = int(environment.get("WORLD_SIZE", 1)), int(environment.get("RANK", 0))
     chosen = choose_device(device, int(environment.get("LOCAL_RANK", 0)))
+    agent = os.getppid() if "TORCHELASTIC_RUN_ID" in environment else 0
     if size == 1:
-        yield World(0, 1, chosen)
+        yield World(0, 1, chosen, timeout, agent)
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=TIMEOUT)
+    group = _meet(chosen, World(rank, size, chosen, max(timeout, TIMEOUT)), timeout)
     try:
-        yield World(rank, size, chosen)
-    finally:
+        yield World(rank, size, chosen, timeout, agent, group)
+    except WorkerLost:
+        # What NCCL still waits for never comes, and closing would wait with it: the end of the
+        # process closes all.
+        raise
+    except BaseException:
         dist.destroy_process_group()
+        raise
+    else:
+        dist.destroy_process_group()
+
+
+def _meet(device: torch.device, starting: World, timeout: float) -> dist.ProcessGroup | None:
+    """Connect all workers; a group of all of them whose operations take `timeout` at most."""
+    with starting._told_when_lost():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=starting.timeout)
+        )
+        if timeout >= starting.timeout:
+            return None
+        group = dist.new_group(timeout=timedelta(seconds=timeout))
+        return None if isinstance(group, int) else group
 
 
 def processes(wanted: str | int, device: str) -> int:
@@ -85,22 +157,3 @@ def processes(wanted: str | int, device: str) -> int:
     if wanted != "auto":
         return int(wanted)
     return torch.cuda.device_count() if choose_device(device).type == "cuda" else 1
-
-
-def launch(count: int, arguments: Sequence[str]) -> int:
-    """Run `ddpm ARGUMENTS` as `count` workers under torchrun; its exit status.
-
-    Signals that ask to stop go on to the workers, which save and leave.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={count}", "--max-restarts=0", "-m", "ddpm_core.cli", *arguments]
-    process = subprocess.Popen(command)
-    previous = {
-        number: signal.signal(number, lambda received, frame: process.send_signal(received))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        return process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

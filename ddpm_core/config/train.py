@@ -44,6 +44,12 @@ class Train(Section):
     batch_size: Positive = 32
     microbatches: Positive = Field(1, description="gradient accumulation, for memory alone")
     processes: Auto | Positive = Field(1, description="auto: one a GPU")
+    worker_timeout: Annotated[float, Field(gt=0.0)] = Field(
+        300.0, description="seconds until a worker that does not answer counts as hung"
+    )
+    restarts: Annotated[int, Field(ge=0)] = Field(
+        3, description="how often `processes` start again after one died"
+    )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: Auto | bool = "auto"
     init: str | None = Field(None, description="start from a models:/ URI or a diffusers folder")

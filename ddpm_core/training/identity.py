@@ -11,6 +11,8 @@ from ddpm_core.workspace import fingerprint
 _FREE = {
     "microbatches",
     "processes",
+    "worker_timeout",
+    "restarts",
     "log_every",
     "snapshot_every",
     "keep",

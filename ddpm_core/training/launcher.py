@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping, Sequence
 
 import typer
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ddpm_core import distributed
 from ddpm_core.config import Config
+from ddpm_core.console import say
 from ddpm_core.errors import Interrupted
 from ddpm_core.training.budget import describe
 from ddpm_core.training.resume import Policy
 from ddpm_core.training.trainer import train as train_here
 from ddpm_core.workspace import Workspace
+
+GRACE = 120  # seconds that workers asked to stop have to save; torchrun's own is 30
 
 
 def train(
@@ -30,9 +38,52 @@ def train(
         typer.echo(describe(config, workspace, count))
         return
     if count > 1 and "WORLD_SIZE" not in environment:
-        status = distributed.launch(count, arguments)
-        if status:
-            raise Interrupted(f"Training by {count} processes ended with status {status}.", status)
+        launch(count, arguments, config.train.restarts)
         return
-    with distributed.world(config.device, environment) as world:
+    with distributed.world(config.device, environment, config.train.worker_timeout) as world:
         train_here(config, workspace, world, Policy(strict, from_step))
+
+
+def launch(count: int, arguments: Sequence[str], restarts: int) -> None:
+    """Run `ddpm ARGUMENTS` as `count` workers under torchrun, in this process.
+
+    Raises Interrupted with the exit status that they ended with. After a death, a hang or a stop
+    of one worker (a status of 128 or more) all start again, `restarts` times at most. A status
+    below is the user's to mend: nothing would be better at the next attempt.
+    """
+    for left in range(restarts, -1, -1):
+        status = _attempt(count, arguments)
+        if status == 0:
+            return
+        if status < 128 or left == 0:
+            break
+        say(f"A worker ended with status {status}; all start again, at most {left} times.")
+    raise Interrupted(f"Training by {count} processes ended with status {status}.", status)
+
+
+def _attempt(count: int, arguments: Sequence[str]) -> int:
+    """One start of all workers, until all or any have ended; their status.
+
+    Raises Interrupted after a signal, which goes on to the workers: they save and leave.
+    """
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
+    options = ["--standalone", f"--nproc-per-node={count}", "--max-restarts=0"]
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        parsed = torchrun.parse_args([*options, "-m", "ddpm_core.cli", *arguments])  # type: ignore[no-untyped-call]
+        torchrun.run(parsed)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        mended = [code for code in codes if 0 < code < 128]
+        code = mended[0] if mended else error.get_first_failure()[1].exitcode
+        return 128 - code if code < 0 else code
+    except SignalException as stop:
+        raise Interrupted(
+            f"{stop.sigval.name}: the {count} processes were stopped. "
+            "The same command goes on from the newest snapshot.",
+            128 + stop.sigval,
+        ) from None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return 0

@@ -11,14 +11,16 @@ import torch
 from ddpm_core.console import say
 from ddpm_core.distributed import World
 
+ASKED = 128 + signal.SIGTERM  # the exit status after a stop that all workers were asked for
 LAG = 2  # steps between a wish and its being read: by then the device has long passed it
 
 
 class StopRequest:
-    """SIGTERM or Ctrl-C: the wish travels with the reduction of the gradients.
+    """SIGTERM, Ctrl-C or torchrun's death: the wish travels with the reduction of the gradients.
 
     Each step's summed wish is read `LAG` steps later, on every worker at the same step. A second
-    signal ends the process at once.
+    signal ends the process at once. `status` is the exit status that the stop calls for; 0: this
+    worker was not asked, or not yet.
     """
 
     def __init__(self, world: World) -> None:
@@ -44,6 +46,9 @@ class StopRequest:
 
     def wish(self) -> torch.Tensor:
         """This worker's wish for the coming step, to be summed over all workers in place."""
+        if not self.status and self._world.abandoned():
+            self.status = ASKED
+            say("torchrun is gone: finishing this step and saving.")
         self._current = torch.full((), float(self.status > 0), device=self._world.device)
         return self._current
 

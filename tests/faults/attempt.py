@@ -1,0 +1,216 @@
+"""One start of a training run on several workers, as a user starts it, and its processes.
+
+`torchrun` and `ddpm` are the real command lines. `forked` is torchrun's agent in a process that is
+forked with torch imported, and so are its workers: the same agent and the same rendezvous, without
+the seconds that each import takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.forkserver
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from program import Program, environment
+
+RESTARTS = 3
+STARTS = "starts"  # a forked worker notes its process id in starts/RANK
+# So that a node that was killed is missed in seconds; torchrun's own are 15 and 30.
+RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "last_call_timeout": 1}
+
+
+class Attempt:
+    """A run that was started; `folder` has its params.yaml."""
+
+    def __init__(self, folder: Path, start: str, size: int, endpoint: str = "", node: int = 0):
+        self.folder, self.start, self.size, self.node = folder, start, size, node
+        self._seen: set[int] = set()
+        if start == "forked":
+            self._program: Any = Program(
+                folder, (str(size), endpoint, str(node), "train"), target=_agent
+            )
+        else:
+            self._program = _Started(folder, _command_line(start, size))
+
+    @property
+    def pid(self) -> int:
+        return int(self._program.pid)
+
+    @property
+    def returncode(self) -> int | None:
+        code = self._program.returncode
+        return None if code is None else int(code)
+
+    def said(self) -> str:
+        return str(self._program.said())
+
+    def wait(self, limit: float) -> bool:
+        return bool(self._program.wait(limit))
+
+    def workers(self) -> dict[int, int]:
+        """The process of each local rank that is running."""
+        found = self._forked() if self.start == "forked" else _children(self.pid)
+        self._seen |= set(found.values())
+        return found
+
+    def kill(self, number: int, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def kill_all(self) -> None:
+        """The agent first, so that it starts nobody again."""
+        workers = self.workers()
+        for pid in (self.pid, *workers.values()):
+            self.kill(signal.SIGKILL, pid)
+        self.wait(30)
+        until(lambda: not self.left(), "the killed workers are gone")
+
+    def left(self) -> list[int]:
+        """Workers that were seen, and are still there."""
+        return [pid for pid in self._seen if running(pid)]
+
+    def close(self) -> None:
+        """Leave no process, whatever happened."""
+        with contextlib.suppress(OSError):
+            self.workers()
+        for pid in (self.pid, *self._seen):
+            self.kill(signal.SIGKILL, pid)
+        self.wait(30)
+
+    def _forked(self) -> dict[int, int]:
+        found = {}
+        for file in (self.folder / STARTS).glob(f"{self.node}-*"):
+            with contextlib.suppress(ValueError):
+                pid = int(file.read_text() or "0")
+                if running(pid):
+                    found[int(file.name.partition("-")[2])] = pid
+        return found
+
+
+class _Started:
+    """A command line's process, with what tests ask of a forked one."""
+
+    def __init__(self, folder: Path, command: list[str]) -> None:
+        self._output = folder.parent / f".said-{time.monotonic_ns()}"
+        with self._output.open("wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment(),
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def wait(self, limit: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit)
+        return self._process.poll() is not None
+
+    def said(self) -> str:
+        return self._output.read_text(errors="replace")
+
+
+def _command_line(start: str, size: int) -> list[str]:
+    ours = ["-m", "ddpm_core.cli", "train"]
+    if start == "ddpm":
+        return [sys.executable, *ours, "-S", f"train.processes={size}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, f"--nproc-per-node={size}", f"--max-restarts={RESTARTS}", *ours]
+
+
+def _agent(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    """torchrun's agent, as `torchrun --nproc-per-node=SIZE` runs it, with forked workers."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    size, endpoint, node, *rest = arguments
+    _move_in(folder, output)
+    os.setsid()
+    # This process has the fork server of the tests; a child does not notice, and starts another.
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=2 if endpoint else 1,
+        nproc_per_node=int(size),
+        run_id="nodes" if endpoint else uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=endpoint or "localhost:0",
+        rdzv_configs=dict(RENDEZVOUS),
+        max_restarts=RESTARTS,
+        start_method="forkserver",
+        local_addr="localhost",
+    )
+    try:
+        elastic_launch(config, _worker)(folder, node, tuple(rest), output)
+    except SignalException as stop:
+        sys.exit(128 + stop.sigval)
+    except ChildFailedError:
+        sys.exit(1)
+
+
+def _worker(folder: Path, node: str, arguments: tuple[str, ...], output: Path) -> None:
+    _move_in(folder, output)
+    note = folder / STARTS / f"{node}-{os.environ['LOCAL_RANK']}"
+    note.parent.mkdir(exist_ok=True)
+    note.write_text(str(os.getpid()))
+    sys.argv = ["ddpm", *arguments]
+    from ddpm_core.cli import main
+
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def _move_in(folder: Path, output: Path) -> None:
+    os.chdir(folder)
+    os.environ.update(environment())
+    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+
+
+def _children(agent: int) -> dict[int, int]:
+    """The workers among the agent's children: those with a rank in their environment."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{agent}/task").iterdir():
+            for pid in (task / "children").read_text().split():
+                with contextlib.suppress(OSError):
+                    lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    ranks = [line[11:] for line in lines if line.startswith(b"LOCAL_RANK=")]
+                    if ranks and running(int(pid)):
+                        found[int(ranks[0])] = int(pid)
+    return found
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there, and not only waits for its parent to hear that it ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
+def until(condition: Callable[[], object], what: str, limit: float = 60.0) -> None:
+    """Ask again and again until it is true; AssertionError after `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {limit:g} s"
+        time.sleep(0.001)

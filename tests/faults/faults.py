@@ -1,0 +1,239 @@
+"""What each kind of fault does to a run: a function a kind, which returns the worlds to expect."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from mlflow_server import free_port
+
+from .attempt import Attempt, until
+from .play import Playing
+
+Worlds = set[int]
+
+
+def kill(run: Playing) -> Worlds:
+    """kill -9 of one worker: the others notice, and torchrun starts all again."""
+    attempt = run.begin(run.schedule.worlds[0])
+    run.after(run.schedule.at[0], attempt)
+    run.hit(signal.SIGKILL, attempt)
+    return _started_again(run, attempt)
+
+
+def term_one(run: Playing) -> Worlds:
+    """SIGTERM to one worker: all save at the same step and leave, and all start again."""
+    attempt = run.begin(run.schedule.worlds[0])
+    run.after(run.schedule.at[0], attempt)
+    run.hit(signal.SIGTERM, attempt)
+    worlds = _started_again(run, attempt)
+    assert "with its snapshot written" in attempt.said(), "no snapshot after SIGTERM"
+    return worlds
+
+
+def hang(run: Playing) -> Worlds:
+    """SIGSTOP: the others say so and leave; the one that hung goes on too late, and leaves too."""
+    attempt = run.begin(run.schedule.worlds[0])
+    run.after(run.schedule.at[0], attempt)
+    pid = run.hit(signal.SIGSTOP, attempt)
+    until(lambda: "did not answer within 5 s" in attempt.said(), "the others notice", 20)
+    attempt.kill(signal.SIGCONT, pid)
+    return _started_again(run, attempt)
+
+
+def hang_for_good(run: Playing) -> Worlds:
+    """SIGSTOP alone: torchrun kills, after its 30 seconds, who does not leave when told to."""
+    attempt = run.begin(run.schedule.worlds[0])
+    run.after(run.schedule.at[0], attempt)
+    run.hit(signal.SIGSTOP, attempt)
+    worlds = _started_again(run, attempt)
+    assert "did not answer within 5 s" in attempt.said(), "nobody noticed"
+    return worlds
+
+
+def kill_in_snapshot(run: Playing) -> Worlds:
+    """kill -9 of the first worker while a snapshot is half written: it is no snapshot."""
+    attempt = run.begin(run.schedule.worlds[0])
+    run.after(run.schedule.at[0], attempt)
+
+    def writing() -> bool:
+        assert attempt.returncode is None, "it ended before another snapshot"
+        return any(name.startswith(".") for name in run.snapshots())
+
+    until(writing, "a snapshot is being written")
+    run.hit(signal.SIGKILL, attempt)
+    return _started_again(run, attempt)
+
+
+def kill_agent(run: Playing) -> Worlds:
+    """kill -9 of torchrun alone: its workers notice, save and leave; a new start goes on."""
+    first, second = run.schedule.worlds
+    attempt = run.begin(first)
+    run.after(run.schedule.at[0], attempt)
+    attempt.workers()
+    attempt.kill(signal.SIGKILL, attempt.pid)
+    until(lambda: not attempt.left(), "the workers that nobody watches leave", 30)
+    assert "torchrun is gone" in attempt.said(), "the workers did not say why they left"
+    newest = max(name for name in run.snapshots() if not name.startswith("."))
+    run.finish(run.begin(second))
+    assert f"going on from step {int(newest.partition('-')[2])}" in run.said()
+    return {first, second}
+
+
+def resize(run: Playing) -> Worlds:
+    """kill -9 of everything; the run goes on with another number of workers."""
+    first, second = run.schedule.worlds
+    attempt = run.begin(first)
+    run.after(run.schedule.at[0], attempt)
+    attempt.kill_all()
+    run.finish(run.begin(second))
+    return {first, second}
+
+
+def damage(run: Playing) -> Worlds:
+    """The newest snapshot is damaged between two attempts: the one before is used, and said so."""
+    first, second = run.schedule.worlds
+    attempt = run.begin(first)
+    run.after(run.schedule.at[0], attempt)
+    until(lambda: len(_whole(run)) > 1, "two snapshots")
+    attempt.kill_all()
+    before, newest = _whole(run)[-2:]
+    _damage(run, run.workspace / "snapshots" / newest)
+    run.finish(run.begin(second))
+    said = run.attempts[-1].said()
+    assert "A snapshot was skipped" in said, "the damage was not told"
+    assert newest in said, f"{newest} was not named"
+    assert f"going on from step {int(before.partition('-')[2])}" in said
+    return {first, second}
+
+
+def disk_full(run: Playing) -> Worlds:
+    """The workspace's disk is full: training ends and says so; with room again it goes on."""
+    first, second = run.schedule.worlds
+    if not _own_disk(run):
+        return _file_limit(run)
+    attempt = run.begin(first)
+    run.after(run.schedule.at[0], attempt)
+    filler = run.workspace / "filler"
+    _fill(filler, spare=int(run.schedule.chance * 100_000))
+    assert attempt.wait(120), "it goes on for ever on a full disk"
+    assert attempt.returncode not in (0, None), "it ended well on a full disk"
+    assert "No space left on device" in attempt.said(), "the full disk was not named"
+    assert "Traceback (most" not in attempt.said().partition("ChildFailedError")[0]
+    until(lambda: not attempt.left(), "all workers are gone", 20)
+    filler.unlink()
+    run.finish(run.begin(second))
+    return {first, second}
+
+
+def mlflow_down(run: Playing) -> Worlds:
+    """The MLflow server freezes, or is killed and comes back: it gets each row once."""
+    server, size = run.stage.server(), run.schedule.worlds[0]
+    run.undo.append(server.running)
+    attempt = run.begin(size)
+    run.after(run.schedule.at[0], attempt)
+    if run.schedule.chance < 0.5:
+        server.signal(signal.SIGSTOP)
+        try:
+            until(lambda: run.last_step() >= run.schedule.at[1], "training goes on", 120)
+        finally:
+            server.signal(signal.SIGCONT)
+        run.finish(attempt)
+    else:
+        server.kill()
+        run.finish(attempt)
+        server.start()
+        run.finish(run.begin(1))  # it is done, and sends what the server lacks
+    return {size}
+
+
+def nodes(run: Playing) -> Worlds:
+    """A second node joins a running torchrun and is killed again: the world grows and shrinks."""
+    first, second = run.schedule.worlds
+    endpoint = f"localhost:{free_port()}"
+    stays = run.begin(first, endpoint=endpoint)
+    run.after(run.schedule.at[0], stays)
+    joins = run.begin(second, endpoint=endpoint, node=1)
+    until(lambda: run.rows()[-1]["world_size"] == first + second, "the world has grown", 90)
+    joins.kill_all()
+    run.finish(stays)
+    return {first, first + second}
+
+
+FAULTS: dict[str, Callable[[Playing], Worlds]] = {
+    "kill-worker": kill,
+    "kill-first": kill,
+    "term-one": term_one,
+    "hang": hang,
+    "hang-for-good": hang_for_good,
+    "kill-in-snapshot": kill_in_snapshot,
+    "kill-agent": kill_agent,
+    "resize": resize,
+    "truncated": damage,
+    "flipped": damage,
+    "missing": damage,
+    "disk-full": disk_full,
+    "mlflow-down": mlflow_down,
+    "nodes": nodes,
+}
+
+
+def _started_again(run: Playing, attempt: Attempt) -> Worlds:
+    run.finish(attempt)
+    assert run.starts() > 1, "the fault came too late: the workers were not started again"
+    return {run.schedule.worlds[0]}
+
+
+def _whole(run: Playing) -> list[str]:
+    return [name for name in run.snapshots() if not name.startswith(".")]
+
+
+def _damage(run: Playing, folder: Path) -> None:
+    """Cut, flip one bit of, or remove a file that the schedule's chance picks."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    file = files[int(run.schedule.chance * len(files))]
+    content = file.read_bytes()
+    place = int(run.schedule.chance * 7919 % 1 * len(content))
+    if run.schedule.kind == "missing":
+        file.unlink()
+    elif run.schedule.kind == "truncated":
+        file.write_bytes(content[:place])
+    else:
+        flipped = content[place] ^ (1 << int(run.schedule.chance * 104729) % 8)
+        file.write_bytes(content[:place] + bytes([flipped]) + content[place + 1 :])
+
+
+def _own_disk(run: Playing) -> bool:
+    """Give the workspace a small disk of its own, where this user may mount one."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(run.workspace)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        return False
+    run.undo.append(lambda: subprocess.run(["umount", "-l", str(run.workspace)], check=False))
+    run.stage.link_data(run.folder)
+    return True
+
+
+def _fill(filler: Path, spare: int) -> None:
+    """Write until the disk is full, then give `spare` bytes back."""
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"\0" * 4096)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC, error
+        file.truncate(max(0, file.tell() - spare))
+
+
+def _file_limit(run: Playing) -> Worlds:
+    """Without a disk of its own: no file of the first worker may grow beyond a few kB."""
+    attempt = run.begin(run.schedule.worlds[0])
+    run.after(run.schedule.at[0], attempt)
+    limit = 1000 + int(run.schedule.chance * 100_000)
+    with contextlib.suppress(ProcessLookupError):
+        resource.prlimit(attempt.workers()[0], resource.RLIMIT_FSIZE, (limit, limit))
+    return _started_again(run, attempt)

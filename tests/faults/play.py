@@ -1,0 +1,158 @@
+"""A schedule from its start to its judgement, in a run of its own on shared data."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mlflow_server import Server, shared_server
+from program import TINY, ddpm, write_params
+
+from .attempt import Attempt, until
+from .schedule import SNAPSHOT_EVERY, STEPS, Schedule
+
+PARAMS = (
+    TINY.replace("steps: 12", f"steps: {STEPS}\n  precision: fp32\n  worker_timeout: 5")
+    .replace("snapshot_every: 4", f"snapshot_every: {SNAPSHOT_EVERY}")
+    .replace("milestone_every: 6", f"milestone_every: {STEPS // 2}")
+    .replace("attention: [4]}", "attention: [4], dropout: 0.1, conditioning: class}")
+    .replace("ema: [0.9]", "ema: [0.9]\n  flip: true")
+)
+
+
+class Stage:
+    """What schedules share below `root`: data, undisturbed runs, an MLflow server."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._prepared = root / "prepared"
+        self._undisturbed: dict[int, Path] = {}
+
+    def new_run(self, name: str, tracking: str = "") -> Path:
+        """A folder with params and an own workspace on the shared data."""
+        if not self._prepared.exists():
+            self._prepared.mkdir(parents=True)
+            write_params(self._prepared, PARAMS)
+            ddpm(self._prepared, "prepare")
+        folder = self.root / name / "run"
+        (folder / "workspace").mkdir(parents=True)
+        self.link_data(folder)
+        write_params(folder, PARAMS.replace('uri: ""', f'uri: "{tracking}"'))
+        return folder
+
+    def link_data(self, folder: Path) -> None:
+        (folder / "workspace" / "data").symlink_to(self._prepared / "workspace" / "data")
+
+    def undisturbed(self, size: int) -> Path:
+        """The folder of a run of `size` workers that nobody disturbed; 0: after no step at all."""
+        if size not in self._undisturbed:
+            folder = self.new_run(f"undisturbed-{size}")
+            if size == 0:
+                ddpm(folder, "train", "-S", "train.steps=1", "-S", "train.optimizer.lr=1e-30")
+            else:
+                attempt = Attempt(folder, "forked", size)
+                assert attempt.wait(120), attempt.said()
+                assert attempt.returncode == 0, attempt.said()
+            self._undisturbed[size] = folder
+        return self._undisturbed[size]
+
+    def server(self) -> Server:
+        return shared_server().running()
+
+
+class Playing:
+    """A run that a schedule is done to."""
+
+    def __init__(self, schedule: Schedule, stage: Stage, tracking: str = "") -> None:
+        self.schedule, self.stage = schedule, stage
+        self.folder = stage.new_run(f"{schedule.kind}-{schedule.seed}", tracking)
+        self.workspace = self.folder / "workspace"
+        self.attempts: list[Attempt] = []
+        self.undo: list[Callable[[], object]] = []
+
+    def begin(self, size: int, **more: object) -> Attempt:
+        """Start the run, or start it again."""
+        attempt = Attempt(self.folder, self.schedule.start, size, **more)  # type: ignore[arg-type]
+        self.attempts.append(attempt)
+        return attempt
+
+    def after(self, step: int, attempt: Attempt) -> None:
+        """Wait until a row of `step` or later is logged, and then the schedule's delay."""
+
+        def came() -> bool:
+            assert attempt.returncode is None, f"it ended before step {step}"
+            return self.last_step() >= step
+
+        until(came, f"step {step}", 120)
+        time.sleep(self.schedule.delay)
+
+    def hit(self, number: int, attempt: Attempt) -> int:
+        """Send a signal to the schedule's victim; its process."""
+        pid = attempt.workers()[self.schedule.victim]
+        attempt.kill(number, pid)
+        return pid
+
+    def finish(self, attempt: Attempt, limit: float = 150) -> None:
+        """Wait until training is done; all its processes must be gone."""
+        attempt.workers()
+        assert attempt.wait(limit), f"not ended within {limit:g} s"
+        assert attempt.returncode == 0, f"it ended with status {attempt.returncode}"
+        until(lambda: not attempt.left(), "all workers are gone", 20)
+
+    def rows(self) -> list[dict[str, float]]:
+        found = []
+        with contextlib.suppress(OSError):
+            for line in (self.workspace / "log.jsonl").read_text().splitlines():
+                with contextlib.suppress(ValueError):
+                    found.append(json.loads(line))
+        return found
+
+    def last_step(self) -> int:
+        rows = self.rows()
+        return int(rows[-1]["step"]) if rows else 0
+
+    def starts(self) -> int:
+        """How often the first worker began: each takes the workspace's lease, numbered."""
+        return int(json.loads((self.workspace / "lease.json").read_text())["fence"])
+
+    def snapshots(self) -> list[str]:
+        """Folders of snapshots; what is being written begins with a dot."""
+        with contextlib.suppress(OSError):
+            return sorted(path.name for path in (self.workspace / "snapshots").iterdir())
+        return []
+
+    def said(self) -> str:
+        return "\n".join(attempt.said() for attempt in self.attempts)
+
+    def close(self) -> None:
+        for attempt in self.attempts:
+            attempt.close()
+        for undo in reversed(self.undo):
+            undo()
+
+
+def play(schedule: Schedule, stage: Stage) -> None:
+    """Play a schedule. Raises AssertionError with the schedule, what went wrong, and what was said.
+
+    What it wrote is removed where it went well, else left for a look.
+    """
+    from .faults import FAULTS
+    from .judge import judge
+
+    tracking = stage.server().uri if schedule.kind == "mlflow-down" else ""
+    run = Playing(schedule, stage, tracking)
+    try:
+        worlds = FAULTS[schedule.kind](run)
+        judge(run, worlds)
+    except Exception as error:
+        said = "\n".join(run.said().splitlines()[-60:])
+        raise AssertionError(
+            f"{schedule}\n{type(error).__name__}: {error}\nIn {run.folder}. It said:\n{said}"
+        ) from error
+    finally:
+        run.close()
+    shutil.rmtree(run.folder.parent)
