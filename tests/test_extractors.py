@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from digits_workspace import HELD_OUT, Pixels, digits, make_config, put_data, put_samples
+from mlflow_server import shared_server
 from PIL import Image, ImageFilter
 from safetensors.torch import save_file
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -406,9 +407,9 @@ def test_few_images_have_few_components() -> None:
     assert pixel_pca.fit(few(5)).basis.shape == (256, 4)
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+@pytest.fixture
+def store() -> str:
+    return shared_server().running().uri
 
 
 def small_workspace(root: Path, invert: bool = False) -> Workspace:
@@ -423,6 +424,7 @@ def put_extractor(workspace: Workspace, seed: int = 0) -> None:
         save_extractor(train_extractor(*splits(workspace), seed=seed, steps=2), folder)
 
 
+@pytest.mark.xdist_group("mlflow")
 def test_the_second_run_of_a_data_set_uses_the_first_ones_extractor(
     tmp_path: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -436,9 +438,11 @@ def test_the_second_run_of_a_data_set_uses_the_first_ones_extractor(
     assert theirs.fingerprint == mine.fingerprint
     assert torch.equal(theirs(few())[0], mine(few())[0])
     other = small_workspace(tmp_path / "other", invert=True)
+    put_extractor(other)
     assert open_in_domain(config, other, *splits(other), CPU).fingerprint != mine.fingerprint
 
 
+@pytest.mark.xdist_group("mlflow")
 def test_while_mlflow_is_away_the_workspace_is_enough_and_it_is_published_later(
     tmp_path: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -455,6 +459,7 @@ def test_while_mlflow_is_away_the_workspace_is_enough_and_it_is_published_later(
     assert open_in_domain(back, second, *splits(second), CPU).fingerprint == mine.fingerprint
 
 
+@pytest.mark.xdist_group("mlflow")
 def test_mlflows_extractor_replaces_one_that_was_trained_meanwhile(
     tmp_path: Path, store: str
 ) -> None:
@@ -472,6 +477,7 @@ def test_mlflows_extractor_replaces_one_that_was_trained_meanwhile(
 def test_an_extractor_of_other_data_is_not_used(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     workspace = small_workspace(tmp_path / "run")
+    put_extractor(workspace)
     before = open_in_domain(config, workspace, *splits(workspace), CPU)
     small_workspace(tmp_path / "run", invert=True)
     after = open_in_domain(config, workspace, *splits(workspace), CPU)
