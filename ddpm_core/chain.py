@@ -50,7 +50,7 @@ def run(
         else:
             say(f"{verb}: {reason.rstrip('.')}.")
             action()
-    say(f"Done. Look at {workspace.path(EVALUATION)}/report.html, or run: ddpm status")
+    say(f"Done. Look at {workspace.shown(EVALUATION)}/report.html, or run: ddpm status")
 
 
 def status(config: Config, workspace: Workspace) -> str:

@@ -179,9 +179,11 @@ def methods() -> None:
 def report(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
     """Write evaluation/report.html anew from the scores at hand."""
     config = load(p, w, s)
-    from ddpm_core.evaluation.report import render_report
+    from ddpm_core.evaluation.report import REPORT, render_report
 
-    typer.echo(render_report(Workspace.open(config.workspace)))
+    workspace = Workspace.open(config.workspace)
+    render_report(workspace)
+    typer.echo(workspace.shown(REPORT))
 
 
 @verb

@@ -1,13 +1,14 @@
 """Who may train in a workspace: one run at a time.
 
 The owner holds a lease in lease.json, renewed by a heartbeat and numbered by a fence that only
-grows. A second run is refused with the owner named. The lease of a dead owner is taken over: at
-once where the kernel says so (it released the owner's file lock), else when it has run out.
+grows; each change replaces the version that was read, and no other. A second run is refused with
+the owner named. The lease of a dead owner is taken over: at once where this machine knows it is
+dead, else when it was not renewed for as long as it lasts.
 """
 
 from __future__ import annotations
 
-import fcntl
+import json
 import os
 import socket
 import threading
@@ -16,107 +17,199 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from ddpm_core.console import warn
-from ddpm_core.errors import UserError
+from ddpm_core.console import say, warn
+from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.reading import Count, Shape, conforming, parse_object
+from ddpm_core.storage import Changed, Locked, Tagged
 from ddpm_core.workspace import Workspace
 
 LEASE = "lease.json"
 HEARTBEAT = 5.0  # seconds between renewals
 LIFETIME = 30.0  # seconds that a lease holds without one
+LOOK = 0.5  # seconds between two looks at a lease that may have run out
 
 
 @contextmanager
 def hold(workspace: Workspace) -> Iterator[Lease]:
-    """Own the workspace for a while. Raises UserError, naming the owner, if it is taken."""
-    lock = _lock(workspace)
-    lease = Lease(workspace, _next_fence(workspace))
-    lease.start()
-    try:
-        yield lease
-    finally:
-        lease.stop()
-        lock.close()
+    """Own the workspace for a while, swept of what killed runs left.
+
+    Raises UserError, naming the owner, if it is taken.
+    """
+    with _locked(workspace) as locked:
+        lease = Lease(workspace, _free(workspace, locked))
+        lease.start()
+        try:
+            workspace.storage.sweep()
+            yield lease
+        finally:
+            lease.stop()
+
+
+class Held(Shape):
+    """What lease.json says; an older one may say less."""
+
+    id: str | None = None
+    fence: Count = 0
+    renewed: float = 0.0
 
 
 class Lease:
     """A held lease; `check` tells whether it still is."""
 
-    def __init__(self, workspace: Workspace, fence: int) -> None:
+    def __init__(self, workspace: Workspace, found: Tagged | None) -> None:
+        """`found` is the lease that this one follows."""
         self._workspace = workspace
-        self._fence = fence
+        self.fence = int(read(found).get("fence", 0)) + 1
+        self._tag = found.tag if found else None
         self._id = uuid.uuid4().hex
+        self._facts = _process(os.getpid())
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._lock = threading.Lock()
+        self._renewed = time.monotonic()
         self._lost = ""
+        self._away = False
 
     def start(self) -> None:
-        self._renew()
+        """Raises UserError if another run was quicker."""
+        try:
+            self._renew()
+        except Changed:
+            held = read(self._workspace.storage.read_tagged(LEASE))
+            raise UserError(_taken(self._workspace, held)) from None
         self._thread.start()
 
     def stop(self) -> None:
+        """Give it back; the fence's number stays."""
         self._stopped.set()
         self._thread.join()
         if not self._lost:
-            with suppress(OSError):
+            with suppress(OSError, Changed):
                 self._renew(0.0)
 
     def check(self) -> None:
         """Raises UserError if another run has taken the workspace over."""
+        # A process that was stopped for a while may be the first to ask.
+        if time.monotonic() - self._renewed > LIFETIME and not self._away:
+            self._try_renew()
         if self._lost:
             raise UserError(self._lost)
 
     def _beat(self) -> None:
-        while not self._stopped.wait(HEARTBEAT):
-            held = self._workspace.read_json(LEASE)
-            if held and held.get("id") != self._id:
-                self._lost = f"The workspace was taken over by {describe(held)}; this run stops."
-                return
+        while not self._stopped.wait(HEARTBEAT) and not self._lost:
+            self._try_renew()
+
+    def _try_renew(self) -> None:
+        with self._lock:
             try:
+                self._follow()
                 self._renew()
+            except Changed:
+                with suppress(OSError):
+                    self._note_loss()
             except OSError as error:
-                warn(f"Cannot renew the lease of the workspace: {error.strerror}.")
+                if not self._away:
+                    warn(f"Cannot renew the lease of the workspace: {error.strerror}.")
+                self._away = True
+            else:
+                if self._away:
+                    say("The lease of the workspace is renewed again.")
+                self._away = False
+
+    def _follow(self) -> None:
+        """Accept a version of ours whose answer was lost. Raises Changed for another's."""
+        found = self._workspace.storage.read_tagged(LEASE)
+        if found and read(found).get("id") not in (self._id, None):
+            raise Changed
+        self._tag = found.tag if found else None
+
+    def _note_loss(self) -> None:
+        held = read(self._workspace.storage.read_tagged(LEASE))
+        if held.get("id") != self._id:
+            self._lost = f"The workspace was taken over by {describe(held)}; this run stops."
 
     def _renew(self, now: float | None = None) -> None:
-        """Write the lease; a renewal at time 0 gives it back, and keeps the fence's number."""
-        self._workspace.write_json(
-            LEASE,
-            {
-                "id": self._id,
-                "fence": self._fence,
-                "host": socket.gethostname(),
-                "boot": _boot(),
-                "pid": os.getpid(),
-                "renewed": time.time() if now is None else now,
-            },
-        )
+        """Write the lease; a renewal at time 0 gives it back."""
+        record = {
+            "id": self._id,
+            "fence": self.fence,
+            "host": socket.gethostname(),
+            "renewed": time.time() if now is None else now,
+            **self._facts,
+        }
+        data = (json.dumps(record, indent=1, sort_keys=True) + "\n").encode()
+        self._tag = self._workspace.storage.write_if(LEASE, data, self._tag)
+        self._renewed = time.monotonic()
+
+
+def read(found: Tagged | None) -> dict[str, Any]:
+    """What a lease says; an absent or damaged one says nothing."""
+    try:
+        return conforming(parse_object(found.data, LEASE), Held, LEASE) if found else {}
+    except Corrupt:
+        return {}
+
+
+@contextmanager
+def _locked(workspace: Workspace) -> Iterator[bool]:
+    """The storage's own lock; whether it has one."""
+    try:
+        with workspace.storage.lock() as locked:
+            yield locked
+    except Locked:
+        raise UserError(_taken(workspace, workspace.read_json(LEASE))) from None
 
 
 def describe(held: dict[str, Any]) -> str:
     return f"process {held.get('pid', '?')} on {held.get('host', '?')}"
 
 
-def _lock(workspace: Workspace) -> IO[str]:
-    """The kernel's lock of the workspace: gone with the process, however that ended."""
-    file = workspace.path(".lock").open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(_taken(workspace, workspace.read_json(LEASE))) from None
-    return file
+def _free(workspace: Workspace, locked: bool) -> Tagged | None:
+    """The lease as it was left, once nobody holds it. Raises UserError if somebody does.
+
+    One that may be alive is watched: a renewal shows that it is, and no clocks are compared.
+    """
+    found = workspace.storage.read_tagged(LEASE)
+    held = read(found)
+    if found is None or not _may_live(held, locked):
+        return found
+    if _lives(held):
+        raise UserError(_taken(workspace, held))
+    patience = max(LIFETIME - found.age, 2.4 * HEARTBEAT)
+    say(
+        f"The workspace {workspace.uri} may be in use by {describe(held)}; if its lease is not "
+        f"renewed for {patience:.0f} seconds, it is taken over."
+    )
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        time.sleep(LOOK)
+        now = workspace.storage.read_tagged(LEASE)
+        if now is None or not _may_live(read(now), locked):
+            return now
+        if now.tag != found.tag:
+            raise UserError(_taken(workspace, read(now)))
+    return found
 
 
-def _next_fence(workspace: Workspace) -> int:
-    held = workspace.read_json(LEASE)
-    age = time.time() - float(held.get("renewed", 0.0))
-    if held and held.get("boot") != _boot() and 0 <= age < LIFETIME:
-        raise UserError(
-            f"{_taken(workspace, held)} If it is dead, its lease runs out in "
-            f"{LIFETIME - age:.0f} seconds."
-        )
-    return int(held.get("fence", 0)) + 1
+def _may_live(held: dict[str, Any], locked: bool) -> bool:
+    """Whether the owner may still be at work, for all that is known here."""
+    if not float(held.get("renewed") or 0.0):
+        return False
+    here = _process(os.getpid())
+    if held.get("boot") != here["boot"]:
+        return True
+    if locked:
+        return False  # the kernel released its lock
+    return held.get("space") != here["space"] or _lives(held)
+
+
+def _lives(held: dict[str, Any]) -> bool:
+    """Whether the owner is a process that can be seen from here."""
+    pid = held.get("pid")
+    facts = _process(pid) if isinstance(pid, int) else {}
+    return bool(facts.get("started")) and all(held.get(key) == facts[key] for key in facts)
 
 
 def _taken(workspace: Workspace, held: dict[str, Any]) -> str:
@@ -124,6 +217,17 @@ def _taken(workspace: Workspace, held: dict[str, Any]) -> str:
         f"The workspace {workspace.uri} is being trained in by {describe(held)}. "
         "Wait for it, stop it, or give another with -w."
     )
+
+
+def _process(pid: int) -> dict[str, Any]:
+    """What tells a process from all others: machine, name space, number, and when it started."""
+    facts: dict[str, Any] = {"boot": _boot(), "space": "", "pid": pid, "started": ""}
+    with suppress(OSError):
+        facts["space"] = str(Path("/proc/self/ns/pid").readlink())
+        status = Path(f"/proc/{pid}/stat").read_text()
+        state, *rest = status[status.rindex(")") + 2 :].split()
+        facts["started"] = "" if state in "ZX" else rest[18]
+    return facts
 
 
 def _boot() -> str:

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ddpm_core.errors import Corrupt
+from ddpm_core.reading import Shape, conforming, parse_object
 from ddpm_core.storage import Storage, open_storage
 
 DATA = "data"
@@ -38,21 +40,25 @@ class Workspace:
         return self.storage.uri
 
     def path(self, key: str) -> Path:
-        """A local path of a key."""
+        """A path of a key on this machine; of what lies elsewhere, a checked copy."""
         return self.storage.local(key)
 
+    def shown(self, key: str) -> str:
+        """Where a key lies, for people."""
+        return f"{self.uri}/{key}"
+
     def steps(self, key: str) -> list[int]:
-        """The steps that have a folder below `key`, ascending."""
-        matches = (_STEP.fullmatch(name) for name in self.storage.names(key))
+        """The steps that have a folder below `key`, ascending; of snapshots the finished ones."""
+        names = self.storage.sealed(key) if key == SNAPSHOTS else self.storage.names(key)
+        matches = (_STEP.fullmatch(name) for name in names)
         return sorted(int(match[1]) for match in matches if match)
 
-    def read_json(self, key: str) -> dict[str, Any]:
-        """A JSON object; of an absent or damaged file the empty one."""
+    def read_json(self, key: str, shape: type[Shape] = Shape) -> dict[str, Any]:
+        """A JSON object of this shape; of an absent, damaged or other file the empty one."""
         try:
-            value = json.loads(self.storage.read(key))
-        except (FileNotFoundError, ValueError):
+            return conforming(parse_object(self.storage.read(key), key), shape, key)
+        except (FileNotFoundError, NotADirectoryError, Corrupt):
             return {}
-        return value if isinstance(value, dict) else {}
 
     def write_json(self, key: str, value: dict[str, Any]) -> None:
         self.storage.write(key, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())

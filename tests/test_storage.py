@@ -1,24 +1,54 @@
-"""Everything written is there whole, or not at all."""
+"""Everything written is there whole, or not at all: on a disk and in S3 by the same tests."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from s3_server import Bucket, server
 
 from ddpm_core.errors import UserError
-from ddpm_core.storage import MANIFEST, Corrupt, LocalStorage, open_storage, verify
+from ddpm_core.storage import (
+    MANIFEST,
+    Changed,
+    Corrupt,
+    LocalStorage,
+    Locked,
+    Storage,
+    open_storage,
+    verify,
+)
 from ddpm_core.workspace import Workspace, fingerprint, step_name
 
 
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Bucket]:
+    with server() as environment:
+        yield Bucket(environment)
+
+
+@pytest.fixture(params=["disk", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    """An empty one of either kind."""
+    if request.param == "disk":
+        return LocalStorage(tmp_path / "root")
+    bucket = request.getfixturevalue("bucket")
+    bucket.enter(request.getfixturevalue("monkeypatch"), tmp_path)
+    return open_storage(bucket.uri(f"{tmp_path.name}/run"))
+
+
 @pytest.fixture
-def storage(tmp_path: Path) -> LocalStorage:
+def disk(tmp_path: Path) -> LocalStorage:
     return LocalStorage(tmp_path / "root")
 
 
-def folder(storage: LocalStorage, text: str = "hello") -> Path:
+def folder(storage: Storage, text: str = "hello") -> Path:
     with storage.new_folder("a/b", {"kind": "test"}) as path:
         (path / "file.txt").write_text(text)
         (path / "deep").mkdir()
@@ -26,26 +56,110 @@ def folder(storage: LocalStorage, text: str = "hello") -> Path:
     return storage.local("a/b")
 
 
-def test_a_folder_is_there_with_its_checksums(storage: LocalStorage) -> None:
+def test_a_folder_is_there_with_its_checksums(storage: Storage) -> None:
     manifest = verify(folder(storage))
     assert manifest["kind"] == "test"
     assert set(manifest["files"]) == {"file.txt", "deep/other.bin"}
-    assert storage.names("a") == ["b"]
+    assert storage.names("a") == storage.sealed("a") == ["b"]
+    assert storage.names("a/b") == ["deep", "file.txt", MANIFEST]
+    assert storage.exists("a/b") and storage.exists("a/b/deep/other.bin")
 
 
-def test_an_exception_leaves_nothing_and_keeps_the_old(storage: LocalStorage) -> None:
+def test_a_copy_is_made_anew_where_there_is_none(storage: Storage) -> None:
+    folder(storage)
+    storage.forget("a/b")
+    assert verify(storage.local("a/b"))["kind"] == "test"
+    assert storage.local("a/b/deep/other.bin").read_bytes() == b"\0" * 10
+    assert storage.size("a/b/file.txt") == 5
+    assert storage.checksum("a/b/file.txt") == hashlib.sha256(b"hello").hexdigest()
+    assert storage.size("a/b/none") is storage.checksum("a/b/none") is None
+
+
+def test_an_exception_leaves_nothing_and_keeps_the_old(storage: Storage) -> None:
     folder(storage, "old")
     with pytest.raises(RuntimeError), storage.new_folder("a/b") as path:
         (path / "file.txt").write_text("new")
         raise RuntimeError
     assert (storage.local("a/b") / "file.txt").read_text() == "old"
     assert [name.name for name in storage.local("a").iterdir()] == ["b"]
+    assert [path.name for path in storage.scratch().iterdir()] in ([], ["a"])
 
 
-def test_a_new_folder_takes_the_place_of_the_old(storage: LocalStorage) -> None:
+def test_a_new_folder_takes_the_place_of_the_old(storage: Storage) -> None:
     folder(storage, "old")
-    folder(storage, "new")
+    with storage.new_folder("a/b") as path:
+        (path / "file.txt").write_text("new")
+    storage.forget("a/b")
+    assert set(verify(storage.local("a/b"))["files"]) == {"file.txt"}
     assert (storage.local("a/b") / "file.txt").read_text() == "new"
+    assert storage.names("a/b") == ["file.txt", MANIFEST]
+
+
+def test_a_file_is_replaced_whole(storage: Storage) -> None:
+    storage.write("x/y.json", b"one")
+    assert storage.local("x/y.json").read_bytes() == b"one"
+    storage.write("x/y.json", b"two")
+    assert storage.read("x/y.json") == storage.local("x/y.json").read_bytes() == b"two"
+    assert storage.names("x") == ["y.json"]
+
+
+def test_removing_what_is_absent_is_no_mistake(storage: Storage) -> None:
+    storage.remove("absent")
+    folder(storage)
+    storage.remove("a/b")
+    assert not storage.exists("a/b")
+    assert not storage.local("a/b").exists()
+    assert storage.names("a") == storage.names("nowhere") == []
+    with pytest.raises(FileNotFoundError):
+        storage.read("a/b/file.txt")
+
+
+def test_a_folder_moves_whole(storage: Storage) -> None:
+    folder(storage)
+    storage.move("a/b", "c/d")
+    assert verify(storage.local("c/d"))["kind"] == "test"
+    assert not storage.exists("a/b") and storage.names("a") == []
+    storage.write("file", b"x")
+    storage.move("file", "c/file")
+    assert (storage.exists("file"), storage.read("c/file")) == (False, b"x")
+
+
+def test_a_neighbour_with_the_same_start_is_another(storage: Storage) -> None:
+    for key in ("run/a", "run2/a", "run"[:2] + "/a"):
+        storage.write(key, key.encode())
+    storage.remove("run")
+    assert storage.names("") == ["ru", "run2"]
+
+
+def test_of_two_that_replace_one_version_the_second_is_told(storage: Storage) -> None:
+    assert storage.read_tagged("lease.json") is None
+    first = storage.write_if("lease.json", b"one", None)
+    found = storage.read_tagged("lease.json")
+    assert found is not None and (found.data, found.tag) == (b"one", first)
+    assert 0 <= found.age < 60
+    storage.write_if("lease.json", b"two", first)
+    for tag in (None, first):
+        with pytest.raises(Changed):
+            storage.write_if("lease.json", b"three", tag)
+    assert storage.read("lease.json") == b"two"
+
+
+def test_a_growing_file_is_there_for_others_as_often_as_it_is_pushed(storage: Storage) -> None:
+    for turn in (1, 2):
+        mirror = storage.mirror("log.jsonl", turn)
+        with mirror.path.open("ab") as file:
+            mirror.start()
+            file.write(b"%d first\n" % turn)
+            file.flush()
+            mirror.push()
+            file.write(b"%d second\n" % turn)
+        mirror.close()
+    lines = ["1 first", "1 second", "2 first", "2 second"]
+    assert storage.local("log.jsonl").read_text().splitlines() == lines
+    assert storage.exists("log.jsonl")
+    storage.move("log.jsonl", "old/log.jsonl")
+    assert not storage.exists("log.jsonl") and not storage.local("log.jsonl").exists()
+    assert storage.local("old/log.jsonl").read_text().splitlines() == lines
 
 
 @pytest.mark.parametrize(
@@ -61,36 +175,20 @@ def test_a_new_folder_takes_the_place_of_the_old(storage: LocalStorage) -> None:
         (lambda path: (path / MANIFEST).write_bytes(b"\xff\xfe"), "damaged"),
     ],
 )
-def test_damage_is_named(storage: LocalStorage, damage, told: str) -> None:
-    path = folder(storage)
+def test_damage_is_named(disk: LocalStorage, damage: Callable[[Path], object], told: str) -> None:
+    path = folder(disk)
     damage(path)
     with pytest.raises(Corrupt, match=told):
         verify(path)
 
 
-def test_a_manifest_can_not_point_outside_its_folder(storage: LocalStorage) -> None:
-    path = folder(storage)
-    outside = path.parent / "secret"
-    outside.write_text("x")
-    files = {"../secret": {"size": 1, "sha256": "0"}}
-    (path / MANIFEST).write_text(json.dumps({"files": files}))
-    with pytest.raises(Corrupt, match="outside"):
-        verify(path)
-
-
-def test_a_file_is_replaced_whole(storage: LocalStorage) -> None:
-    storage.write("x/y.json", b"one")
-    storage.write("x/y.json", b"two")
-    assert storage.read("x/y.json") == b"two"
-    assert storage.names("x") == ["y.json"]
-
-
-def test_removing_what_is_absent_is_no_mistake(storage: LocalStorage) -> None:
-    storage.remove("absent")
+def test_a_manifest_can_not_point_outside_its_folder(storage: Storage) -> None:
     folder(storage)
-    storage.remove("a/b")
-    assert not storage.exists("a/b")
-    assert storage.names("nowhere") == []
+    storage.write("a/secret", b"x")
+    files = {"../secret": {"size": 1, "sha256": "0"}}
+    storage.write(f"a/b/{MANIFEST}", json.dumps({"files": files}).encode())
+    with pytest.raises(Corrupt, match="outside"):
+        verify(storage.local("a/b"))
 
 
 def test_a_workspace_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> None:
@@ -99,6 +197,38 @@ def test_a_workspace_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> Non
         LocalStorage(tmp_path / "file" / "below")
     with pytest.raises(UserError, match="a directory is needed"):
         open_storage("ftp://host/place")
+
+
+def test_what_a_killed_writer_left_is_swept_and_a_living_one_is_not(disk: LocalStorage) -> None:
+    (disk.root / "kept").mkdir()
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from ddpm_core.storage import LocalStorage\n"
+        "storage = LocalStorage(Path(sys.argv[1]))\n"
+        "with storage.new_folder('snapshots/step-00000004') as path:\n"
+        "    (path / 'model').write_bytes(b'x')\n"
+        "    storage.local('.data.json.0123abcd').write_bytes(b'x')\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(disk.root)], check=False)
+    assert killed.returncode == -9
+    assert len(list(disk.local("snapshots").iterdir())) == 1
+    with disk.new_folder("data") as path:
+        (path / "file").write_bytes(b"x")
+        disk.sweep()
+    assert verify(disk.local("data"))
+    assert disk.names("") == ["data", "kept", "snapshots"]
+    assert not list(disk.local("snapshots").iterdir())
+    assert not list(disk.root.glob(".data*"))
+
+
+def test_the_lock_of_a_directory_is_held_by_one(disk: LocalStorage) -> None:
+    with disk.lock() as held:
+        assert held
+        with pytest.raises(Locked), LocalStorage(disk.root).lock():
+            pass
+    with disk.lock():
+        pass
 
 
 def test_steps_are_numbers_whatever_else_lies_there(tmp_path: Path) -> None:

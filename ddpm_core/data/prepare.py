@@ -50,7 +50,7 @@ def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) 
     facts: dict[str, Any] = {"prepare": settings.model_dump(mode="json")}
     with (
         _told_when_full(workspace),
-        open_source(settings, workspace.path(DATA).parent) as opened,
+        open_source(settings, workspace.storage.scratch()) as opened,
         workspace.storage.new_folder(DATA, facts) as folder,
     ):
         notes = _fill(folder, facts, opened, config, part_bytes)

@@ -23,9 +23,10 @@ from ddpm_core.data.sources import (
     make_listing,
 )
 from ddpm_core.errors import UserError, require
+from ddpm_core.storage.client import CONNECTIONS, connect, split
 
 ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tbz2", ".tar.bz2", ".txz", ".tar.xz")
-READERS = 16  # a request waits far longer than it transfers
+SETTING = "prepare.source"
 PAGE = 1000  # objects listed by one request
 _AHEAD_BYTES = 2**26
 
@@ -34,8 +35,8 @@ class Prefix:
     """All objects below a prefix."""
 
     def __init__(self, uri: str) -> None:
-        self._bucket, self._prefix = _parts(uri)
-        self._client = _client()
+        self._bucket, self._prefix = split(uri, SETTING)
+        self._client = connect()
         with _told(uri):
             self._objects = _objects(self._client, self._bucket, self._prefix)
         self.facts: dict[str, Any] = {"uri": uri, "state": _state(self._objects)}
@@ -50,9 +51,9 @@ class Prefix:
         """In order; some are fetched ahead, bounded in number and in bytes."""
         waiting: deque[tuple[int, int, Future[Payload]]] = deque()
         held = 0
-        with ThreadPoolExecutor(READERS) as readers:
+        with ThreadPoolExecutor(CONNECTIONS) as readers:
             for position, entry in enumerate(entries):
-                while waiting and (len(waiting) >= 2 * READERS or held >= _AHEAD_BYTES):
+                while waiting and (len(waiting) >= 2 * CONNECTIONS or held >= _AHEAD_BYTES):
                     first, size, future = waiting.popleft()
                     held -= size
                     yield first, future.result()
@@ -81,10 +82,10 @@ class Prefix:
 
 def open_s3(uri: str, scratch: Path) -> Prefix | Zip | Tar:
     """The archive that `uri` names, fetched into `scratch`, or all objects below the prefix."""
-    bucket, key = _parts(uri)
+    bucket, key = split(uri, SETTING)
     if not key.lower().endswith(ARCHIVES):
         return Prefix(uri)
-    client, path = _client(), scratch / "archive"
+    client, path = connect(), scratch / "archive"
     with _told(uri):
         facts = client.head_object(Bucket=bucket, Key=key)
         with console.progress(f"fetch {uri}", int(facts["ContentLength"]), "bytes") as advance:
@@ -98,7 +99,7 @@ def open_s3(uri: str, scratch: Path) -> Prefix | Zip | Tar:
 def s3_state(uri: str) -> dict[str, Any]:
     """Changes with any object below the prefix, or with the archive."""
     with _told(uri):
-        return _state(_objects(_client(), *_parts(uri)))
+        return _state(_objects(connect(), *split(uri, SETTING)))
 
 
 def _state(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -107,13 +108,6 @@ def _state(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
     )
     checksum = hashlib.sha256("\0\0".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
     return {"objects": len(lines), "sha256": checksum}
-
-
-def _parts(uri: str) -> tuple[str, str]:
-    bucket, _, key = uri.removeprefix("s3://").partition("/")
-    if not bucket:
-        raise UserError(f"prepare.source: {uri!r} given; s3://bucket/prefix is needed.")
-    return bucket, key
 
 
 def _objects(client: Any, bucket: str, key: str) -> dict[str, dict[str, Any]]:
@@ -129,16 +123,6 @@ def _objects(client: Any, bucket: str, key: str) -> dict[str, dict[str, Any]]:
         return {key: found[key]} if key in found else {}
     named = {name.removeprefix(prefix).lstrip("/"): facts for name, facts in found.items()}
     return {name: facts for name, facts in named.items() if name and not name.endswith("/")}
-
-
-def _client() -> Any:
-    config = require("botocore.config", "s3").Config(
-        retries={"mode": "standard", "max_attempts": 5},
-        max_pool_connections=READERS,
-        connect_timeout=10,
-        read_timeout=60,
-    )
-    return require("boto3", "s3").client("s3", config=config)
 
 
 @contextmanager

@@ -7,13 +7,13 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urldefrag, urlsplit
 
 from ddpm_core.console import say
-from ddpm_core.errors import UserError, require
+from ddpm_core.errors import UserError
 from ddpm_core.mlflow_run import shown
 from ddpm_core.storage import MANIFEST, sha256_of
+from ddpm_core.storage.client import connect, split
 from ddpm_core.workspace import EVALUATION, Workspace, fingerprint
 
 ATTEMPTS = 3
@@ -89,6 +89,5 @@ def _from_web(uri: str, path: Path) -> None:
 
 
 def _from_s3(uri: str, path: Path) -> None:
-    client: Any = require("boto3", "s3").client("s3")
-    parts = urlsplit(uri)
-    client.download_file(parts.netloc, parts.path.lstrip("/"), str(path))
+    bucket, key = split(uri, "evaluate.inception_weights")
+    connect().download_file(bucket, key, str(path))

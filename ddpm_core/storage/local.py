@@ -1,0 +1,174 @@
+"""A directory as storage.
+
+A file is written beside its final name, synced and renamed; a folder gets a manifest of checksums
+and is renamed as one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddpm_core import reading
+from ddpm_core.errors import UserError
+from ddpm_core.storage.base import Changed, Locked, Tagged
+from ddpm_core.storage.sealing import seal, sha256_of, sync_directory
+from ddpm_core.storage.staging import beside, staged_file, staged_folder, sweep
+
+LOCK = ".lock"
+LARGEST = 2**30  # bytes of a file that is read into memory as a whole
+
+
+class LocalStorage:
+    """A directory of this machine, or of a network volume mounted on it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.uri = str(self.root)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"Cannot use {root} as workspace: {error.strerror}.") from error
+
+    def local(self, key: str) -> Path:
+        return self.root / key
+
+    def _own(self, key: str) -> Path:
+        """The path of what is to be changed. Raises UserError where a link leads out of the root.
+
+        Whoever made the workspace may have put links into it, to places that are not theirs.
+        """
+        path = self.root / key
+        if not path.parent.resolve().is_relative_to(self.root.resolve()):
+            raise UserError(
+                f"{path.parent} is a link out of the workspace, and nothing is changed through "
+                "one. Put the whole workspace where the link leads, and name that with -w."
+            )
+        return path
+
+    def forget(self, key: str) -> None:
+        """Nothing: what lies here is no copy."""
+
+    def scratch(self) -> Path:
+        return self.root
+
+    def exists(self, key: str) -> bool:
+        return self.local(key).exists()
+
+    def names(self, key: str) -> list[str]:
+        path = self.local(key)
+        return (
+            sorted(item.name for item in path.iterdir() if not item.name.startswith("."))
+            if path.is_dir()
+            else []
+        )
+
+    def sealed(self, key: str) -> list[str]:
+        """All: a folder has its name once it is whole."""
+        return self.names(key)
+
+    def size(self, key: str) -> int | None:
+        path = self.local(key)
+        return path.stat().st_size if path.is_file() else None
+
+    def checksum(self, key: str) -> str | None:
+        path = self.local(key)
+        return sha256_of(path) if path.is_file() else None
+
+    def read(self, key: str) -> bytes:
+        return reading.read_bytes(self.local(key), key, LARGEST)
+
+    def write(self, key: str, data: bytes) -> None:
+        path = self._own(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with staged_file(path) as staging:
+            with staging.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            staging.replace(path)
+        sync_directory(path.parent)
+
+    def remove(self, key: str) -> None:
+        path = self._own(key)
+        if path.is_dir() and not path.is_symlink():
+            # Renamed first, so that no reader meets a folder half removed.
+            doomed = beside(path)
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        else:
+            path.unlink(missing_ok=True)
+
+    def move(self, key: str, target: str) -> None:
+        destination = self._own(target)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        self._own(key).rename(destination)
+
+    @contextmanager
+    def new_folder(self, key: str, facts: dict[str, object] | None = None) -> Iterator[Path]:
+        """Yield a staging directory; at the end write its manifest, with `facts`, and rename it.
+
+        Replaces a folder of the same key. After an exception nothing of it is left.
+        """
+        final = self._own(key)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with staged_folder(final) as staging:
+            yield staging
+            seal(staging, facts)
+            if final.exists():
+                self.remove(key)
+            staging.rename(final)
+        sync_directory(final.parent)
+
+    def mirror(self, key: str, turn: int) -> Whole:
+        return Whole(self.local(key))
+
+    @contextmanager
+    def lock(self) -> Iterator[bool]:
+        """Gone with the process, however that ended."""
+        # Through a link the file would be made elsewhere.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+        with os.fdopen(os.open(self._own(LOCK), flags, 0o666), "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Locked from None
+            yield True
+
+    def sweep(self) -> None:
+        sweep(self.root)
+
+    def read_tagged(self, key: str) -> Tagged | None:
+        try:
+            data = self.read(key)
+            age = time.time() - self.local(key).stat().st_mtime
+        except FileNotFoundError:
+            return None
+        return Tagged(data, hashlib.sha256(data).hexdigest(), max(0.0, age))
+
+    def write_if(self, key: str, data: bytes, tag: str | None) -> str:
+        """Compared, then written: who holds `lock` has no rival on this machine."""
+        there = self.read_tagged(key)
+        if (there.tag if there else None) != tag:
+            raise Changed
+        self.write(key, data)
+        return hashlib.sha256(data).hexdigest()
+
+
+class Whole:
+    """A growing file that lies where it belongs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def start(self) -> None: ...
+
+    def push(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,76 @@
+"""A folder's manifest: size and SHA-256 of every file. Written last; readers verify it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from ddpm_core import reading
+from ddpm_core.storage.base import Corrupt
+
+MANIFEST = "manifest.json"
+
+
+def seal(folder: Path, facts: dict[str, object] | None = None) -> None:
+    """Write the manifest of a folder (size and SHA-256 of every file) and sync it to disk."""
+    files = {}
+    for path in sorted(item for item in folder.rglob("*") if item.is_file()):
+        files[path.relative_to(folder).as_posix()] = {
+            "size": path.stat().st_size,
+            "sha256": sha256_of(path),
+        }
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    manifest = {**(facts or {}), "files": files}
+    with (folder / MANIFEST).open("w", encoding="utf-8") as text:
+        json.dump(manifest, text, indent=1)
+        text.flush()
+        os.fsync(text.fileno())
+    sync_directory(folder)
+
+
+def verify(folder: Path) -> dict[str, object]:
+    """The manifest of a folder whose files are all there, whole. Raises Corrupt, with the file."""
+    try:
+        data = reading.read_bytes(folder / MANIFEST, _told(folder.name), reading.LARGEST_JSON)
+    except FileNotFoundError:
+        raise Corrupt(f"{folder.name} has no {MANIFEST}: it was not written to its end.") from None
+    for name, (size, checksum) in listed(data, folder.name).items():
+        path = reading.inside(folder, name)
+        if not path.is_file():
+            raise Corrupt(f"{folder.name} lacks its file {name}.")
+        if path.stat().st_size != size:
+            raise Corrupt(
+                f"{folder.name}/{name} has {path.stat().st_size} bytes; {size} were written."
+            )
+        if sha256_of(path) != checksum:
+            raise Corrupt(f"{folder.name}/{name} was changed or damaged: its checksum differs.")
+    return reading.parse_object(data, _told(folder.name))
+
+
+def listed(data: bytes, folder: str) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 by file name, of a manifest's bytes. Raises Corrupt."""
+    manifest = reading.parse_object(data, _told(folder))
+    files = reading.conforming(manifest, reading.Manifest, _told(folder))["files"]
+    for name in files:
+        reading.must_be_inside(folder, name)
+    return {name: (file["size"], file["sha256"]) for name, file in files.items()}
+
+
+def _told(folder: str) -> str:
+    return f"The {MANIFEST} of {folder}"
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,95 @@
+"""What is written beside its final name, and how the leavings of a killed writer are swept.
+
+A writer holds the kernel's lock of what it stages. Whatever can be locked by another has no writer
+any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_STAGED = re.compile(r"\..+\.[0-9a-f]{8}")
+
+
+def beside(path: Path) -> Path:
+    """A hidden name next to a final one."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+
+
+@contextmanager
+def staged_file(path: Path) -> Iterator[Path]:
+    """An empty file beside `path` for as long as its content is written; gone after a mistake."""
+    with _held(beside(path), folder=False) as staging:
+        yield staging
+
+
+@contextmanager
+def staged_folder(path: Path) -> Iterator[Path]:
+    """The same for a folder."""
+    with _held(beside(path), folder=True) as staging:
+        yield staging
+
+
+@contextmanager
+def _held(staging: Path, folder: bool) -> Iterator[Path]:
+    descriptor = stage(staging, folder)
+    try:
+        yield staging
+    except BaseException:
+        remove(staging)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def stage(staging: Path, folder: bool) -> int:
+    """Make and lock it, again where a sweep came between the two; close the result to let go."""
+    while True:
+        if folder:
+            staging.mkdir()
+            descriptor = os.open(staging, os.O_RDONLY)
+        else:
+            descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with suppress(OSError):  # a file system without locks is one that is not swept
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if staging.exists():
+            return descriptor
+        os.close(descriptor)
+
+
+def sweep(root: Path) -> None:
+    """Remove everything staged below `root` that has no writer."""
+    for folder, folders, files in os.walk(root):
+        for name in [*folders, *files]:
+            if _STAGED.fullmatch(name):
+                _sweep_one(Path(folder) / name)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+
+
+def _sweep_one(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove(path)
+    except OSError:
+        return
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """A file or folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,97 @@
+"""One run at a time in a workspace, wherever the others run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from s3_server import Bucket, server
+
+from ddpm_core import lease as leases
+from ddpm_core.errors import UserError
+from ddpm_core.lease import LEASE, Lease, hold
+from ddpm_core.workspace import Workspace
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Bucket]:
+    with server() as environment:
+        yield Bucket(environment)
+
+
+@pytest.fixture
+def uri(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty workspace in S3, with a quick heart."""
+    bucket.enter(monkeypatch, tmp_path)
+    monkeypatch.setattr(leases, "HEARTBEAT", 0.2)
+    monkeypatch.setattr(leases, "LIFETIME", 1.5)
+    monkeypatch.setattr(leases, "LOOK", 0.05)
+    return bucket.uri(f"{tmp_path.name}/run")
+
+
+def elsewhere(uri: str) -> Lease:
+    """A lease that a process on another machine holds, its heart beating."""
+    workspace = Workspace.open(uri)
+    lease = Lease(workspace, workspace.storage.read_tagged(LEASE))
+    lease._facts = {**lease._facts, "boot": "another"}
+    lease.start()
+    return lease
+
+
+def test_a_second_run_is_refused_at_once_with_the_owner_named(uri: str) -> None:
+    with (
+        hold(Workspace.open(uri)) as lease,
+        pytest.raises(UserError, match=f"being trained in by process {os.getpid()} on"),
+        hold(Workspace.open(uri)),
+    ):
+        pass
+    assert lease.fence == 1
+    with hold(Workspace.open(uri)) as lease:
+        assert lease.fence == 2
+        lease.check()
+
+
+def test_an_owner_on_another_machine_is_known_to_live_by_its_heart(
+    uri: str,
+) -> None:
+    lease = elsewhere(uri)
+    with pytest.raises(UserError, match="being trained in by process"), hold(Workspace.open(uri)):
+        pass
+    lease.check()
+    lease.stop()
+    with hold(Workspace.open(uri)) as following:
+        assert following.fence == 2
+
+
+def test_the_lease_of_a_dead_owner_runs_out_and_the_dead_owner_knows_when_it_wakes(
+    uri: str,
+) -> None:
+    lease = elsewhere(uri)
+    lease._stopped.set()
+    lease._thread.join()
+    with hold(Workspace.open(uri)) as following:
+        assert following.fence == 2
+        with pytest.raises(UserError, match=r"taken over by process \d+ on .*; this run stops"):
+            lease.check()
+        following.check()
+
+
+def test_of_two_that_find_it_free_the_quicker_has_it(uri: str) -> None:
+    first, second = Workspace.open(uri), Workspace.open(uri)
+    quick, slow = Lease(first, None), Lease(second, None)
+    quick.start()
+    with pytest.raises(UserError, match="being trained in by process"):
+        slow.start()
+    quick.check()
+    quick.stop()
+
+
+def test_a_lease_that_somebody_removed_is_written_again(uri: str) -> None:
+    workspace = Workspace.open(uri)
+    with hold(workspace) as lease:
+        workspace.storage.remove(LEASE)
+        lease._try_renew()
+        lease.check()
+        assert workspace.storage.exists(LEASE)
