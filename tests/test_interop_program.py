@@ -12,13 +12,16 @@ from safetensors.torch import load_file
 def test_export_import_and_a_warm_start_keep_the_weights(tmp_path: Path) -> None:
     write_params(
         tmp_path,
-        TINY.replace("channels: 8, multipliers: [1, 2]", "channels: 128, multipliers: [1, 1]"),
+        TINY.replace(
+            "channels: 8, multipliers: [1, 2]", "channels: 128, multipliers: [1, 1], dropout: 0.1"
+        ),
     )
     ddpm(tmp_path, "prepare")
     ddpm(tmp_path, "train")
     ddpm(tmp_path, "export-diffusers", "there")
     assert (tmp_path / "there" / "model_index.json").is_file()
-    assert "train.init" in ddpm(tmp_path, "import-diffusers", "there", "back")
+    said = ddpm(tmp_path, "import-diffusers", "there", "back")
+    assert "train.init" in said and "'dropout': 0.1" in said
     average = load_file(tmp_path / "workspace/snapshots/step-00000012/ema-0.9.safetensors")
     back = load_file(tmp_path / "back/model.safetensors")
     assert set(back) == set(average)

@@ -320,6 +320,13 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_earlier_data(
     assert [item.name for item in workspace.path("").iterdir()] == ["data"]
 
 
+def write_many(root: Path) -> None:
+    """So many pictures that there is time to interrupt: 20, under 200 names each."""
+    for path in sorted(write_classes(root, ["a"], each=20).rglob("*.png")):
+        for number in range(200):
+            path.with_name(f"{path.stem}-{number}.png").hardlink_to(path)
+
+
 def until_it_works(process: subprocess.Popen[str]) -> None:
     assert process.stderr is not None
     for line in process.stderr:
@@ -329,7 +336,7 @@ def until_it_works(process: subprocess.Popen[str]) -> None:
 
 
 def test_ctrl_c_ends_the_workers_and_leaves_nothing_half_written(tmp_path: Path) -> None:
-    write_classes(tmp_path / "raw", ["a"], each=300)
+    write_many(tmp_path / "raw")
     process = start(tmp_path)
     until_it_works(process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
@@ -341,11 +348,14 @@ def test_ctrl_c_ends_the_workers_and_leaves_nothing_half_written(tmp_path: Path)
 
 
 def test_workers_end_when_the_process_that_started_them_is_killed(tmp_path: Path) -> None:
-    write_classes(tmp_path / "raw", ["a"], each=300)
+    write_many(tmp_path / "raw")
     process = start(tmp_path)
     until_it_works(process)
     process.kill()
+    # The workers hold the same pipes: this returns when the last of them has ended.
     process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "workspace/data").exists()
 
 
 def test_a_worker_that_is_killed_is_one_sentence() -> None:

@@ -64,7 +64,7 @@ def test_a_path_that_leaves_a_zip_is_refused(tmp_path: Path, name: str) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("good.png", encoded(noise(1)))
         archive.writestr(name, encoded(noise(2)))
-    check_refused(tmp_path, tmp_path / "x.zip", name, "leaves the archive")
+    assert_refused(tmp_path, tmp_path / "x.zip", name, "leaves the archive")
 
 
 @pytest.mark.parametrize("name", EVIL)
@@ -72,7 +72,7 @@ def test_a_path_that_leaves_a_tar_is_refused(tmp_path: Path, name: str) -> None:
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
         add(archive, "good.png", encoded(noise(1)))
         add(archive, name, encoded(noise(2)))
-    check_refused(tmp_path, tmp_path / "x.tar", name, "leaves the archive")
+    assert_refused(tmp_path, tmp_path / "x.tar", name, "leaves the archive")
 
 
 def test_a_path_with_backslashes_is_one_of_windows(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_path_with_backslashes_is_one_of_windows(tmp_path: Path) -> None:
         archive.writestr("cat\\1.png", encoded(noise(1)))
         archive.writestr("dog\\1.png", encoded(noise(2)))
         archive.writestr("..\\evil.png", encoded(noise(3)))
-    check_refused(tmp_path, tmp_path / "x.zip", "../evil.png", "leaves the archive", good=2)
+    assert_refused(tmp_path, tmp_path / "x.zip", "../evil.png", "leaves the archive", good=2)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_links_and_devices_in_a_tar_are_refused(tmp_path: Path, kind: bytes) -> 
         member = tarfile.TarInfo("evil.png")
         member.type, member.linkname = kind, "/etc/passwd"
         archive.addfile(member)
-    check_refused(tmp_path, tmp_path / "x.tar", "evil.png", "no file")
+    assert_refused(tmp_path, tmp_path / "x.tar", "evil.png", "no file")
 
 
 def test_a_link_in_a_zip_is_refused(tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ def test_a_link_in_a_zip_is_refused(tmp_path: Path) -> None:
         link = zipfile.ZipInfo("evil.png")
         link.external_attr = (stat.S_IFLNK | 0o777) << 16
         archive.writestr(link, "/etc/passwd")
-    check_refused(tmp_path, tmp_path / "x.zip", "evil.png", "a link")
+    assert_refused(tmp_path, tmp_path / "x.zip", "evil.png", "a link")
 
 
-def check_refused(tmp_path: Path, archive: Path, name: str, reason: str, good: int = 1) -> None:
+def assert_refused(tmp_path: Path, archive: Path, name: str, reason: str, good: int = 1) -> None:
     before = {item.name for item in tmp_path.iterdir()} | {"workspace"}
     data = prepared(tmp_path, archive, max_rejected=1.0)
     assert len(data) == good
@@ -140,7 +140,7 @@ def test_a_file_that_is_too_large_is_refused_unread(
     with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("good.png", encoded(noise(1)))
         archive.writestr("large.png", bytes(5001))
-    check_refused(tmp_path, tmp_path / "x.zip", "large.png", "at most 5,000")
+    assert_refused(tmp_path, tmp_path / "x.zip", "large.png", "at most 5,000")
 
 
 def test_a_damaged_member_of_a_zip_stops_no_other(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_damaged_member_of_a_zip_stops_no_other(tmp_path: Path) -> None:
     position = content.index(encoded(noise(1))) + 80
     content[position] ^= 255
     (tmp_path / "x.zip").write_bytes(content)
-    check_refused(tmp_path, tmp_path / "x.zip", "1.png", "cannot be unpacked", good=2)
+    assert_refused(tmp_path, tmp_path / "x.zip", "1.png", "cannot be unpacked", good=2)
 
 
 def test_an_encrypted_member_is_refused_with_its_reason(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_an_encrypted_member_is_refused_with_its_reason(tmp_path: Path) -> None:
     content[content.index(b"PK\x01\x02") + 8] |= 1
     content[6] |= 1
     (tmp_path / "x.zip").write_bytes(content)
-    check_refused(tmp_path, tmp_path / "x.zip", "0.png", "encrypted")
+    assert_refused(tmp_path, tmp_path / "x.zip", "0.png", "encrypted")
 
 
 @pytest.mark.parametrize("pack", FORMS)

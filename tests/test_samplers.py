@@ -198,7 +198,10 @@ def test_the_error_falls_with_the_order_of_the_rule(sampler: str, order: float) 
 def test_deterministic_rules_never_ask_for_noise(sampler: str, steps: int) -> None:
     schedule = make_schedule("cosine", 50)
     shape = (2, 1, 4, 4)
-    sample(some_network, schedule, "v", SamplerSettings(sampler, steps), only_the_start(shape))
+    drawn = sample(
+        some_network, schedule, "v", SamplerSettings(sampler, steps), only_the_start(shape)
+    )
+    assert drawn.shape == shape
 
 
 @pytest.mark.parametrize(

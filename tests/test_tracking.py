@@ -388,7 +388,8 @@ def test_no_uri_means_no_tracking_and_no_import(tmp_path: Path) -> None:
         assert "mlflow" not in sys.modules and "torch" not in sys.modules
         assert threading.active_count() == 1
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
+    assert done.returncode == 0
 
 
 def test_without_the_package_the_extra_is_named_and_the_work_goes_on(tmp_path: Path) -> None:

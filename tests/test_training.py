@@ -88,7 +88,8 @@ def test_training_does_not_touch_the_global_generator_of_the_caller(prepared: Pa
         "train(c, Workspace.open(c.workspace), w, Policy()); "
         "assert torch.equal(before, torch.get_rng_state())"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment(), check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment(), check=False)
+    assert done.returncode == 0
 
 
 def test_an_average_is_what_its_formula_says_and_takes_buffers_along() -> None:

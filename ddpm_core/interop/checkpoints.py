@@ -29,6 +29,7 @@ def import_checkpoint(folder: Path, output: Path) -> str:
         "blocks": network.blocks,
         "attention": list(network.attention),
         "heads": network.heads,
+        "dropout": network.dropout,
         "conditioning": network.conditioning,
     }
     given = {

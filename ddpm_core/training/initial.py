@@ -40,7 +40,7 @@ def initial_weights(model: UNet, config: Config) -> None:
 
     def uniform(name: str, shape: tuple[int, ...]) -> Tensor:
         digest = hashlib.sha256(name.encode()).digest()
-        return rng.uniform(key, torch.tensor([int.from_bytes(digest[:3], "big")]), shape)[0]
+        return rng.uniform(key, torch.tensor([int.from_bytes(digest[:4], "big")]), shape)[0]
 
     model.initialise(uniform)
     if config.train.init is not None:
