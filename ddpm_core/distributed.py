@@ -10,8 +10,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ddpm_core.errors import Interrupted, UserError
+from ddpm_core.meeting import agree
 
 TIMEOUT = 300.0  # seconds that workers wait for one that does not answer
 LOST = 138  # exit status of a worker that lost another: 128 and more tell a scheduler to try again
@@ -142,9 +144,16 @@ def world(device: str, environment: Mapping[str, str], timeout: float = TIMEOUT)
 
 def _meet(device: torch.device, starting: World, timeout: float) -> dist.ProcessGroup | None:
     """Connect all workers; a group of all of them whose operations take `timeout` at most."""
+    limit = timedelta(seconds=starting.timeout)
     with starting._told_when_lost():
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        name = agree(store, rank, size, starting.timeout)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=starting.timeout)
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(name, store),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+            timeout=limit,
         )
         if timeout >= starting.timeout:
             return None

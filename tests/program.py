@@ -23,6 +23,7 @@ _context.set_forkserver_preload(
         "ddpm_core.training.launcher",
         "ddpm_core.generate.sample",
         "ddpm_core.chain",
+        "torch.distributed.run",
     ]
 )
 

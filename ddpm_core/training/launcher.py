@@ -7,9 +7,6 @@ import signal
 from collections.abc import Mapping, Sequence
 
 import typer
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ddpm_core import distributed
 from ddpm_core.config import Config
@@ -66,6 +63,11 @@ def _attempt(count: int, arguments: Sequence[str]) -> int:
 
     Raises Interrupted after a signal, which goes on to the workers: they save and leave.
     """
+    # Imported here, since a worker that trains alone starts sooner without them.
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
     options = ["--standalone", f"--nproc-per-node={count}", "--max-restarts=0"]
     handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}

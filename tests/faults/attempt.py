@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,22 @@ RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "last_call_
 class Attempt:
     """A run that was started; `folder` has its params.yaml."""
 
-    def __init__(self, folder: Path, start: str, size: int, endpoint: str = "", node: int = 0):
+    def __init__(
+        self,
+        folder: Path,
+        start: str,
+        size: int,
+        endpoint: str = "",
+        node: int = 0,
+        beside: Callable[[], None] | None = None,
+    ) -> None:
+        """`endpoint` is where nodes meet, `node` which one this is; `beside` is called in each
+        forked worker before it begins."""
         self.folder, self.start, self.size, self.node = folder, start, size, node
         self._seen: set[int] = set()
         if start == "forked":
-            self._program: Any = Program(
-                folder, (str(size), endpoint, str(node), "train"), target=_agent
-            )
+            given = (str(size), endpoint, str(node), "train")
+            self._program: Any = Program(folder, given, partial(_agent, beside=beside))
         else:
             self._program = _Started(folder, _command_line(start, size))
 
@@ -132,7 +143,12 @@ def _command_line(start: str, size: int) -> list[str]:
     return [*torchrun, f"--nproc-per-node={size}", f"--max-restarts={RESTARTS}", *ours]
 
 
-def _agent(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+def _agent(
+    folder: Path,
+    arguments: tuple[str, ...],
+    output: Path,
+    beside: Callable[[], None] | None,
+) -> None:
     """torchrun's agent, as `torchrun --nproc-per-node=SIZE` runs it, with forked workers."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -156,19 +172,27 @@ def _agent(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
         local_addr="localhost",
     )
     try:
-        elastic_launch(config, _worker)(folder, node, tuple(rest), output)
+        elastic_launch(config, _worker)(folder, node, tuple(rest), output, beside)
     except SignalException as stop:
         sys.exit(128 + stop.sigval)
     except ChildFailedError:
         sys.exit(1)
 
 
-def _worker(folder: Path, node: str, arguments: tuple[str, ...], output: Path) -> None:
+def _worker(
+    folder: Path,
+    node: str,
+    arguments: tuple[str, ...],
+    output: Path,
+    beside: Callable[[], None] | None,
+) -> None:
     _move_in(folder, output)
     note = folder / STARTS / f"{node}-{os.environ['LOCAL_RANK']}"
     note.parent.mkdir(exist_ok=True)
     note.write_text(str(os.getpid()))
     sys.argv = ["ddpm", *arguments]
+    if beside:
+        beside()
     from ddpm_core.cli import main
 
     try:
@@ -176,6 +200,9 @@ def _worker(folder: Path, node: str, arguments: tuple[str, ...], output: Path) -
     except SystemExit as end:
         if end.code:
             raise
+    except BaseException:
+        traceback.print_exc()
+        raise
 
 
 def _move_in(folder: Path, output: Path) -> None:
