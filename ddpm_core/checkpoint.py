@@ -5,24 +5,69 @@ A snapshot is one, and so is a registered model: neither needs the params file i
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, InstanceOf
 
 from ddpm_core import params
 from ddpm_core.config import Config
-from ddpm_core.errors import UserError
-from ddpm_core.storage import Corrupt, verify
-from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
+from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.reading import Count, Shape, conforming, parse_object, read_object, read_tensors
+from ddpm_core.storage import MANIFEST, verify
+from ddpm_core.storage.sealing import listed
+from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key, step_name
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
-    from ddpm_core.models.unet import UNet
+    from ddpm_core.models.unet import UNet, UNetConfig
 
 SETTINGS = "config.json"
 WEIGHTS = "model.safetensors"
+
+
+Small = Annotated[int, Field(ge=1, le=2**20)]
+
+
+class Network(Shape):
+    """Fields of models.unet.UNetConfig."""
+
+    image_size: Small
+    in_channels: Literal[1, 3]
+    channels: Small
+    multipliers: Annotated[list[Small], Field(max_length=16)]
+    blocks: Small
+    attention: list[Small]
+    heads: Small
+    dropout: float
+    conditioning: Literal["none", "class", "text"]
+    classes: Annotated[int, Field(ge=0, le=2**20)]
+
+
+class Data(Shape):
+    """What a network was trained on."""
+
+    fingerprint: str
+    classes: list[InstanceOf[str]]  # of file names, which may be no UTF-8
+    class_counts: list[Count]
+    captions: list[Annotated[list[InstanceOf[str] | Count], Field(min_length=2, max_length=2)]]
+    image_size: Small
+    channels: Literal[1, 3]
+    source: dict[str, Any]
+
+
+class Settings(Shape):
+    """All of config.json that is used."""
+
+    step: Count
+    params: dict[str, Any]
+    network: Network
+    data: Data
+    train_fingerprint: str
 
 
 def ema_name(decay: float) -> str:
@@ -45,25 +90,38 @@ class Checkpoint:
     def open(cls, folder: Path) -> Checkpoint:
         """Read a folder. Raises Corrupt where a file is missing or is not what was written."""
         files: Any = verify(folder)["files"]
+        name = f"{folder.name}/{SETTINGS}"
+        if SETTINGS not in files:
+            raise Corrupt(f"{folder.name} has no {SETTINGS} among the files that were written.")
         try:
-            settings = json.loads((folder / SETTINGS).read_bytes())
-            return cls(
-                folder=folder,
-                step=int(settings["step"]),
-                params=params.validate(settings["params"], f" in {SETTINGS}"),
-                network=dict(settings["network"]),
-                data=dict(settings["data"]),
-                train_fingerprint=str(settings["train_fingerprint"]),
-                checksums={name: str(file["sha256"]) for name, file in files.items()},
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Corrupt(f"{folder.name}/{SETTINGS} is damaged: {error!r}.") from error
+            settings = conforming(read_object(folder / SETTINGS, name), Settings, name)
+        except OSError as error:
+            raise Corrupt(f"{name} cannot be read: {error.strerror}.") from error
+        return cls._of(folder, files, settings)
+
+    @classmethod
+    def _of(cls, folder: Path, files: Mapping[str, Any], settings: dict[str, Any]) -> Checkpoint:
+        name = f"{folder.name}/{SETTINGS}"
+        _must_agree(settings["network"], settings["data"], name)
+        try:
+            validated = params.validate(settings["params"], f" in {name}")
+        except UserError as error:
+            raise Corrupt(str(error)) from error
+        return cls(
+            folder=folder,
+            step=settings["step"],
+            params=validated,
+            network=settings["network"],
+            data=settings["data"],
+            train_fingerprint=settings["train_fingerprint"],
+            checksums={name: file["sha256"] for name, file in files.items()},
+        )
 
     def weights_name(self, ema: float | str = "auto") -> str:
         """The file that holds the raw weights ("none"), those of a decay, or the first decay's."""
         if ema == "auto":
             decays = self.params.train.ema
-            return ema_name(decays[0]) if decays else WEIGHTS
+            ema = decays[0] if decays else "none"
         name = WEIGHTS if ema == "none" else ema_name(float(ema))
         if name not in self.checksums:
             there = ", ".join(sorted(n for n in self.checksums if n.startswith("ema-")))
@@ -75,27 +133,100 @@ class Checkpoint:
         return self.checksums[self.weights_name(ema)]
 
     def load(self, ema: float | str, device: torch.device) -> UNet:
-        """The network with its weights, in eval mode."""
-        from safetensors.torch import load_file
-
+        """The network with its weights, in eval mode. Raises Corrupt where they don't fit."""
         from ddpm_core.models.unet import UNet, UNetConfig
 
-        model = UNet(UNetConfig.from_dict(self.network))
         name = self.weights_name(ema)
+        tensors = read_tensors(self.folder / name)
         try:
-            model.load_state_dict(load_file(self.folder / name))
-        except RuntimeError as error:
-            raise Corrupt(
-                f"{self.folder.name}/{name} does not fit its {SETTINGS}: {error}"
-            ) from error
+            config = UNetConfig.from_dict(self.network)
+        except (ValueError, TypeError) as error:
+            raise Corrupt(f"{self.folder.name}/{SETTINGS} is damaged: {error}") from error
+        must_fit(config, tensors, f"{self.folder.name}/{name}")
+        model = UNet(config)
+        model.load_state_dict(tensors)
         return model.to(device).eval().requires_grad_(False)
+
+
+def must_fit(config: UNetConfig, tensors: Mapping[str, Tensor], name: str) -> None:
+    """Raise Corrupt unless the tensors are those of the network, before it takes any memory."""
+    wanted = outline(config, tensors, name).state_dict()
+    for key in sorted({*wanted, *tensors}):
+        shapes = [
+            tuple(group[key].shape) if key in group else "none" for group in (wanted, tensors)
+        ]
+        if shapes[0] != shapes[1]:
+            raise Corrupt(
+                f"{name} does not fit its {SETTINGS}: {key[:200]} has shape {shapes[1]}; "
+                f"{shapes[0]} is needed."
+            )
+        if not tensors[key].is_floating_point():
+            raise Corrupt(f"{name} is damaged: {key[:200]} is {tensors[key].dtype}.")
+
+
+def outline(config: UNetConfig, tensors: Mapping[str, Tensor], name: str) -> UNet:
+    """The network without memory for its weights. Raises Corrupt.
+
+    One of more layers or channels than the tensors can be would take memory all the same.
+    """
+    from ddpm_core.models.unet import UNet
+
+    longest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    if config.blocks * len(config.multipliers) > len(tensors) or max(config.widths) > longest:
+        raise Corrupt(f"{name} holds a smaller network than its {SETTINGS} asks for.")
+    try:
+        return UNet(config, device="meta")
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise Corrupt(f"{name} holds no network: {error}.") from error
+
+
+def _must_agree(network: dict[str, Any], data: dict[str, Any], name: str) -> None:
+    """Raise Corrupt where the network is not one for such data."""
+    sizes = [(network["image_size"], network["in_channels"])]
+    sizes += [(data["image_size"], data["channels"])]
+    if sizes[0] != sizes[1]:
+        raise Corrupt(f"{name} is damaged: images of {sizes[1]}, a network for {sizes[0]}.")
+    if network["conditioning"] == "class":
+        numbers = {network["classes"], len(data["classes"]), len(data["class_counts"])}
+        if len(numbers) > 1 or not sum(data["class_counts"]):
+            raise Corrupt(f"{name} is damaged: numbers of classes {sorted(numbers)}.")
+    for text, count in data["captions"]:
+        if not isinstance(text, str) or not isinstance(count, int):
+            raise Corrupt(f"{name} is damaged: a caption is {[text, count]!r:.200}.")
 
 
 def open_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
     """The checkpoint of a step of this workspace. Raises UserError if there is none."""
-    if step not in (steps := workspace.steps(SNAPSHOTS)):
+    must_be_there(workspace, step)
+    return of_step(step, Checkpoint.open(workspace.path(snapshot_key(step))))
+
+
+def look_at_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
+    """What its manifest and settings say: its weights are not fetched, and not looked at."""
+    must_be_there(workspace, step)
+    key, storage = snapshot_key(step), workspace.storage
+    name = f"{step_name(step)}/{SETTINGS}"
+    try:
+        files = listed(storage.read(f"{key}/{MANIFEST}"), step_name(step))
+        settings = conforming(parse_object(storage.read(f"{key}/{SETTINGS}"), name), Settings, name)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Corrupt(f"{step_name(step)} was not written to its end.") from error
+    checksums = {file: {"sha256": sha256} for file, (_, sha256) in files.items()}
+    return of_step(step, Checkpoint._of(Path(step_name(step)), checksums, settings))
+
+
+def must_be_there(workspace: Workspace, step: int) -> None:
+    """Raise UserError, with the steps there are, where there is no checkpoint of a step."""
+    if not workspace.storage.exists(snapshot_key(step)):
+        steps = workspace.steps(SNAPSHOTS)
         there = ", ".join(map(str, steps)) or "none; run `ddpm train` first"
         raise UserError(
             f"There is no checkpoint of step {step} in {workspace.uri} (there: {there})."
         )
-    return Checkpoint.open(workspace.path(snapshot_key(step)))
+
+
+def of_step(step: int, checkpoint: Checkpoint) -> Checkpoint:
+    """The same, if it says that it is of this step. Raises Corrupt."""
+    if checkpoint.step != step:
+        raise Corrupt(f"The checkpoint of step {step} says that it is of step {checkpoint.step}.")
+    return checkpoint

@@ -10,6 +10,10 @@ class UserError(Exception):
     """What was given, where, what is allowed, and what to do. Shown as it is; exit status 1."""
 
 
+class Corrupt(UserError):
+    """A file or folder that is not what was written: damaged, half there, or made up."""
+
+
 class Interrupted(Exception):
     """The work stopped at a request (SIGTERM, Ctrl-C) with everything saved.
 

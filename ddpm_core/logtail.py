@@ -54,12 +54,12 @@ def parse(line: bytes) -> Row | None:
     try:
         values = json.loads(line)
         step = int(values.pop("step"))
-        seconds = float(values.pop("time", None) or time.time())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        milliseconds = int(1000 * float(values.pop("time", None) or time.time()))
+        numbers = {
+            key: float(value)
+            for key, value in values.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-    numbers = {
-        key: float(value)
-        for key, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-    return Row(step, int(seconds * 1000), numbers)
+    return Row(step, milliseconds, numbers)

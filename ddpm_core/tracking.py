@@ -25,6 +25,7 @@ INTERVAL = 1.0  # seconds between two looks at the log
 LONGEST_PAUSE = 30.0  # seconds between two attempts to reach a server that is away
 
 Entry = list[Any]  # [method of MlflowRun, *arguments], plain data
+SENT = ("params", "tags", "metrics", "dataset", "artifact")  # methods that entries may name
 
 
 class Tracker:
@@ -36,7 +37,7 @@ class Tracker:
         self._workspace = workspace
         self._identity = identity
         self._log = Log(workspace.path(LOG))
-        self._queue: deque[Entry] = deque(self._known().get("unsent", []))
+        self._queue: deque[Entry] = deque(_sendable(self._known().get("unsent"), workspace.uri))
         self._run: MlflowRun | None = None
         self._away = False
         self._silent = False
@@ -63,6 +64,13 @@ class Tracker:
         tracker._put_data()
         tracker._thread.start()
         return tracker
+
+    @classmethod
+    def catch_up(cls, config: Config, workspace: Workspace, identity: str | None) -> None:
+        """Send what an earlier command could not, where there is any."""
+        known = workspace.read_json(RUN).get("mlflow")
+        if isinstance(known, dict) and (known.get("unsent") or known.get("behind")):
+            cls.open(config, workspace, identity).close()
 
     def params(self, params: Mapping[str, Any]) -> None:
         """Nested params; a later value of one that is known becomes the tag `changed.NAME`."""
@@ -97,8 +105,8 @@ class Tracker:
         self._thread.join(timeout)
         self._silent = True
         unsent = [entry for entry in self._queue if entry[0] != "end"]
-        self._note(unsent=unsent)
         lacking = self._log.remaining()
+        self._note(unsent=unsent, behind=bool(lacking))
         if lacking or unsent:
             console.warn(
                 f"MLflow at {shown(self._uri)} still lacks {lacking} rows of {self._log.path.name}"
@@ -116,7 +124,8 @@ class Tracker:
         """Which data the run is about: in the UI, and as tags to search for."""
         manifest = self._workspace.read_json(f"{DATA}/{MANIFEST}")
         if "fingerprint" in manifest:
-            data, source = str(manifest["fingerprint"]), dict(manifest.get("source") or {})
+            source = manifest["source"] if isinstance(manifest.get("source"), dict) else {}
+            data = str(manifest["fingerprint"])
             self._put("dataset", str(source.get("uri") or "data"), data, source)
             self.tags({"data": data, **{f"source.{key}": v for key, v in source.items()}})
         if self._identity:
@@ -165,7 +174,8 @@ class Tracker:
             name = f"{name}-{self._identity[:8]}"
         run = MlflowRun.open(self._uri, self._experiment, name, known.get("run_id"))
         self._log.offset = 0
-        self._note(run_id=run.run_id, training=self._identity or known.get("training"))
+        training = self._identity or known.get("training")
+        self._note(run_id=run.run_id, training=training, behind=True)  # until it is closed
         return run
 
     def _known(self) -> dict[str, Any]:
@@ -196,6 +206,29 @@ class Tracker:
         if self._away and not self._silent:
             console.say(f"MLflow at {shown(self._uri)} is back and has got what it lacked.")
         self._away = False
+
+
+def _sendable(entries: Any, root: str) -> list[Entry]:
+    """The entries of a run.json that this program may have put there.
+
+    A workspace may be a stranger's: it must not call what it likes, nor send files from elsewhere.
+    """
+    listed = entries if isinstance(entries, list) else []
+    return [
+        entry
+        for entry in listed
+        if isinstance(entry, list)
+        and len(entry) > 1
+        and entry[0] in SENT
+        and (entry[0] != "artifact" or _below(entry[1], root))
+    ]
+
+
+def _below(path: Any, root: str) -> bool:
+    try:
+        return Path(path).resolve().is_relative_to(Path(root).resolve())
+    except (TypeError, ValueError, OSError, RuntimeError):
+        return False
 
 
 def reason(error: Exception) -> str:

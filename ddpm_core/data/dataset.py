@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, InstanceOf
 
-from ddpm_core.errors import UserError
+from ddpm_core.data.captions import CAPTION_BYTES
+from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.reading import Count, FileRecord, Shape, array_head, must_be_inside
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, Workspace
 
@@ -29,12 +32,16 @@ class PackedArray:
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        heads = [_head(file) for file in files]
-        self.dtype: np.dtype[Any] = heads[0].dtype
-        self.starts = np.cumsum([0, *(head.rows for head in heads)])
-        self.shape = (int(self.starts[-1]), *heads[0].row)
+        heads = [array_head(file) for file in files]
+        row, self.dtype = heads[0].shape[1:], heads[0].dtype
+        if any(
+            (head.shape[1:], head.dtype) != (row, self.dtype) or not head.shape for head in heads
+        ):
+            raise Corrupt(f"{files[0].name} and its parts hold rows of several kinds.")
+        self.starts = np.cumsum([0, *(head.shape[0] for head in heads)])
+        self.shape = (int(self.starts[-1]), *row)
         self._heads = heads
-        self._row_bytes = int(np.prod(heads[0].row, dtype=np.int64)) * self.dtype.itemsize
+        self._row_bytes = int(np.prod(row, dtype=np.int64)) * self.dtype.itemsize
         self._files = [file.open("rb") for file in files]
 
     def __len__(self) -> int:
@@ -64,6 +71,22 @@ class PackedArray:
             data = os.pread(self._files[part].fileno(), self._row_bytes, offset)
             rows[row] = np.frombuffer(data, self.dtype).reshape(self.shape[1:])
         return rows
+
+
+class Prepared(Shape):
+    """The manifest of prepared data."""
+
+    fingerprint: str
+    holdout_fingerprint: str
+    image_size: Annotated[int, Field(ge=1, le=2**16)]
+    channels: Literal[1, 3]
+    classes: list[InstanceOf[str]]  # of file names, which may be no UTF-8
+    class_counts: list[Count]
+    holdout_class_counts: list[Count]
+    arrays: dict[str, list[str]]
+    files: dict[str, FileRecord]
+    source: dict[str, Any] | None = None
+    prepare: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,45 +133,67 @@ class PackedDataset:
 
 def open_dataset(workspace: Workspace, split: Split = "train") -> PackedDataset:
     """The prepared images of a workspace. Raises UserError where there are none, or not all."""
-    manifest = workspace.read_json(f"{DATA}/{MANIFEST}")
-    if "fingerprint" not in manifest:
+    manifest = _manifest(workspace)
+    folder = workspace.path(DATA)
+    arrays = manifest["arrays"]
+
+    def array(stem: str, dtype: type, *row: int) -> PackedArray:
+        key = PREFIX[split] + stem
+        names = arrays.get(key)
+        if not names:
+            raise Corrupt(f"The manifest of the prepared data names no {key}: prepare them again.")
+        for name in names:
+            must_be_inside(DATA, name)
+        array = PackedArray([folder / name for name in names])
+        if array.dtype != dtype or array.shape[1:] != row:
+            raise Corrupt(f"The prepared {key} are {array.dtype} of {array.shape}: prepare again.")
+        return array
+
+    size, channels = manifest["image_size"], manifest["channels"]
+    images = array("images", np.uint8, size, size, channels)
+    labels = array("labels", np.int64)[:]
+    captions = None
+    if PREFIX[split] + "captions" in arrays:
+        captions = array("captions", np.uint8, CAPTION_BYTES)[:]
+    _must_agree(manifest, split, len(images), labels, captions)
+    return PackedDataset(images, labels, captions, split, manifest)
+
+
+def _must_agree(
+    manifest: dict[str, Any], split: Split, count: int, labels: Indices, captions: Any
+) -> None:
+    """Raise Corrupt where arrays of a split have other lengths, or labels are of no class."""
+    classes = max(1, len(manifest["classes"]))
+    counts = manifest[PREFIX[split] + "class_counts"]
+    lengths = {count, len(labels)} | ({len(captions)} if captions is not None else set())
+    if len(lengths) > 1 or not ((labels >= 0) & (labels < classes)).all():
+        raise Corrupt(f"The prepared data of {split} don't fit each other: prepare them again.")
+    if manifest["classes"] and (len(counts) != classes or sum(counts) != count):
+        raise Corrupt(f"The prepared classes of {split} are counted wrong: prepare them again.")
+
+
+def data_fingerprint(workspace: Workspace) -> str:
+    """That of the training images, without fetching them. Raises UserError as open_dataset does."""
+    return str(_manifest(workspace)[PREFIX["train"] + "fingerprint"])
+
+
+def _manifest(workspace: Workspace) -> dict[str, Any]:
+    manifest = workspace.read_json(f"{DATA}/{MANIFEST}", Prepared)
+    if not manifest:
         raise UserError(f"There are no prepared data in {workspace.uri}: run `ddpm prepare` first.")
     missing = damage(workspace, manifest)
     if missing:
         raise UserError(f"{missing} Run `ddpm prepare` again.")
-    folder = workspace.path(DATA)
-    arrays = manifest["arrays"]
-
-    def array(stem: str) -> PackedArray:
-        return PackedArray([folder / name for name in arrays[PREFIX[split] + stem]])
-
-    captions = array("captions")[:] if PREFIX[split] + "captions" in arrays else None
-    return PackedDataset(array("images"), array("labels")[:], captions, split, manifest)
+    return manifest
 
 
 def damage(workspace: Workspace, manifest: dict[str, Any]) -> str:
     """A sentence about the first file of the data that is missing or has another size, or ""."""
     for name, facts in manifest["files"].items():
-        path = workspace.path(f"{DATA}/{name}")
-        if not path.is_file():
+        must_be_inside(DATA, name)
+        size = workspace.storage.size(f"{DATA}/{name}")
+        if size is None:
             return f"The prepared data lack their file {name}."
-        if path.stat().st_size != facts["size"]:
-            return f"{DATA}/{name} has {path.stat().st_size} bytes; {facts['size']} were written."
+        if size != facts["size"]:
+            return f"{DATA}/{name} has {size} bytes; {facts['size']} were written."
     return ""
-
-
-@dataclass(frozen=True)
-class _Head:
-    """Where the rows of a .npy file begin, and what they are."""
-
-    rows: int
-    row: tuple[int, ...]
-    dtype: np.dtype[Any]
-    offset: int
-
-
-def _head(path: Path) -> _Head:
-    with path.open("rb") as file:
-        np.lib.format.read_magic(file)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        return _Head(shape[0], tuple(shape[1:]), dtype, file.tell())

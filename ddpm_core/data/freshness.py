@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpm_core.config import Config
-from ddpm_core.data.dataset import damage
+from ddpm_core.data.dataset import Prepared, damage
 from ddpm_core.data.opening import changed
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, Workspace
@@ -16,7 +16,7 @@ def stale(config: Config, workspace: Workspace) -> str | None:
 
     A source that is no longer within reach is no reason: the data were made from it.
     """
-    manifest = workspace.read_json(f"{DATA}/{MANIFEST}")
+    manifest = workspace.read_json(f"{DATA}/{MANIFEST}", Prepared)
     if not {"fingerprint", "prepare", "source", "files"} <= set(manifest):
         return "there are no data yet."
     before, now = manifest["prepare"], config.prepare.model_dump(mode="json")

@@ -55,10 +55,11 @@ def changed(settings: Prepare, facts: dict[str, Any]) -> bool:
         found = _state(settings.source)
     except (UserError, OSError):
         return False
-    if found is None or found == facts.get("state"):
+    before = facts.get("state")
+    if found is None or found == before:
         return False
     path = Path(settings.source).expanduser()
-    if path.is_file() and found.get("size") == facts["state"].get("size"):
+    if path.is_file() and isinstance(before, dict) and found.get("size") == before.get("size"):
         return sha256_of(path) != facts.get("sha256")  # only copied or touched, perhaps
     return True
 

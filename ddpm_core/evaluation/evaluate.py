@@ -18,7 +18,15 @@ from ddpm_core.evaluation.freshness import row_key, stale
 from ddpm_core.evaluation.judge import Judge
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.outputs import write_outputs
-from ddpm_core.evaluation.rows import Row, best, evidence, is_scored, named_metrics, problem_row
+from ddpm_core.evaluation.rows import (
+    Row,
+    Scored,
+    best,
+    evidence,
+    is_scored,
+    named_metrics,
+    problem_row,
+)
 from ddpm_core.generate.gather import Samples, open_samples
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import EVALUATION, SAMPLES, SNAPSHOTS, Workspace, samples_key, step_name
@@ -66,7 +74,7 @@ def _steps(config: Config, workspace: Workspace) -> list[int]:
 
 def _kept(judge: Judge, workspace: Workspace, step: int) -> Row | None:
     """The row of an earlier run, if nothing that it depends on has changed."""
-    row = workspace.read_json(f"{ROWS}/{step_name(step)}.json")
+    row = workspace.read_json(f"{ROWS}/{step_name(step)}.json", Scored)
     samples = workspace.read_json(f"{samples_key(step)}/{MANIFEST}")
     if not is_scored(row) or "samples_fingerprint" not in samples:
         return None

@@ -7,6 +7,7 @@ from typing import Any
 from ddpm_core.config import Config, Evaluate
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.extractors import chosen
+from ddpm_core.evaluation.rows import Results
 from ddpm_core.evaluation.shared import FOLDER
 from ddpm_core.evaluation.weights import locate
 from ddpm_core.storage import MANIFEST, sha256_of
@@ -32,7 +33,7 @@ def row_key(settings: Evaluate, samples: str, data: str, holdout: str, extractor
 
 def stale(config: Config, workspace: Workspace) -> str | None:
     """Why `evaluate` has work to do; None where it is up to date."""
-    results = workspace.read_json(RESULTS)
+    results = workspace.read_json(RESULTS, Results)
     if not results.get("rows"):
         return "nothing is scored yet"
     for name in (f"{EVALUATION}/report.html", f"{EVALUATION}/evaluation_results.csv", METRICS):
@@ -45,7 +46,9 @@ def stale(config: Config, workspace: Workspace) -> str | None:
         return "the scores are of another extractor"
     rows = {int(row["step"]): row for row in results["rows"]}
     sampled = workspace.steps(SAMPLES)
-    gone = [step for step, row in rows.items() if row["score"] is not None and step not in sampled]
+    gone = [
+        step for step, row in rows.items() if row.get("score") is not None and step not in sampled
+    ]
     if gone:
         return f"the samples of step {gone[0]} are gone"
     fixed = (data.get("fingerprint", ""), data.get("holdout_fingerprint", ""), extractor)
@@ -69,11 +72,11 @@ def _difference(
         return f"the samples of step {step} are not scored yet"
     if row.get("problem"):
         return f"step {step} could not be scored"
-    if results["settings"] != settings.model_dump(mode="json"):
+    if results.get("settings") != settings.model_dump(mode="json"):
         return "the settings of evaluate have changed"
-    if row["evidence"]["data"] != data.get("fingerprint"):
+    if row["evidence"].get("data") != data.get("fingerprint"):
         return "the data have changed"
-    if row["evidence"]["samples"] != samples:
+    if row["evidence"].get("samples") != samples:
         return f"the samples of step {step} are new"
     return f"the score of step {step} is of other held-out images or of an older version"
 

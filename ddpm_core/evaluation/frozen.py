@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from pydantic import Field
+from safetensors.torch import save_file
 
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.in_domain import InDomain, build
+from ddpm_core.reading import Shape, conforming, read_object, read_tensors
 from ddpm_core.storage import Corrupt, sha256_of
 
 WEIGHTS = "extractor.safetensors"
 FACTS = "extractor.json"
+
+
+class Facts(Shape):
+    """What extractor.json must say of the network."""
+
+    sha256: str
+    channels: Literal[1, 3]
+    image_size: Annotated[int, Field(ge=4, le=2**16)]
+    outputs: Annotated[int, Field(ge=1, le=2**20)]
+    task: Literal["classes", "rotations"]
+    accuracy: float | None
 
 
 def save_extractor(trained: InDomain, folder: Path) -> None:
@@ -27,9 +40,9 @@ def save_extractor(trained: InDomain, folder: Path) -> None:
 def read_facts(folder: Path) -> dict[str, Any]:
     """The facts of a folder whose weights are those it was saved with. Raises Corrupt."""
     try:
-        facts = json.loads((folder / FACTS).read_bytes())
+        facts = conforming(read_object(folder / FACTS, FACTS), Facts, FACTS)
         whole = sha256_of(folder / WEIGHTS) == facts["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, Corrupt) as error:
         raise Corrupt(f"The in-domain extractor in {folder} is damaged: {error!r}.") from error
     if not whole:
         raise Corrupt(f"{folder / WEIGHTS} was changed or damaged: its checksum differs.")
@@ -39,10 +52,14 @@ def read_facts(folder: Path) -> dict[str, Any]:
 def load_extractor(folder: Path, device: torch.device | None = None) -> Extractor:
     """The extractor of a folder, on a device (the CPU if none). Raises Corrupt."""
     facts = read_facts(folder)
+    tensors = read_tensors(folder / WEIGHTS)
+    head = tensors.get("head.weight")
+    if head is None or len(head.shape) != 2 or len(head) != facts["outputs"]:
+        raise Corrupt(f"The in-domain extractor in {folder} is damaged: it has another head.")
+    network = build(facts["channels"], facts["image_size"], facts["outputs"])
     try:
-        network = build(facts["channels"], facts["image_size"], facts["outputs"])
-        network.load_state_dict(load_file(folder / WEIGHTS))
-        fingerprint = str(facts.pop("sha256"))[:16]
-        return InDomain(network, facts).extractor(fingerprint, device or torch.device("cpu"))
-    except (RuntimeError, KeyError, TypeError) as error:
-        raise Corrupt(f"The in-domain extractor in {folder} is damaged: {error!r}.") from error
+        network.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise Corrupt(f"The in-domain extractor in {folder} is damaged: {error}.") from error
+    fingerprint = str(facts.pop("sha256"))[:16]
+    return InDomain(network, facts).extractor(fingerprint, device or torch.device("cpu"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from ddpm_core.console import warn
 from ddpm_core.data.dataset import PackedDataset
@@ -14,6 +14,7 @@ from ddpm_core.evaluation.memorisation import EXAMINED, Neighbours, nearest
 from ddpm_core.evaluation.reference import FOLDER, forget
 from ddpm_core.evaluation.statistics import shuffled
 from ddpm_core.images import Pixels
+from ddpm_core.reading import read_tensors
 from ddpm_core.storage import Corrupt, verify
 from ddpm_core.workspace import Workspace, fingerprint
 
@@ -30,7 +31,7 @@ def open_held_out(
     key = f"{FOLDER}/neighbours-{key}"
     if workspace.storage.exists(key):
         try:
-            return images, _load(workspace.path(key))
+            return images, load(workspace.path(key), len(images), len(train))
         except Corrupt as error:
             warn(f"{error} The neighbours of held-out images are searched again.")
     found = nearest(images, train, device)
@@ -40,14 +41,14 @@ def open_held_out(
     return images, found
 
 
-def _load(folder: Path) -> Neighbours:
+def load(folder: Path, count: int, rows: int) -> Neighbours:
+    """Of `count` images among `rows`. Raises Corrupt."""
     verify(folder)
-    try:
-        arrays = load_file(folder / _FILE)
-        return Neighbours(
-            arrays["distance"].astype(np.float64),
-            arrays["index"].astype(np.int64),
-            arrays["mirrored"].astype(np.bool_),
-        )
-    except Exception as error:
-        raise Corrupt(f"{folder.name} is damaged: {error!r}.") from error
+    tensors = read_tensors(folder / _FILE)
+    kinds = {"distance": np.float64, "index": np.int64, "mirrored": np.bool_}
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items() if name in kinds}
+    if {name: (array.dtype, array.shape) for name, array in arrays.items()} != {
+        name: (np.dtype(kind), (count,)) for name, kind in kinds.items()
+    } or not ((arrays["index"] >= 0) & (arrays["index"] < rows)).all():
+        raise Corrupt(f"{folder.name} is damaged: it holds no neighbours of {count} images.")
+    return Neighbours(**arrays)

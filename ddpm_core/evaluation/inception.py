@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ddpm_core.errors import UserError, require
 from ddpm_core.evaluation.extractors import Extractor
+from ddpm_core.reading import read_tensors
 from ddpm_core.storage import sha256_of
 
 # weights-inception-2015-12-05-6726825d.pth of torch-fidelity, the same file as pytorch-fid's.
@@ -49,9 +50,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     """A state dict of a .safetensors or .pth file; of the latter only tensors are read."""
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
+            return read_tensors(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # each reader has its own ways to fail on a damaged file
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -86,5 +86,7 @@ def _straddling(workspace: Workspace, judge: Judge) -> dict[str, Any] | None:
 def _run(config: Config, workspace: Workspace, row: Row | None) -> dict[str, Any]:
     """The settings that made the best checkpoint: its own, where it is still there."""
     saved = workspace.read_json(f"{snapshot_key(row['step'])}/config.json") if row else {}
-    given = saved.get("params") or config.dump()
+    given = saved.get("params")
+    if not isinstance(given, dict):
+        given = config.dump()
     return {name: given[name] for name in SECTIONS if name in given} | {"seed": given.get("seed")}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ddpm_core.console import progress, warn
@@ -17,6 +17,7 @@ from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.metrics import Moments
 from ddpm_core.evaluation.statistics import BATCH, KEPT, Features, extract, shuffled
 from ddpm_core.images import Pixels
+from ddpm_core.reading import parse_object, read_tensors_and_metadata
 from ddpm_core.storage import Corrupt, verify
 from ddpm_core.workspace import EVALUATION, Workspace, fingerprint
 
@@ -48,7 +49,7 @@ def open_reference(
     key = f"{FOLDER}/{extractor.name}-{fingerprint(facts)}"
     if workspace.storage.exists(key):
         try:
-            return _load(workspace.path(key), extractor)
+            return load(workspace.path(key), extractor)
         except Corrupt as error:
             warn(f"{error} The reference is measured again.")
     reference = _measure(extractor, train, holdout)
@@ -96,26 +97,27 @@ def _save(reference: Reference, folder: Path) -> None:
     save_file(tensors, folder / _FILE, {"counts": json.dumps(counts)})
 
 
-def _load(folder: Path, extractor: Extractor) -> Reference:
+def load(folder: Path, extractor: Extractor) -> Reference:
     verify(folder)
-    try:
-        tensors = load_file(folder / _FILE)
-        parts = [_features(tensors, name, folder) for name in ("train", "holdout")]
-    except Exception as error:
-        raise Corrupt(f"{folder.name} is damaged: {error!r}.") from error
+    tensors, metadata = read_tensors_and_metadata(folder / _FILE)
+    counts = parse_object(metadata.get("counts", "").encode(), f"{folder.name}/{_FILE}")
+    parts = [_features(tensors, counts.get(name), name, folder) for name in ("train", "holdout")]
     return Reference(extractor, *parts)
 
 
-def _features(tensors: dict[str, Tensor], name: str, folder: Path) -> Features:
-    moments = None
-    if f"{name}.mean" in tensors:
-        count = _counts(folder)[name]
-        moments = Moments(count, tensors[f"{name}.mean"], tensors[f"{name}.covariance"])
-    return Features(moments, tensors[f"{name}.kept"], tensors.get(f"{name}.logits"))
-
-
-def _counts(folder: Path) -> dict[str, Any]:
-    from safetensors import safe_open
-
-    with safe_open(folder / _FILE, framework="pt") as file:
-        return dict(json.loads(file.metadata()["counts"]))
+def _features(tensors: dict[str, Tensor], count: Any, name: str, folder: Path) -> Features:
+    """What `_save` has put under a name. Raises Corrupt where the sizes don't fit each other."""
+    kept, logits = tensors.get(f"{name}.kept"), tensors.get(f"{name}.logits")
+    mean, covariance = tensors.get(f"{name}.mean"), tensors.get(f"{name}.covariance")
+    sizes = [tuple(part.shape) for part in (kept, mean, covariance) if part is not None]
+    d = sizes[0][-1:] if sizes else ()
+    wanted = [(len(kept), *d)] if kept is not None and kept.dim() == 2 else []
+    wanted += [d, (*d, *d)] if isinstance(count, int) and count > 1 else []
+    floats = all(part.is_floating_point() for part in tensors.values())
+    if not wanted or sizes != wanted or not floats or kept is None:
+        raise Corrupt(f"{folder.name} is damaged: its features of {name} have sizes {sizes}.")
+    if logits is not None and (logits.dim() != 2 or not len(logits)):
+        raise Corrupt(f"{folder.name} is damaged: its logits of {name} have no rows.")
+    if mean is None or covariance is None:
+        return Features(None, kept, logits)
+    return Features(Moments(count, mean, covariance), kept, logits)

@@ -9,24 +9,25 @@ from typing import Any
 
 from PIL import Image
 
-from ddpm_core.errors import UserError, require
+from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.evaluation import verdict
 from ddpm_core.evaluation.chart import Chart, Line, chart
 from ddpm_core.evaluation.extractors import SPACES
 from ddpm_core.evaluation.freshness import RESULTS
 from ddpm_core.evaluation.metrics import count_label, metric_name
 from ddpm_core.evaluation.pictures import FOLDER
-from ddpm_core.evaluation.rows import Row, best, best_inception, is_scored, ranked
+from ddpm_core.evaluation.rows import Results, Row, best, best_inception, is_scored, ranked
 from ddpm_core.workspace import EVALUATION, Workspace
 
 REPORT = f"{EVALUATION}/report.html"
 GRIDS = 24  # checkpoints whose samples are shown
 PHOTO = 200_000  # pixels above which a picture is embedded as a lossy one
+LARGEST = 20_000_000  # pixels of a picture of ours, and some
 
 
 def render_report(workspace: Workspace) -> Path:
     """Write evaluation/report.html anew; its path. Raises UserError where nothing is scored."""
-    results = workspace.read_json(RESULTS)
+    results = workspace.read_json(RESULTS, Results)
     if not results.get("rows"):
         raise UserError(f"Nothing is scored in {workspace.uri} yet: run `ddpm evaluate` first.")
     workspace.storage.write(REPORT, render(results, Pictures(workspace)).encode())
@@ -43,18 +44,27 @@ class Pictures:
         """`uri`, `width` and `height` of NAME.png."""
         try:
             data = self._workspace.storage.read(f"{FOLDER}/{name}.png")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, Corrupt):
             return None
-        with Image.open(io.BytesIO(data)) as picture:
-            width, height = picture.size
-            if width * height <= PHOTO:
-                kind = "png"
-            else:
-                kind, stream = "webp", io.BytesIO()
-                picture.save(stream, "WEBP", quality=85)
-                data = stream.getvalue()
+        try:
+            kind, width, height, data = _small_enough(data)
+        except Exception:  # whatever Pillow raises for a damaged picture
+            return None
         uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
         return {"uri": uri, "width": width, "height": height}
+
+
+def _small_enough(data: bytes) -> tuple[str, int, int, bytes]:
+    """Format, width, height and content of a PNG, made a WebP if it is large."""
+    with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
+        width, height = picture.size
+        if width * height > LARGEST:
+            raise ValueError("a picture that we have not drawn")
+        if width * height <= PHOTO:
+            return "png", width, height, data
+        stream = io.BytesIO()
+        picture.save(stream, "WEBP", quality=85)
+    return "webp", width, height, stream.getvalue()
 
 
 def render(results: dict[str, Any], pictures: Pictures) -> str:

@@ -12,10 +12,82 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from pydantic import Field
+
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.metrics import metric_name
+from ddpm_core.reading import Count, Shape
 
 Row = dict[str, Any]
+
+
+class Evidence(Shape):
+    """What is read of a row's `evidence`."""
+
+    count: Count
+    data: str
+    extractor_fingerprint: str
+    sampler: dict[str, Any]
+    space: str = ""
+    seed: int = 0
+    extractor_accuracy: float | None = None
+
+
+class Memorisation(Shape):
+    """What is read of a row's `memorisation`."""
+
+    verdict: str
+    count: Count = 0
+    copies: Count = 0
+    share_below: float | None = None
+    p_value: float | None = None
+
+
+class Scored(Shape):
+    """A row of a checkpoint that was measured."""
+
+    step: Count
+    score_name: str
+    score: float
+    evidence: Evidence
+    memorisation: Memorisation | None = None
+    floor: dict[str, float | None] | None = None
+    at_floor: dict[str, float | None] | None = None
+    floor_count: Count | None = None
+    problem: None = None
+    key: str | None = None
+
+
+class Unscored(Shape):
+    """A row of a checkpoint that was not."""
+
+    step: Count
+    score_name: None = None
+    score: None = None
+    problem: str
+
+
+class Extracted(Shape):
+    """What is read of results.json's `extractor`."""
+
+    fingerprint: str
+    space: str
+    accuracy: float | None = None
+    task: str = ""
+
+
+class Rows(Shape):
+    """The rows of results.json."""
+
+    rows: list[Scored | Unscored]
+
+
+class Results(Rows):
+    """What is read of results.json."""
+
+    extractor: Extracted
+    settings: dict[str, Any] = Field(default_factory=dict)
+
 
 # Scores compare when these are equal; another sampling seed is noise, not another measurement.
 SAME = ("data", "extractor_fingerprint", "sampler", "count")

@@ -35,6 +35,8 @@ class Conditions:
             self._table = torch.tensor(_rows(names, settings.classes or tuple(names)))
         elif conditioning == "text":
             texts = settings.prompts or [text for text, _ in data["captions"]]
+            if not texts:
+                raise UserError("sample.prompts: none given, and the checkpoint knows no captions.")
             self._counts = None if settings.prompts else [count for _, count in data["captions"]]
             self._table = torch.from_numpy(encode(list(texts)))
 

@@ -1,27 +1,52 @@
-"""Shards on disk, and the manifest that makes a whole of them."""
+"""The manifest that makes a whole of shards, and the samples that it lists.
+
+Whoever ends last gathers, and several may at once: they write the same.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import io
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from itertools import islice
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, InstanceOf
 
 from ddpm_core.checkpoint import open_checkpoint
 from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.generate import plan
 from ddpm_core.generate.conditions import Conditions
+from ddpm_core.generate.parts import Parts, npy
 from ddpm_core.generate.plan import Shard
 from ddpm_core.images import Pixels, enlarge, grid, png
+from ddpm_core.reading import Count, FileRecord, Shape, inside, open_array
 from ddpm_core.storage import MANIFEST, Corrupt, sha256_of
 from ddpm_core.workspace import Workspace, samples_key
 
 GRID = 64  # images in grid.png
+LABELS = "labels.npy"
+LISTED = 8  # shards that are named
+
+
+class Gathered(Shape):
+    """The manifest of gathered samples: their recipe (see plan.recipe), shards and files."""
+
+    step: Count
+    count: Count
+    seed: int
+    image_size: Annotated[int, Field(ge=1, le=2**16)]
+    channels: Annotated[int, Field(ge=1, le=4)]
+    classes: list[InstanceOf[str]]
+    sampler: dict[str, Any]
+    weights: str
+    data_fingerprint: str
+    train_fingerprint: str
+    samples_fingerprint: str
+    shards: Annotated[list[str], Field(min_length=1)]
+    files: dict[str, FileRecord]
 
 
 @dataclass(frozen=True)
@@ -44,127 +69,115 @@ class Samples:
 def open_samples(workspace: Workspace, step: int) -> Samples:
     """The gathered samples of a step. Raises Corrupt if they are absent or not what was written."""
     key = samples_key(step)
-    evidence = workspace.read_json(f"{key}/{MANIFEST}")
+    evidence = workspace.read_json(f"{key}/{MANIFEST}", Gathered)
     if not evidence:
         raise Corrupt(f"The checkpoint of step {step} has no complete samples: run `ddpm sample`.")
     folder = workspace.path(key)
+    again = f"remove {key} and run `ddpm sample`."
     for name, file in evidence["files"].items():
-        path = folder / name
-        if Path(name).name != name or not path.is_file() or sha256_of(path) != file["sha256"]:
-            raise Corrupt(
-                f"{key}/{name} is missing or was changed: remove {key} and run `ddpm sample`."
-            )
-    arrays = [np.load(folder / n, mmap_mode="r", allow_pickle=False) for n in evidence["shards"]]
+        path = inside(folder, name)
+        if not path.is_file() or sha256_of(path) != file["sha256"]:
+            raise Corrupt(f"{key}/{name} is missing or was changed: {again}")
+    if not set(evidence["shards"]) <= set(evidence["files"]):
+        raise Corrupt(f"{key}/{MANIFEST} lists shards without their checksums: {again}")
+    arrays = [open_array(folder / name) for name in evidence["shards"]]
+    if any(array.dtype != np.uint8 or array.ndim != 4 for array in arrays):
+        raise Corrupt(f"A shard of {key} holds no images: {again}")
+    if (images := sum(map(len, arrays))) != evidence["count"]:
+        raise Corrupt(f"{key} holds {images} images; {evidence['count']} were written: {again}")
+    if len({array.shape[1:] for array in arrays}) > 1:
+        raise Corrupt(f"The shards of {key} hold images of several sizes: {again}")
     labels = None
-    if "labels.npy" in evidence["files"]:
-        labels = np.load(folder / "labels.npy", allow_pickle=False)
+    if LABELS in evidence["files"]:
+        labels = np.array(open_array(folder / LABELS))
+        classes = range(len(evidence["classes"]))
+        fits = labels.dtype == np.int64 and labels.shape == (images,)
+        if not fits or not np.isin(labels, classes).all():
+            raise Corrupt(f"{key}/{LABELS} does not fit the images: {again}")
     return Samples(arrays, labels, evidence)
 
 
-def complete(workspace: Workspace, recipe: dict[str, Any]) -> bool:
-    """Whether the gathered samples of a step are those of this recipe, and there."""
-    key = samples_key(recipe["step"])
-    found = workspace.read_json(f"{key}/{MANIFEST}")
-    return found.get("samples_fingerprint") == recipe["samples_fingerprint"] and all(
-        workspace.storage.exists(f"{key}/{name}") for name in found["files"]
-    )
+def complete(workspace: Workspace, recipe: dict[str, Any], thorough: bool = False) -> bool:
+    """Whether the gathered samples of a step are those of this recipe, and there.
 
-
-def shard_is_whole(workspace: Workspace, recipe: dict[str, Any], shard: Shard) -> bool:
-    """Whether a shard of this recipe is on disk as it was written."""
-    key = f"{samples_key(recipe['step'])}/{shard.name}"
-    record = workspace.read_json(f"{key}.json")
-    path = workspace.path(f"{key}.npy")
-    return (
-        record.get("samples_fingerprint") == recipe["samples_fingerprint"]
-        and path.is_file()
-        and sha256_of(path) == record.get("sha256")
-    )
-
-
-def write_shard(
-    workspace: Workspace, recipe: dict[str, Any], shard: Shard, chunks: list[Pixels]
-) -> None:
-    """The array first, its record last: a shard with a record is whole."""
-    size, channels = recipe["image_size"], recipe["channels"]
-    empty = np.empty((0, size, size, channels), np.uint8)
-    data = npy(np.concatenate([empty, *chunks]))
-    key = f"{samples_key(recipe['step'])}/{shard.name}"
-    workspace.storage.write(f"{key}.npy", data)
-    workspace.write_json(
-        f"{key}.json",
-        {
-            "samples_fingerprint": recipe["samples_fingerprint"],
-            "start": shard.start,
-            "stop": shard.stop,
-            "size": len(data),
-            "sha256": hashlib.sha256(data).hexdigest(),
-        },
-    )
+    By the sizes of their files, or `thorough` by the checksums too.
+    """
+    key, storage = samples_key(recipe["step"]), workspace.storage
+    found = workspace.read_json(f"{key}/{MANIFEST}", Gathered)
+    if found.get("samples_fingerprint") != recipe["samples_fingerprint"]:
+        return False
+    for name, file in found["files"].items():
+        if "/" in name or storage.size(f"{key}/{name}") != file["size"]:
+            return False
+        if thorough and storage.checksum(f"{key}/{name}") != file["sha256"]:
+            return False
+    return True
 
 
 def try_gather(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> bool:
     """Write the manifest of a checkpoint's samples if all shards are there, else say which not."""
-    step = recipe["step"]
-    missing = [
-        shard.name
-        for shard in plan.shards(config.sample)
-        if not shard_is_whole(workspace, recipe, shard)
-    ]
-    if missing:
-        say(f"sample: step {step} still waits for {', '.join(missing)}.")
+    if complete(workspace, recipe):
+        return True
+    shards = plan.shards(config.sample)
+    waits = waiting(workspace, recipe, shards)
+    if waits:
+        say(f"sample: step {recipe['step']} still waits for {waits}.")
         return False
-    _remove_strangers(workspace, recipe, config)
-    _write_extras(config, workspace, recipe)
-    _write_manifest(config, workspace, recipe)
+    parts = Parts(workspace, recipe)
+    extras = _write_extras(config, workspace, recipe)
+    names = [f"{shard.name}.npy" for shard in shards]
+    _write_manifest(workspace, recipe, names, [*names, *(n for n in extras if n == LABELS)])
+    records = [f"{shard.name}.json" for shard in shards]
+    parts.tidy([*names, *records, *extras, MANIFEST])
     return True
 
 
-def npy(array: NDArray[Any]) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, array, allow_pickle=False)
-    return stream.getvalue()
-
-
-def _remove_strangers(workspace: Workspace, recipe: dict[str, Any], config: Config) -> None:
-    """Remove what another recipe, or another number of shards, has left."""
-    key = samples_key(recipe["step"])
-    ours = {f"{s.name}.{end}" for s in plan.shards(config.sample) for end in ("npy", "json")}
-    for name in workspace.storage.names(key):
-        if name not in ours:
-            workspace.storage.remove(f"{key}/{name}")
-
-
-def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> None:
-    """The grid, the labels of a conditional model, and single PNGs where asked for."""
-    key = samples_key(recipe["step"])
-    arrays = [
-        np.load(workspace.path(f"{key}/{s.name}.npy"), mmap_mode="r", allow_pickle=False)
-        for s in plan.shards(config.sample)
+def waiting(workspace: Workspace, recipe: dict[str, Any], shards: list[Shard]) -> str:
+    """The shards that are not there whole, each with the reason if it is not merely missing."""
+    parts = Parts(workspace, recipe)
+    found = [(shard.name, parts.problem(shard)) for shard in shards]
+    told = [
+        name if problem == "missing" else f"{name} ({problem})"
+        for name, problem in found
+        if problem
     ]
-    first = np.concatenate([array[:GRID] for array in arrays])[:GRID]
+    more = f" and {len(told) - LISTED} others" if len(told) > LISTED else ""
+    return ", ".join(told[:LISTED]) + more
+
+
+def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> list[str]:
+    """The grid, the labels of a conditional model, single PNGs where asked for; their names."""
+    key, names = samples_key(recipe["step"]), ["grid.png"]
+    first = np.stack(list(islice(_images(config, workspace, key), GRID)))
     workspace.storage.write(f"{key}/grid.png", png(enlarge(grid(first), 512)))
     checkpoint = open_checkpoint(workspace, recipe["step"])
     conditions = Conditions(checkpoint.network["conditioning"], checkpoint.data, config.sample)
     labels = conditions.labels(range(config.sample.count))
     if labels is not None:
-        workspace.storage.write(f"{key}/labels.npy", npy(labels))
+        workspace.storage.write(f"{key}/{LABELS}", npy(labels))
+        names.append(LABELS)
     if config.sample.png:
-        for number, image in enumerate(image for array in arrays for image in array):
+        for number, image in enumerate(_images(config, workspace, key)):
             workspace.storage.write(f"{key}/png/{number:06d}.png", png(image))
+        names.append("png")
+    return names
 
 
-def _write_manifest(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> None:
-    key = samples_key(recipe["step"])
-    folder = workspace.path(key)
-    names = [f"{s.name}.npy" for s in plan.shards(config.sample)]
-    files = {
-        name: {"size": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
-        for name in [*names, "labels.npy"]
-        if (folder / name).exists()
-    }
-    records = [workspace.read_json(f"{key}/{s.name}.json") for s in plan.shards(config.sample)]
-    counts = sum(record["stop"] - record["start"] for record in records)
-    if counts != config.sample.count:
-        raise Corrupt(f"{key} holds {counts} images; {config.sample.count} were asked for.")
-    workspace.write_json(f"{key}/{MANIFEST}", {**recipe, "shards": names, "files": files})
+def _images(config: Config, workspace: Workspace, key: str) -> Iterator[Pixels]:
+    """All images (H, W, C) in order; a shard is fetched when it is reached."""
+    for shard in plan.shards(config.sample):
+        yield from open_array(workspace.path(f"{key}/{shard.name}.npy"))
+
+
+def _write_manifest(
+    workspace: Workspace, recipe: dict[str, Any], shards: list[str], listed: list[str]
+) -> None:
+    """The checksums of the files as they lie there. Raises Corrupt if one is gone meanwhile."""
+    key, storage = samples_key(recipe["step"]), workspace.storage
+    files = {}
+    for name in listed:
+        size, checksum = storage.size(f"{key}/{name}"), storage.checksum(f"{key}/{name}")
+        if size is None or checksum is None:
+            raise Corrupt(f"{key}/{name} was removed a moment ago: run `ddpm sample` again.")
+        files[name] = {"size": size, "sha256": checksum}
+    workspace.write_json(f"{key}/{MANIFEST}", {**recipe, "shards": shards, "files": files})

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ddpm_core.checkpoint import Checkpoint, open_checkpoint
+from ddpm_core.checkpoint import Checkpoint, look_at_checkpoint, open_checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.errors import UserError
+from ddpm_core.reading import Count, Shape
 from ddpm_core.workspace import EVALUATION, SNAPSHOTS, Workspace, fingerprint
 
 # Settings of `sample` that say which images are wanted, not how they are stored or cut.
@@ -26,6 +27,18 @@ _SAMPLER = (
     "prompts",
     "ema",
 )
+
+
+class Best(Shape):
+    """The best row of results.json."""
+
+    step: Count
+
+
+class Scored(Shape):
+    """What is read of results.json here."""
+
+    best: Best
 
 
 @dataclass(frozen=True)
@@ -93,10 +106,10 @@ def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
 
 def best_step(workspace: Workspace) -> int:
     """The step of the best score so far."""
-    best = workspace.read_json(f"{EVALUATION}/results.json").get("best") or {}
-    if "step" not in best:
+    results = workspace.read_json(f"{EVALUATION}/results.json", Scored)
+    if not results:
         raise UserError("sample.checkpoints: best, but nothing is scored yet: run `ddpm evaluate`.")
-    return int(best["step"])
+    return int(results["best"]["step"])
 
 
 def recipe(config: Config, checkpoint: Checkpoint, precision: str) -> dict[str, Any]:
@@ -121,6 +134,11 @@ def recipe(config: Config, checkpoint: Checkpoint, precision: str) -> dict[str, 
         "classes": checkpoint.data["classes"],
     }
     return {**facts, "samples_fingerprint": fingerprint(facts)}
+
+
+def look_at_chosen(config: Config, workspace: Workspace) -> list[Checkpoint]:
+    """Without their weights: what a recipe needs."""
+    return [look_at_checkpoint(workspace, step) for step in chosen_steps(config, workspace)]
 
 
 def open_chosen(config: Config, workspace: Workspace) -> list[Checkpoint]:

@@ -1,62 +1,59 @@
 """The verb `sample`: images of the chosen checkpoints, in shards that any worker may draw.
 
-A shard is drawn chunk by chunk, each on disk as it is done, so that an interrupted run loses one
+Images are drawn chunk by chunk, each on disk as it is done, so that an interrupted worker loses one
 at most. When the last shard of a checkpoint is there, they are checked and listed in one manifest.
 """
 
 from __future__ import annotations
 
-import io
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.console import progress, say, warn
 from ddpm_core.distributed import World, choose_device
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.generate import gather, plan
 from ddpm_core.generate.images import Generator
+from ddpm_core.generate.parts import Parts
 from ddpm_core.generate.plan import Shard
-from ddpm_core.images import Pixels
 from ddpm_core.precision import choose
-from ddpm_core.storage import Corrupt
+from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import SAMPLES, Workspace, samples_key, step_name
+
+ATTEMPTS = 3  # at a shard whose chunks vanish while it is drawn
 
 
 def sample(
     config: Config, workspace: Workspace, world: World, shard: tuple[int, int] | None = None
 ) -> None:
-    """Draw what is missing. `shard` (number, of) draws one shard alone, as an independent job."""
+    """Draw what is missing. `shard` (number, of) draws one shard alone, as an independent job.
+
+    Several workers of one world take the chunks in turn, whatever the shards; none waits for
+    another, and the last one to end puts all together.
+    """
     settings = config.sample
     if shard is not None:
         settings = settings.model_copy(update={"shards": shard[1]})
         config = config.model_copy(update={"sample": settings})
-    numbers = range(settings.shards) if shard is None else [shard[0]]
-    mine = [s for s in plan.shards(settings) if s.number in numbers]
-    mine = [s for i, s in enumerate(mine) if i % world.size == world.rank]
+    mine = [s for s in plan.shards(settings) if shard is None or s.number == shard[0]]
     checkpoints = plan.open_chosen(config, workspace)
     precision = choose(settings.precision, world.device)
     work = [(c, plan.recipe(config, c, precision)) for c in checkpoints]
     if shard is None and world.rank == 0:
         forget_others(workspace, [c.step for c in checkpoints])
-    total = sum(s.stop - s.start for s in mine) * len(work)
-    missing = [(c, r) for c, r in work if not gather.complete(workspace, r)]
+    missing = [(c, r) for c, r in work if not gather.complete(workspace, r, thorough=True)]
     if not missing:
         say(f"sample: up to date, {settings.count} images of each of {len(work)} checkpoints.")
         return
+    drawers = [Drawer(config, workspace, world, *one) for one in missing]
+    total = len(drawers) * sum(len(images) for _, images in drawers[0].share(mine))
     with progress("sample", total, "images") as advance:
-        for checkpoint, recipe in work:
-            if (checkpoint, recipe) not in missing:
-                advance(sum(s.stop - s.start for s in mine))
-                continue
-            drawer = Drawer(config, workspace, world, checkpoint, recipe)
-            for one in mine:
-                drawer.draw(one, lambda n, at=checkpoint.step: advance(n, note=f"step {at}"))
-            world.barrier()
-            if world.rank == 0:
-                gather.try_gather(config, workspace, recipe)
+        for drawer in drawers:
+            drawer.draw(mine, functools.partial(advance, note=f"step {drawer.recipe['step']}"))
+            gather.try_gather(config, workspace, drawer.recipe)
 
 
 class Drawer:
@@ -71,49 +68,52 @@ class Drawer:
         recipe: dict[str, Any],
     ) -> None:
         self._config = config
-        self._workspace = workspace
-        self._device = world.device
+        self._world = world
         self._checkpoint = checkpoint
-        self._recipe = recipe
         self._generator: Generator | None = None
-        self._folder = samples_key(checkpoint.step)
+        self._parts = Parts(workspace, recipe)
+        self.recipe = recipe
 
-    def draw(self, shard: Shard, advance: Any) -> None:
-        """Put a shard on disk, unless it is there already."""
-        if gather.shard_is_whole(self._workspace, self._recipe, shard):
-            advance(shard.stop - shard.start)
-            return
-        place = f"{self._folder}/parts-{self._recipe['samples_fingerprint']}"
-        chunks = []
-        for number in shard.chunks:
-            kept = shard.images(number)
-            chunks.append(self._chunk(f"{place}/chunk-{number:06d}.npy", kept))
-            advance(len(kept))
-        gather.write_shard(self._workspace, self._recipe, shard, chunks)
-        for number in shard.chunks:
-            self._workspace.storage.remove(f"{place}/chunk-{number:06d}.npy")
+    def share(self, shards: Sequence[Shard]) -> list[tuple[int, range]]:
+        """This worker's chunks of some shards, each with its images."""
+        chunks = [(number, shard.images(number)) for shard in shards for number in shard.chunks]
+        return chunks[self._world.rank :: self._world.size]
 
-    def _chunk(self, key: str, kept: range) -> Pixels:
-        """The images of a chunk: from disk if an earlier run drew them."""
-        storage = self._workspace.storage
-        try:
-            there: Pixels = np.load(io.BytesIO(storage.read(key)), allow_pickle=False)
-            if len(there) == len(kept):
-                return there
-        except (OSError, ValueError):
-            pass
-        size = self._config.sample.batch_size
-        images = self._loaded().images(range(kept.start, kept.start + size))[: len(kept)]
-        storage.write(key, gather.npy(images))
-        return images
+    def draw(self, shards: Sequence[Shard], advance: Callable[[int], None]) -> None:
+        """Put shards on disk, unless they are there already; with others, as many as are ready."""
+        for _ in range(ATTEMPTS):
+            lacking = [shard for shard in shards if self._parts.problem(shard)]
+            wanted = {number for shard in lacking for number in shard.chunks}
+            for number, images in self.share(shards):
+                if number in wanted:
+                    self._put(number, images)
+                advance(len(images))
+            unfinished = [shard for shard in lacking if not self._parts.finish(shard)]
+            if not unfinished or self._world.size > 1:
+                return
+            advance = _nothing
+        raise UserError(
+            f"{self._parts.key} loses the images that are drawn: does something else remove them?"
+        )
+
+    def _put(self, number: int, images: range) -> None:
+        """Draw a chunk, unless an earlier run has; all of its batch, whatever is kept of it."""
+        if self._parts.chunk(number, len(images)) is None:
+            size = self._config.sample.batch_size
+            drawn = self._loaded().images(range(images.start, images.start + size))
+            self._parts.write_chunk(number, drawn[: len(images)])
 
     def _loaded(self) -> Generator:
         if self._generator is None:
-            model = self._checkpoint.load(self._config.sample.ema, self._device)
+            model = self._checkpoint.load(self._config.sample.ema, self._world.device)
             self._generator = Generator(
                 model, self._checkpoint.data, self._config.sample, self._checkpoint.params.diffusion
             )
         return self._generator
+
+
+def _nothing(count: int) -> None:
+    """Images that are drawn once more are not counted twice."""
 
 
 def forget_others(workspace: Workspace, steps: list[int]) -> None:
@@ -127,11 +127,26 @@ def forget_others(workspace: Workspace, steps: list[int]) -> None:
 def stale(config: Config, workspace: Workspace) -> str | None:
     """Why `sample` has work to do; None where it is up to date."""
     try:
-        checkpoints = plan.open_chosen(config, workspace)
+        checkpoints = plan.look_at_chosen(config, workspace)
     except (UserError, Corrupt) as error:
         return str(error)
     precision = choose(config.sample.precision, choose_device(config.device))
     for checkpoint in checkpoints:
-        if not gather.complete(workspace, plan.recipe(config, checkpoint, precision)):
-            return f"the checkpoint of step {checkpoint.step} has no samples of these settings"
+        recipe = plan.recipe(config, checkpoint, precision)
+        if not gather.complete(workspace, recipe):
+            return (
+                f"the checkpoint of step {checkpoint.step} has {_lack(config, workspace, recipe)}"
+            )
     return None
+
+
+def _lack(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> str:
+    """Which shards are missing of those that jobs have begun with, of whatever number."""
+    counts = Parts(workspace, recipe).counts()
+    lacks = []
+    for of in counts:
+        settings = config.sample.model_copy(update={"shards": of})
+        lacks.append(gather.waiting(workspace, recipe, plan.shards(settings)))
+    if not counts:
+        return "no samples of these settings"
+    return f"not all of its samples: there is no {min(lacks, key=len) or MANIFEST}"

@@ -10,20 +10,24 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ddpm_core.errors import UserError
+from ddpm_core.checkpoint import outline
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.interop import tensors, unet2d
 from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.reading import read_object, read_tensors_and_metadata
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 _PREDICTIONS = {"noise": "epsilon", "x0": "sample", "v": "v_prediction"}
+# What a field or a tensor of another type than was written makes of arithmetic.
+_DAMAGE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
 _NULL_CLASS = "null_class"  # in the metadata of weights that we exported
 
 
@@ -37,19 +41,22 @@ def import_folder(folder: Path | str) -> tuple[UNetConfig, dict[str, Tensor], di
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}. Give that of a pipeline saved by diffusers.")
-    settings = _settings(_json(folder, "scheduler", "scheduler_config.json"))
+    scheduler = _json(folder, "scheduler", "scheduler_config.json")
     described = _json(folder, "unet", "config.json")
     try:
+        settings = _settings(scheduler)
         config, groups = unet2d.to_config(described), int(described.get("norm_num_groups", 32))
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise UserError(
-            f"The config.json of the network in {folder} is damaged: {error!r}"
-        ) from error
+    except _DAMAGE as error:
+        raise Corrupt(f"A config of the network in {folder} is damaged: {error!r:.300}") from error
     given, metadata = _weights(folder)
-    config, given = _with_null_class(config, given, _NULL_CLASS in metadata)
-    unet = UNet(config)
-    unet2d.check_groups(unet, groups)
-    return config, tensors.to_weights(unet, given), settings
+    try:
+        config, given = _with_null_class(config, given, _NULL_CLASS in metadata)
+        unet = outline(config, given, str(folder))
+        weights = tensors.to_weights(unet, given)
+        unet2d.check_groups(unet, groups)
+        return config, weights, settings
+    except _DAMAGE as error:
+        raise Corrupt(f"The weights in {folder} are damaged: {error!r:.300}") from error
 
 
 def export_folder(
@@ -140,18 +147,24 @@ def _settings(scheduler: dict[str, Any]) -> dict[str, Any]:
     predictions = {their: own for own, their in _PREDICTIONS.items()}
     prediction = scheduler.get("prediction_type", "epsilon")
     mistakes = [
-        f"{field} is {scheduler[field]!r}; it can't be imported"
+        f"{field} is {scheduler[field]!r:.80}; it can't be imported"
         for field in ("trained_betas", "rescale_betas_zero_snr", "thresholding")
         if scheduler.get(field)
     ]
     if kind not in ("linear", "squaredcos_cap_v2"):
-        mistakes.append(f"beta_schedule is {kind!r}; only linear and squaredcos_cap_v2 are known")
+        mistakes.append(
+            f"beta_schedule is {kind!r:.80}; only linear and squaredcos_cap_v2 are known"
+        )
     for field, ours in (("beta_start", 1e-4), ("beta_end", 0.02)):
         given, wanted = scheduler.get(field, ours), ours * 1000 / timesteps
         if kind == "linear" and not math.isclose(given, wanted, rel_tol=1e-6):
-            mistakes.append(f"{field} is {given}; at {timesteps} timesteps it must be {wanted:g}")
+            mistakes.append(
+                f"{field} is {given!r:.80}; at {timesteps} timesteps it must be {wanted:g}"
+            )
     if prediction not in predictions:
-        mistakes.append(f"prediction_type is {prediction!r}; it may be {', '.join(predictions)}")
+        mistakes.append(
+            f"prediction_type is {prediction!r:.80}; it may be {', '.join(predictions)}"
+        )
     if mistakes:
         raise UserError("This scheduler is another process than ours:\n  " + "\n  ".join(mistakes))
     schedule = "linear" if kind == "linear" else "cosine"
@@ -162,25 +175,14 @@ def _json(folder: Path, part: str, name: str) -> dict[str, Any]:
     """A part's config: in its subfolder, or, as in the oldest pipelines, at the top."""
     for path in (folder / part / name, folder / name):
         if path.is_file():
-            try:
-                document = json.loads(path.read_bytes())
-            except ValueError as error:
-                raise UserError(f"{path} is no JSON: {error}") from error
-            if isinstance(document, dict):
-                return document
-            raise UserError(f"{path} holds no settings; a file of diffusers has an object there.")
+            return read_object(path, str(path))
     raise UserError(f"{folder} has no {part}/{name}, as a pipeline saved by diffusers has.")
 
 
-def _weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _weights(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     for path in (folder / "unet" / WEIGHTS, folder / WEIGHTS):
         if path.is_file():
-            try:
-                with safe_open(path, framework="pt") as file:
-                    names, metadata = file.keys(), file.metadata() or {}
-                    return {name: file.get_tensor(name) for name in names}, metadata
-            except SafetensorError as error:
-                raise UserError(f"{path} is damaged: {error}") from error
+            return read_tensors_and_metadata(path)
     if any(folder.rglob("*.bin")):
         raise UserError(
             f"{folder} has its weights as .bin, a pickle, which runs code when it is read. Convert "

@@ -40,23 +40,25 @@ _MIRROR = {"DownBlock2D": "UpBlock2D", "AttnDownBlock2D": "AttnUpBlock2D"}
 def to_config(given: Mapping[str, Any]) -> UNetConfig:
     """The network that a UNet2DModel's config.json describes. Raises UserError."""
     mistakes = [
-        f"{name} is {given.get(name, default)!r}; only {wanted!r} can be imported"
+        f"{name} is {given.get(name, default)!r:.80}; only {wanted!r} can be imported"
         for name, (wanted, default) in _FIXED.items()
         if given.get(name, default) != wanted
     ]
     down, up = list(given["down_block_types"]), list(given["up_block_types"])
     if not set(down) <= set(_ATTENDS) or up != [_MIRROR[kind] for kind in reversed(down)]:
         mistakes.append(
-            f"down_block_types {down} and up_block_types {up}; only DownBlock2D, AttnDownBlock2D "
-            "and their mirror image can be imported"
+            f"down_block_types {down!r:.200} and up_block_types {up!r:.200}; only DownBlock2D, "
+            "AttnDownBlock2D and their mirror image can be imported"
         )
     widths = [int(width) for width in given["block_out_channels"]]
     if any(width % widths[0] for width in widths):
-        mistakes.append(f"block_out_channels {widths}; only multiples of the first can be imported")
+        mistakes.append(
+            f"block_out_channels {widths!r:.200}; only multiples of the first can be imported"
+        )
     if given["in_channels"] != given["out_channels"]:
         mistakes.append(
-            f"in_channels {given['in_channels']}, out_channels {given['out_channels']}; they must "
-            "be equal"
+            f"in_channels {given['in_channels']!r:.80}, out_channels "
+            f"{given['out_channels']!r:.80}; they must be equal"
         )
     if mistakes:
         raise UserError(
@@ -85,7 +87,7 @@ def _config(given: Mapping[str, Any], widths: list[int], down: list[str]) -> UNe
             classes=0 if classes is None else int(classes),
         )
     except ValueError as error:
-        raise UserError(f"This UNet2DModel is another network than ours: {error}") from error
+        raise UserError(f"This UNet2DModel is another network than ours: {error!s:.300}") from error
 
 
 def _heads(head_dim: int | None, widths: list[int]) -> int:

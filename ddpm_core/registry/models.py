@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_core.config import Config
-from ddpm_core.errors import UserError, require
+from ddpm_core.errors import Corrupt, UserError, require
+from ddpm_core.evaluation.rows import Scored
 from ddpm_core.mlflow_run import connect, is_refusal, shown
+from ddpm_core.reading import conforming, parse_object
 from ddpm_core.registry.package import CHECKPOINT
 from ddpm_core.tracking import reason
 
@@ -92,10 +93,10 @@ class Registry:
 def row_of(version: Any, key: str) -> dict[str, Any]:
     """A row of results.json that a version carries as a tag; without it the empty one."""
     try:
-        row = json.loads(version.tags[key])
-    except (KeyError, ValueError):
+        row = parse_object(str(version.tags.get(key, "")).encode(errors="replace"), f"tag {key}")
+        return conforming(row, Scored, f"tag {key}")
+    except Corrupt:
         return {}
-    return row if isinstance(row, dict) else {}
 
 
 def decision_of(version: Any) -> str:

@@ -17,6 +17,7 @@ import ddpm_core
 from ddpm_core.checkpoint import SETTINGS, Checkpoint
 from ddpm_core.errors import require
 from ddpm_core.mlflow_run import shown
+from ddpm_core.reading import read_object
 from ddpm_core.registry.request import FIELDS
 from ddpm_core.storage import seal
 from ddpm_core.workspace import fingerprint
@@ -42,7 +43,8 @@ def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Pa
     URIs, stay behind.
     """
     folder.mkdir(parents=True)
-    settings = json.loads((checkpoint.folder / SETTINGS).read_bytes())
+    settings = read_object(checkpoint.folder / SETTINGS, SETTINGS)
+    settings["params"] = checkpoint.params.dump()
     settings["params"]["sample"].update(sampled)
     for key in ("workspace", "tracking"):
         settings["params"].pop(key, None)

@@ -11,7 +11,7 @@ from ddpm_core.checkpoint import Checkpoint, open_checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation.rows import best, comparable
+from ddpm_core.evaluation.rows import Rows, best, comparable
 from ddpm_core.mlflow_run import shown
 from ddpm_core.registry.card import write_card
 from ddpm_core.registry.gate import Champion, Decision, decide
@@ -73,7 +73,7 @@ def stale(config: Config, workspace: Workspace) -> str | None:
 
 def best_row(workspace: Workspace) -> Row:
     """What results.json says of the best checkpoint."""
-    row = best(workspace.read_json(RESULTS).get("rows", []))
+    row = best(workspace.read_json(RESULTS, Rows).get("rows", []))
     if row is None:
         raise UserError(
             f"{workspace.uri} has no checkpoint with a score: run `ddpm evaluate` first."

@@ -64,7 +64,8 @@ def _told(folder: str) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
+    """SHA-256 of a regular file, in hex. Raises Corrupt for a device or pipe, which has no end."""
+    with reading.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

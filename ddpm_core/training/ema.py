@@ -32,5 +32,8 @@ class Ema:
             self.tensors[name].copy_(buffers[name])
 
     def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take over averages of the same names and shapes. Raises ValueError, KeyError."""
         for name, tensor in self.tensors.items():
+            if tensors[name].shape != tensor.shape:
+                raise ValueError(f"the average of {name} has shape {tuple(tensors[name].shape)}")
             tensor.copy_(tensors[name])

@@ -8,18 +8,27 @@ from typing import Any
 from ddpm_core.checkpoint import SETTINGS, Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
-from ddpm_core.data.dataset import PackedDataset, open_dataset
+from ddpm_core.data.dataset import PackedDataset, data_fingerprint
 from ddpm_core.distributed import World
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.models.unet import UNet
+from ddpm_core.reading import Shape
+from ddpm_core.storage import Unreachable
 from ddpm_core.training import snapshot
 from ddpm_core.training.execution import Execution
 from ddpm_core.training.identity import differences, identity, train_fingerprint
 from ddpm_core.training.initial import initial_weights, network_config
+from ddpm_core.training.snapshot import Parts
 from ddpm_core.training.state import TrainState, from_parts
 from ddpm_core.workspace import LOG, RUN, SNAPSHOTS, SUPERSEDED, Workspace, snapshot_key, step_name
 
 MOST_CAPTIONS = 1000  # kept with a checkpoint, for sampling without the data
+
+
+class Identified(Shape):
+    """Settings with what makes a model what it is."""
+
+    identity: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,9 +60,17 @@ def start(
         initial_weights(model, config)
     state = TrainState.create(config, world, execution, model)
     if parts is not None:
-        from_parts(state, parts)
+        fit(state, parts, f"The snapshot of step {at}")
         say(f"train: going on from step {at} of {config.train.steps}.")
     return settings, state
+
+
+def fit(state: TrainState, parts: Parts, name: str) -> None:
+    """Set the state to what a snapshot holds. Raises Corrupt where that is another's."""
+    try:
+        from_parts(state, parts)
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise Corrupt(f"{name} does not fit its settings: {error!r:.300}.") from error
 
 
 def settings_of(config: Config, data: PackedDataset) -> dict[str, Any]:
@@ -96,7 +113,7 @@ def set_aside_others(
     wanted = identity(config, data.fingerprint)
     others: dict[int, list[str]] = {}
     for at in workspace.steps(SNAPSHOTS):
-        found = workspace.read_json(f"{snapshot_key(at)}/{SETTINGS}").get("identity")
+        found = workspace.read_json(f"{snapshot_key(at)}/{SETTINGS}", Identified).get("identity")
         if found is not None and (fields := differences(found, wanted)):
             others[at] = fields
     if not others:
@@ -147,6 +164,8 @@ def damaged(workspace: Workspace, steps: list[int], after: int) -> list[int]:
         if step > after:
             try:
                 Checkpoint.open(workspace.path(snapshot_key(step)))
+            except Unreachable:
+                raise
             except (UserError, OSError):
                 broken.append(step)
     return broken
@@ -165,14 +184,15 @@ def move_aside(workspace: Workspace, steps: list[int]) -> str:
 
 def stale(config: Config, workspace: Workspace) -> str | None:
     """Why `train` has work to do; None where it is up to date."""
-    data = open_dataset(workspace)
+    data = data_fingerprint(workspace)
     steps = workspace.steps(SNAPSHOTS)
     if not steps:
         return "nothing is trained yet"
-    found = workspace.read_json(f"{snapshot_key(steps[-1])}/{SETTINGS}").get("identity")
+    newest = f"{snapshot_key(steps[-1])}/{SETTINGS}"
+    found = workspace.read_json(newest, Identified).get("identity")
     if found is None:
         return f"the snapshot of step {steps[-1]} is damaged"
-    if fields := differences(found, identity(config, data.fingerprint)):
+    if fields := differences(found, identity(config, data)):
         return "settings differ: " + "; ".join(fields)
     if steps[-1] != config.train.steps:
         return f"at step {steps[-1]} of {config.train.steps}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ddpm_core.errors import UserError
+from ddpm_core.storage.staging import staged_file
 
 
 class RunLog:
@@ -27,16 +29,18 @@ class RunLog:
         self._last = max((row["step"] for row in rows), default=0)
         if not self.path.exists():
             return
-        staging = self.path.with_name(f".{self.path.name}")
-        staging.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        staging.replace(self.path)
+        with staged_file(self.path) as staging:
+            staging.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            staging.replace(self.path)
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a row, unless there is one of its step or a later one. Raises UserError."""
         if row["step"] <= self._last:
             return
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            # A link would lead out of the workspace.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+            with os.fdopen(os.open(self.path, flags, 0o666), "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
@@ -44,14 +48,19 @@ class RunLog:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole rows of a log, in order."""
-    if not path.exists():
+    """The whole rows of a log, each step once.
+
+    The last segment of a run that lost its lease may hold steps that its follower made too.
+    """
+    last = -1
+    if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
+            if isinstance(row, dict) and type(row.get("step")) is int and row["step"] > last:
+                last = row["step"]
                 yield row

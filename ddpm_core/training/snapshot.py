@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from ddpm_core.checkpoint import SETTINGS
+from ddpm_core.checkpoint import SETTINGS, Settings
 from ddpm_core.console import warn
 from ddpm_core.errors import UserError
-from ddpm_core.storage import MANIFEST, Corrupt, verify
+from ddpm_core.reading import Count, Shape, conforming, read_object, read_tensors
+from ddpm_core.storage import MANIFEST, Corrupt, Unreachable, verify
 from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
 
 OPTIMIZER = "optimizer.safetensors"
@@ -27,6 +28,32 @@ NOISE_LEVELS = "noise_levels.safetensors"
 STATE = "state.json"
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+class Chosen(Shape):
+    """Fields of execution.Execution."""
+
+    precision: Literal["fp32", "bf16", "fp16"]
+    compile: bool
+
+
+class Sums(Shape):
+    """Fields of state.Totals."""
+
+    loss: float
+    grad_norm: float
+    clipped: float
+    steps: Count
+
+
+class State(Shape):
+    """All of state.json that is used."""
+
+    step: Count
+    execution: Chosen
+    scaler: dict[str, int | float]
+    totals: Sums
+    history: list[float]
 
 
 @dataclass(frozen=True)
@@ -47,6 +74,7 @@ def write(workspace: Workspace, step: int, parts: Parts) -> None:
             (folder / name).write_text(json.dumps(document, indent=1), encoding="utf-8")
         for name, data in parts.files.items():
             (folder / name).write_bytes(data)
+    workspace.storage.forget(snapshot_key(step))
 
 
 def newest_whole(
@@ -59,6 +87,8 @@ def newest_whole(
             continue
         try:
             files: Any = verify(workspace.path(snapshot_key(step)))["files"]
+        except Unreachable:
+            raise
         except (Corrupt, OSError) as error:
             skipped.append(str(error))
             continue
@@ -68,9 +98,18 @@ def newest_whole(
 
 
 def read(folder: Path) -> Parts:
-    """The tensors and plain data of a snapshot whose checksums were verified."""
-    tensors = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
-    documents = {name: json.loads((folder / name).read_bytes()) for name in (STATE, SETTINGS)}
+    """The tensors and plain data of a snapshot: the files that were written, and no others.
+
+    Raises Corrupt.
+    """
+    files: Any = verify(folder)["files"]
+    tensors = {n: read_tensors(folder / n) for n in files if n.endswith(".safetensors")}
+    documents = {}
+    for name, shape in ((STATE, State), (SETTINGS, Settings)):
+        told = f"{folder.name}/{name}"
+        if name not in files:
+            raise Corrupt(f"{folder.name} has no {name} among the files that were written.")
+        documents[name] = conforming(read_object(folder / name, told), shape, told)
     return Parts(tensors, documents, {})
 
 
@@ -119,10 +158,16 @@ class Writer:
     """
 
     def __init__(
-        self, workspace: Workspace, written: Callable[[int], None], newest: int | None
+        self,
+        workspace: Workspace,
+        may_write: Callable[[], None],
+        written: Callable[[int], None],
+        newest: int | None,
     ) -> None:
-        """`written` is called after each snapshot with its step; `newest` is the one there is."""
+        """`may_write` is called before each snapshot, and raises where it must not be written;
+        `written` after it, with its step. `newest` is the one there is."""
         self._workspace = workspace
+        self._may_write = may_write
         self._written = written
         self._pool = ThreadPoolExecutor(1, "snapshot")
         self._pending: tuple[int, Future[None]] | None = None
@@ -146,9 +191,8 @@ class Writer:
             whole = f"that of step {self.newest} is whole" if self.newest else "none is written yet"
             message = f"Cannot write the snapshot of step {step}: {error}; {whole}."
             if final or self._failed:
-                raise UserError(
-                    f"{message} Make room or mend the disk, then run the same command again."
-                ) from error
+                mend = "" if isinstance(error, Unreachable) else "Make room or mend the disk, then "
+                raise UserError(f"{message} {mend}Run the same command again.") from error
             self._failed = message
             warn(f"{message} Training goes on and tries the next one.")
         else:
@@ -159,5 +203,6 @@ class Writer:
         self._pool.shutdown()
 
     def _write(self, step: int, parts: Parts) -> None:
+        self._may_write()
         write(self._workspace, step, parts)
         self._written(step)

@@ -1,0 +1,206 @@
+"""Files that may come from strangers: JSON, npy and safetensors, and no other format.
+
+None of them can run code, and none takes more memory than its size on disk allows, whatever its
+header claims. What is wrong with a file is told as Corrupt, in a sentence with its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ddpm_core.errors import Corrupt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST_JSON = 16 * 2**20  # bytes; as Python objects they are some twenty times as many
+LARGEST_HEADER = 16 * 2**20  # bytes of the header of a safetensors file
+_UNREADABLE = (errno.ELOOP, errno.EACCES, errno.ENXIO, errno.ENAMETOOLONG)
+_NPY = b"\x93NUMPY\x01\x00"
+_NPY_HEADER = re.compile(
+    rb"\{'descr': '([<|][biuf][1248])', 'fortran_order': False, "
+    rb"'shape': \(((?:\d{1,18}, ?){0,8}(?:\d{1,18})?)\), \} *\n"
+)
+
+
+class Shape(BaseModel):
+    """What a reader needs of a JSON object: the fields, and their types to the letter."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class FileRecord(Shape):
+    """What a manifest says of a file."""
+
+    size: Count
+    sha256: str
+
+
+class Manifest(Shape):
+    """The manifest of a folder."""
+
+    files: dict[str, FileRecord]
+
+
+def parse_object(data: bytes, name: str) -> dict[str, Any]:
+    """The JSON object of a text. Raises Corrupt for anything else."""
+    if len(data) > LARGEST_JSON:
+        raise Corrupt(f"{name} has {len(data):,} bytes; a JSON file may have {LARGEST_JSON:,}.")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{name} is damaged, it is no JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise Corrupt(f"{name} is damaged, it holds a {type(value).__name__} and no object.")
+    return value
+
+
+def read_object(path: Path, name: str) -> dict[str, Any]:
+    """The JSON object of a file. Raises Corrupt, FileNotFoundError, other OSErrors."""
+    return parse_object(read_bytes(path, name, LARGEST_JSON), name)
+
+
+def read_bytes(path: Path, name: str, most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes. Raises Corrupt, OSError."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise Corrupt(f"{name} has {size:,} bytes; at most {most:,} are expected.")
+        return file.read(size)
+
+
+def conforming(value: dict[str, Any], shape: type[Shape], name: str) -> dict[str, Any]:
+    """`value`, if it has the fields of a shape. Raises Corrupt, with the first that is wrong."""
+    try:
+        shape.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:200]
+        raise Corrupt(f"{name} is damaged: {place}: {first['msg']}.") from error
+    except RecursionError as error:
+        raise Corrupt(f"{name} is damaged: it is nested too deeply.") from error
+    return value
+
+
+def must_be_inside(folder: str, name: str) -> None:
+    """Raise Corrupt unless a stranger's text names a file below a folder, in the plainest way."""
+    plain = PurePosixPath(name)
+    parts = plain.parts
+    plainest = name.isprintable() and str(plain) == name and 0 < len(parts) < 9
+    if not plainest or plain.is_absolute() or {".", ".."} & {name, *parts}:
+        raise Corrupt(f"{folder} names a file outside it, or none: {name[:200]!r}.")
+    if any(len(part.encode()) > 255 for part in parts):
+        raise Corrupt(f"{folder} names a file that cannot be: {name[:200]!r}.")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file below a folder that a stranger's text names, links followed. Raises Corrupt."""
+    must_be_inside(folder.name, name)
+    path = folder / name
+    try:
+        within = path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError) as error:  # such as a link to itself
+        raise Corrupt(f"{folder.name}/{name} cannot be followed: {error}.") from error
+    if not within:
+        raise Corrupt(f"{folder.name} names a file outside it, by a link: {name!r}.")
+    return path
+
+
+@dataclass(frozen=True)
+class ArrayHead:
+    """What a .npy file holds; its rows, in C order, are all that follows `offset`."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int
+
+
+def array_head(path: Path) -> ArrayHead:
+    """The head of a .npy file as numpy writes it for plain numbers. Raises Corrupt.
+
+    Python's own reader evaluates the header; here it is matched as a whole, and the file must
+    have exactly the bytes that the shape asks for.
+    """
+    try:
+        with open_regular(path) as file:
+            start = file.read(len(_NPY) + 2)
+            length = int.from_bytes(start[len(_NPY) :], "little")
+            found = _NPY_HEADER.fullmatch(file.read(length))
+            size, offset = os.fstat(file.fileno()).st_size, len(start) + length
+        if not start.startswith(_NPY) or found is None:
+            raise Corrupt(f"{path.name} is no array of plain numbers.")
+        dtype = np.dtype(found[1].decode())
+    except (OSError, TypeError) as error:
+        raise Corrupt(f"{path.name} cannot be read as an array: {error}.") from error
+    shape = tuple(int(number) for number in re.findall(rb"\d+", found[2]))
+    wanted = offset + math.prod(shape) * dtype.itemsize
+    if size != wanted or math.prod(max(1, number) for number in shape) > 2**48:
+        raise Corrupt(f"{path.name} has {size:,} bytes; its shape {shape} needs {wanted:,}.")
+    return ArrayHead(shape, dtype, offset)
+
+
+def open_array(path: Path) -> NDArray[Any]:
+    """The array of a .npy file, memory-mapped, read only. Raises Corrupt."""
+    head = array_head(path)
+    if 0 in head.shape:
+        return np.empty(head.shape, head.dtype)
+    try:
+        return np.memmap(path, head.dtype, "r", head.offset, head.shape)
+    except (OSError, ValueError) as error:  # the file became shorter a moment ago
+        raise Corrupt(f"{path.name} cannot be read as an array: {error}.") from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU. Raises Corrupt."""
+    return read_tensors_and_metadata(path)[0]
+
+
+def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """The tensors and the texts beside them of a safetensors file. Raises Corrupt."""
+    from safetensors import safe_open
+
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        with open_regular(path) as file:
+            header = int.from_bytes(file.read(8), "little")
+            size = os.fstat(file.fileno()).st_size
+        if header > min(size - 8, LARGEST_HEADER):
+            raise Corrupt(f"{name} is damaged: its header of {header:,} bytes is not in it.")
+        with safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            return {key: opened.get_tensor(key) for key in opened.keys()}, metadata  # noqa: SIM118
+    except (Corrupt, MemoryError):
+        raise
+    except Exception as error:  # safetensors, torch and the disk have families of their own
+        raise Corrupt(f"{name} is damaged: {error!s:.300}.") from error
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """A file opened for reading; a pipe would make the reader wait, a device has no end."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+        raise Corrupt(f"{path.name} cannot be opened: {error.strerror}.") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Corrupt(f"{path.name} is no regular file.")
+    return io.BufferedReader(io.FileIO(descriptor))

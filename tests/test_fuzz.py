@@ -1,0 +1,161 @@
+"""Whatever a file holds: what it was written as, or one sentence. Never a traceback.
+
+Nothing is written elsewhere either, and no claim takes memory. FUZZ_SEED replays the inputs of
+another seed, FUZZ_ROUNDS draws so many times as many.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mutations
+import pytest
+from strangers import Strangers, Target
+
+from ddpm_core.errors import UserError
+from ddpm_core.reading import open_array, parse_object, read_tensors
+
+SEED = int(os.environ.get("FUZZ_SEED", "1"))
+ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "1"))
+ROOM = 256 * 2**20  # bytes beyond what the process has, of which files of a few kB need none
+INPUTS = {
+    "snapshot": 1500,
+    "data": 1000,
+    "samples": 1200,
+    "reference": 700,
+    "neighbours": 500,
+    "extractor": 200,
+    "diffusers": 700,
+    "documents": 1200,
+    "chunk": 200,
+}
+RAW = 1000  # inputs of each format, read without any checksum
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> Strangers:
+    return Strangers(tmp_path_factory.mktemp("strangers") / "inside")
+
+
+@pytest.fixture
+def outside(
+    strangers: Strangers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """A folder that no reader has any business with; nor with the current one."""
+    place = tmp_path / "outside"
+    place.mkdir()
+    (place / "secret").write_text("secret")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    beside = sorted(strangers.root.parent.iterdir())
+    yield place
+    assert [path.name for path in place.iterdir()] == ["secret"]
+    assert (place / "secret").read_text() == "secret"
+    assert not list((tmp_path / "here").iterdir())
+    assert sorted(strangers.root.parent.iterdir()) == beside
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """An allocation of more than ROOM is refused while it lasts."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether an error is one for the user, and not of an allocation that was tried."""
+    causes, cause = "", error.__cause__
+    while cause is not None:
+        causes, cause = f"{causes} {cause!r}", cause.__cause__
+    refused = "alloc" in f"{error} {causes}" or "MemoryError" in causes
+    return isinstance(error, UserError) and len(str(error)) < 3000 and not refused
+
+
+def fails(target: Target, random_: random.Random, outside: Path) -> str:
+    """Damage one file of a target and read it: what went wrong, and how; "" if nothing did."""
+    path = random_.choice(target.files)
+    story = f"{target.name}: {path.name}"
+    changed = {path}
+    if random_.random() < 0.08:
+        story += f", {mutations.replace_file(random_, path, outside)}"
+    else:
+        data = target.content[path]
+        for _ in range(random_.choice([1, 1, 1, 2, 3])):
+            mutation = random_.choice(mutations.fitting(path.name))
+            data, story = mutation(random_, data), f"{story}, {mutation.__name__}"
+        path.write_bytes(data)
+    if target.sealed and path.name != "manifest.json" and random_.random() < 0.75:
+        mutations.reseal(target.sealed)
+        changed.add(target.sealed / "manifest.json")
+        story += ", sealed again"
+    try:
+        target.read()
+    except Exception as error:
+        if not is_told(error):
+            return f"{story}\n{''.join(traceback.format_exception(error))[-3000:]}"
+    finally:
+        for file in changed:
+            restore(file, target.content[file])
+    return ""
+
+
+def restore(path: Path, data: bytes) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_damaged_file_is_read_or_named(strangers: Strangers, outside: Path, name: str) -> None:
+    target = strangers.targets[name]
+    target.read()
+    told = 0
+    with bounded_memory():
+        for number in range(INPUTS[name] * ROUNDS):
+            random_ = random.Random(f"{SEED} {name} {number}")
+            failure = fails(target, random_, outside)
+            assert not failure, f"input {number} of seed {SEED} of {failure}"
+            told += 1
+    target.read()
+    assert told == INPUTS[name] * ROUNDS
+
+
+@pytest.mark.parametrize("kind", ["json", "npy", "safetensors"])
+def test_each_format_alone(strangers: Strangers, outside: Path, tmp_path: Path, kind: str) -> None:
+    where = {"json": "snapshots", "npy": "samples", "safetensors": "snapshots"}[kind]
+    samples = [p.read_bytes() for p in strangers.root.glob(f"run/{where}/*/*.{kind}")]
+    file = tmp_path / f"file.{kind}"
+    readers = {"npy": open_array, "safetensors": read_tensors}
+    with bounded_memory():
+        for number in range(RAW * ROUNDS):
+            random_ = random.Random(f"{SEED} {kind} {number}")
+            data = random_.choice(samples)
+            for _ in range(random_.choice([1, 1, 2, 4])):
+                data = random_.choice(mutations.fitting(file.name))(random_, data)
+            file.write_bytes(data)
+            try:
+                if kind == "json":
+                    assert isinstance(parse_object(data, file.name), dict)
+                else:
+                    readers[kind](file)
+            except Exception as error:
+                assert is_told(error), f"input {number} of seed {SEED}: {error!r}"
+
+
+def test_there_are_ten_thousand_inputs() -> None:
+    assert sum(INPUTS.values()) + 3 * RAW >= 10_000
