@@ -179,7 +179,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     repo, commits = root / "repo", {}
     repo.mkdir()
     run("git", "init", "--quiet", cwd=repo)
-    run(dvc, "init", "--quiet", cwd=repo)
+    write(repo / ".dvc/.gitignore", "/cache\n/tmp\n")
     write(
         repo / ".dvc/config", f"[core]\nremote = store\n['remote \"store\"']\nurl = {root}/store\n"
     )
