@@ -47,6 +47,14 @@ def test_unusable_files_and_copies_are_told(mixed: Path) -> None:
     assert report.copies == [["dog/0.png", "dog/again.png"]]
 
 
+def test_a_name_with_a_new_line_stays_on_its_line(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["a\nb"])
+    write(root / "a\nb/c\nd.png", b"")
+    told = lines(check_data(root))
+    assert not [line for line in told if "\n" in line]
+    assert "  a\\nb/c\\nd.png: empty" in " ".join(told)
+
+
 def test_imbalance_and_what_prepare_would_refuse_are_told(mixed: Path) -> None:
     notes = " ".join(check_data(mixed).notes)
     assert "Unbalanced: 9 pictures of cat, 2 of dog." in notes

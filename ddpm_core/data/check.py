@@ -197,7 +197,7 @@ def lines(report: DataReport) -> list[str]:
     text.append("params to start from:")
     for section, values in report.suggested.items():
         text.append(f"  {section}: {{{', '.join(f'{k}: {v}' for k, v in values.items())}}}")
-    return text
+    return [line.replace("\n", "\\n") for line in text]  # a name may hold one
 
 
 def _class_table(report: DataReport) -> list[str]:
