@@ -12,6 +12,7 @@ from s3_server import Bucket, server
 from ddpm_core import lease as leases
 from ddpm_core.errors import UserError
 from ddpm_core.lease import LEASE, Lease, hold
+from ddpm_core.training.runlog import read_rows
 from ddpm_core.workspace import Workspace
 
 
@@ -95,3 +96,27 @@ def test_a_lease_that_somebody_removed_is_written_again(uri: str) -> None:
         lease._try_renew()
         lease.check()
         assert workspace.storage.exists(LEASE)
+
+
+def test_who_takes_a_directory_over_sweeps_what_the_dead_left(tmp_path: Path) -> None:
+    workspace = Workspace.open(str(tmp_path))
+    with hold(workspace):
+        pass
+    for name in (".step-00000004.0123abcd", "step-00000008"):
+        (tmp_path / "snapshots" / name).mkdir(parents=True)
+    (tmp_path / ".run.json.89abcdef").write_bytes(b"{")
+    with hold(workspace) as lease:
+        assert lease.fence == 2
+        assert [path.name for path in (tmp_path / "snapshots").iterdir()] == ["step-00000008"]
+        assert {path.name for path in tmp_path.iterdir()} == {"snapshots", "lease.json", ".lock"}
+
+
+def test_the_rows_of_a_run_that_lost_its_lease_are_not_read_twice(uri: str) -> None:
+    storage = Workspace.open(uri).storage
+    for turn, steps in ((1, (1, 2, 3)), (2, (3, 4)), (3, (5,))):
+        mirror = storage.mirror("log.jsonl", turn)
+        mirror.path.unlink(missing_ok=True)  # as if the turns before were not known
+        mirror.start()
+        mirror.path.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+        mirror.close()
+    assert [row["step"] for row in read_rows(storage.local("log.jsonl"))] == [1, 2, 3, 4, 5]

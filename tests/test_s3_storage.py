@@ -111,6 +111,19 @@ def test_an_object_that_is_not_what_was_written_is_named(
         verify(storage.local("a"))
 
 
+def test_a_file_whose_bytes_rotted_is_not_read(
+    bucket: Bucket, prefix: str, storage: S3Storage
+) -> None:
+    storage.write("run.json", b"{}")
+    head = bucket.client.head_object(Bucket=bucket.name, Key=f"{prefix}/run.json")
+    bucket.client.put_object(
+        Bucket=bucket.name, Key=f"{prefix}/run.json", Body=b"[]", Metadata=head["Metadata"]
+    )
+    for read in (storage.read, storage.local):
+        with pytest.raises(Corrupt, match=r"run\.json was .*: its checksum differs"):
+            read("run.json")
+
+
 def test_processes_of_one_machine_share_a_copy_which_the_last_one_removes(
     bucket: Bucket, prefix: str, storage: S3Storage, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_core.errors import require
-from ddpm_core.storage.base import Changed, Unreachable
+from ddpm_core.storage.base import Changed, Corrupt, Unreachable
 from ddpm_core.storage.client import CONNECTIONS, LOST, code_of, told
 from ddpm_core.storage.sealing import sha256_of
 
@@ -49,9 +49,14 @@ class Bucket:
         return Facts(int(head["ContentLength"]), str(head["Metadata"].get(SHA256, "")))
 
     def get(self, name: str) -> bytes:
+        """Raises Corrupt where the content is not what its writer recorded."""
         with self.told(name):
             found = self.client.get_object(Bucket=self.name, Key=name)
-            return bytes(found["Body"].read())
+            data = bytes(found["Body"].read())
+        recorded = found["Metadata"].get(SHA256)
+        if recorded and recorded != hashlib.sha256(data).hexdigest():
+            raise Corrupt(f"s3://{self.name}/{name} was damaged: its checksum differs.")
+        return data
 
     def put(self, name: str, data: bytes) -> str:
         """Small objects in one request, whose checksum the server compares; the tag, if so."""
@@ -94,8 +99,8 @@ class Bucket:
             raise Unreachable(f"Of s3://{self.name}/{name} {came} of {size} bytes arrived.")
 
     def download(self, name: str, path: Path) -> None:
-        with self.told(name):
-            self.client.download_file(self.name, name, str(path), Config=self._parts)
+        with self.told(name), path.open("wb") as file:
+            self.client.download_fileobj(self.name, name, file, Config=self._parts)
 
     def copy(self, name: str, target: str) -> None:
         """Within the bucket, by the server."""

@@ -11,20 +11,22 @@ from typing import Any
 import torch
 
 from ddpm_core.config import Config, Train
-from ddpm_core.console import progress
+from ddpm_core.console import progress, warn
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.data.order import batch_indices
-from ddpm_core.distributed import World
+from ddpm_core.distributed import WorkerLost, World
 from ddpm_core.errors import Interrupted, UserError
 from ddpm_core.lease import Lease, hold
+from ddpm_core.storage import Mirror
 from ddpm_core.tracking import Tracker
 from ddpm_core.training import resume, snapshot
+from ddpm_core.training.agreement import check_agreement
 from ddpm_core.training.execution import explain_memory, is_out_of_memory, learning_rate
 from ddpm_core.training.preview import GRID, preview
 from ddpm_core.training.runlog import RunLog
 from ddpm_core.training.state import Totals, TrainState, to_parts
 from ddpm_core.training.step import Batch, step
-from ddpm_core.training.stopping import StopRequest
+from ddpm_core.training.stopping import ASKED, StopRequest
 from ddpm_core.workspace import LOG, Workspace, snapshot_key, step_name
 
 
@@ -55,11 +57,13 @@ def train(config: Config, workspace: Workspace, world: World, policy: resume.Pol
     """
     data = open_dataset(workspace)
     check_data_fits(config, data)
-    with StopRequest(world) as stop, hold_first(workspace, world) as lease:
+    with leaving_together(world), StopRequest(world) as stop, hold_first(workspace, world) as lease:
         settings, state = resume.start(config, workspace, world, data, policy)
         if state is None:
+            if world.rank == 0:
+                Tracker.catch_up(config, workspace, identity=settings["train_fingerprint"])
             return
-        with keeping_records(config, workspace, world, settings, state) as (log, writer):
+        with keeping_records(config, workspace, lease, settings, state) as (log, writer):
             run = Run(
                 config,
                 workspace,
@@ -79,25 +83,54 @@ def train(config: Config, workspace: Workspace, world: World, policy: resume.Pol
 
 
 @contextmanager
+def leaving_together(world: World) -> Iterator[None]:
+    """After a request to stop, workers wait for the first, which has records to close.
+
+    torchrun signals those that remain as soon as one has ended; for a worker that was asked to
+    stop before, that is the second signal, which ends it at once, in the middle of its snapshot.
+    """
+    try:
+        yield
+    except WorkerLost:
+        raise
+    except Interrupted:
+        world.barrier()
+        raise
+
+
+@contextmanager
 def keeping_records(
-    config: Config, workspace: Workspace, world: World, settings: dict[str, Any], state: TrainState
+    config: Config,
+    workspace: Workspace,
+    lease: Lease | None,
+    settings: dict[str, Any],
+    state: TrainState,
 ) -> Iterator[tuple[RunLog, snapshot.Writer]]:
     """The log, the writer of snapshots, and on the first worker MLflow, which follows both."""
-    log = RunLog(workspace.path(LOG))
-    tracker = None
-    if world.rank == 0:
+    log = RunLog(workspace.storage.scratch() / LOG)
+    mirror = tracker = None
+    if lease:
+        mirror = workspace.storage.mirror(LOG, lease.fence)
+        log = RunLog(mirror.path)
         log.recover()
+        mirror.start()
         tracker = Tracker.open(config, workspace, identity=settings["train_fingerprint"])
         tracker.params(config.dump())
         tracker.follow(log.path)
 
+    def may_write() -> None:
+        """The rows of the log come first: a run that resumes does not make them again."""
+        if lease and mirror:
+            lease.check()
+            mirror.push()
+
     def written(step: int) -> None:
         tidy(config, workspace)
-        grid = workspace.path(snapshot_key(step)) / GRID
+        grid = workspace.path(f"{snapshot_key(step)}/{GRID}")
         if tracker and grid.exists():
             tracker.artifact(grid, f"training/{step_name(step)}")
 
-    writer = snapshot.Writer(workspace, written, state.step or None)
+    writer = snapshot.Writer(workspace, may_write, written, state.step or None)
     status = "FAILED"
     try:
         yield log, writer
@@ -111,8 +144,18 @@ def keeping_records(
         raise
     finally:
         writer.close()
+        if mirror:
+            end(mirror)
         if tracker:
             tracker.close(status=status)
+
+
+def end(mirror: Mirror) -> None:
+    """What the last snapshot stands on was written before it: a failure here loses nothing."""
+    try:
+        mirror.close()
+    except OSError as error:
+        warn(f"The last rows of the log could not be stored: {error.strerror}.")
 
 
 def loop(run: Run) -> None:
@@ -136,7 +179,7 @@ def loop(run: Run) -> None:
         raise Interrupted(
             f"Stopped at step {state.step} of {train.steps}, with its snapshot written. "
             "The same command goes on from there.",
-            run.stop.status,
+            run.stop.status or ASKED,  # the wish may have been another worker's
         )
 
 
@@ -205,6 +248,7 @@ def check_finite(run: Run) -> None:
 def take_snapshot(run: Run) -> None:
     """Copy the state to the host and let the writer's thread put it on disk."""
     check_finite(run)
+    check_agreement(run.state, run.written)
     run.written = run.state.step
     if run.world.rank:
         return
