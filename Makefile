@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint lock clean
+.PHONY: help demo test test-faults lint lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,11 @@ demo: .venv/installed  ## digits from nothing to a registered model, in a few mi
 
 test: lint  ## lint, types, then every test that needs no cluster
 	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+COUNT ?= 112
+SEED ?= 0
+test-faults: .venv/installed  ## kill, stop, fill and damage real runs, in COUNT drawn ways from SEED on
+	$(BIN)/python tests/faults --seed $(SEED) --count $(COUNT)
 
 lint: .venv/installed  ## ruff, formatting, mypy
 	$(BIN)/ruff check .

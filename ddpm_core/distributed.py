@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,7 +86,8 @@ class WorkerLost(Interrupted):
     """Another worker died or hangs. The state of this one may be in the middle of a step."""
 
     def __init__(self, world: World, error: BaseException) -> None:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = re.sub(r"^\[[^]]*/[^]]*\] ", "", line).partition(". This is typically")[0]
         late = "timed out" in reason.lower() or "timeout" in reason.lower()
         what = (
             f"another worker did not answer within {world.timeout:g} s (train.worker_timeout)"

@@ -124,7 +124,8 @@ def disk_full(run: Playing) -> Worlds:
     assert attempt.wait(120), "it goes on for ever on a full disk"
     assert attempt.returncode not in (0, None), "it ended well on a full disk"
     assert "No space left on device" in attempt.said(), "the full disk was not named"
-    assert "Traceback (most" not in attempt.said().partition("ChildFailedError")[0]
+    # torchrun's agent logs tracebacks of its own, behind a prefix.
+    assert "\nTraceback" not in attempt.said(), "a full disk is no bug of the program"
     until(lambda: not attempt.left(), "all workers are gone", 20)
     filler.unlink()
     run.finish(run.begin(second))
