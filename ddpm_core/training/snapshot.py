@@ -191,8 +191,9 @@ class Writer:
             whole = f"that of step {self.newest} is whole" if self.newest else "none is written yet"
             message = f"Cannot write the snapshot of step {step}: {error}; {whole}."
             if final or self._failed:
-                mend = "" if isinstance(error, Unreachable) else "Make room or mend the disk, then "
-                raise UserError(f"{message} {mend}Run the same command again.") from error
+                away = isinstance(error, Unreachable)
+                mend = "Run" if away else "Make room or mend the disk, then run"
+                raise UserError(f"{message} {mend} the same command again.") from error
             self._failed = message
             warn(f"{message} Training goes on and tries the next one.")
         else:
