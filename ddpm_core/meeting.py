@@ -1,6 +1,7 @@
 """A name that all workers of one start agree on, and no earlier start knew.
 
-torchrun's agent keeps one key-value store for all restarts of its workers. What a dead start left
+torchrun's agent keeps one key-value store for all restarts of its workers (as in
+https://github.com/pytorch/pytorch/issues/135712, and again in PyTorch 2.15). What a dead start left
 there, such as the addresses that its workers listened at, is found by the next one, which then
 connects to nobody. Below a name of its own a start finds only what is its own.
 """

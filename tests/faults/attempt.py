@@ -159,6 +159,8 @@ def _agent(
     os.setsid()
     # This process has the fork server of the tests; a child does not notice, and starts another.
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore
+    if endpoint:  # see docs/elastic.md
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=2 if endpoint else 1,

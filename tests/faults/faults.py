@@ -12,10 +12,9 @@ from pathlib import Path
 
 from mlflow_server import free_port
 
+from . import servers
 from .attempt import Attempt, until
-from .play import Playing
-
-Worlds = set[int]
+from .play import Playing, Worlds
 
 
 def kill(run: Playing) -> Worlds:
@@ -132,27 +131,6 @@ def disk_full(run: Playing) -> Worlds:
     return {first, second}
 
 
-def mlflow_down(run: Playing) -> Worlds:
-    """The MLflow server freezes, or is killed and comes back: it gets each row once."""
-    server, size = run.stage.server(), run.schedule.worlds[0]
-    run.undo.append(server.running)
-    attempt = run.begin(size)
-    run.after(run.schedule.at[0], attempt)
-    if run.schedule.chance < 0.5:
-        server.signal(signal.SIGSTOP)
-        try:
-            until(lambda: run.last_step() >= run.schedule.at[1], "training goes on", 120)
-        finally:
-            server.signal(signal.SIGCONT)
-        run.finish(attempt)
-    else:
-        server.kill()
-        run.finish(attempt)
-        server.start()
-        run.finish(run.begin(1))  # it is done, and sends what the server lacks
-    return {size}
-
-
 def nodes(run: Playing) -> Worlds:
     """A second node joins a running torchrun and is killed again: the world grows and shrinks."""
     first, second = run.schedule.worlds
@@ -179,7 +157,8 @@ FAULTS: dict[str, Callable[[Playing], Worlds]] = {
     "flipped": damage,
     "missing": damage,
     "disk-full": disk_full,
-    "mlflow-down": mlflow_down,
+    "mlflow-down": servers.mlflow_down,
+    "s3-down": servers.s3_down,
     "nodes": nodes,
 }
 

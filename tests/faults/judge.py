@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from .faults import Worlds
-from .play import Playing
+from .play import Playing, Worlds
 from .schedule import STEPS
 
 Tensors = dict[str, np.ndarray[Any, Any]]

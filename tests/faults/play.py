@@ -23,6 +23,8 @@ PARAMS = (
     .replace("ema: [0.9]", "ema: [0.9]\n  flip: true")
 )
 
+Worlds = set[int]  # world sizes that a run's log must show
+
 
 class Stage:
     """What schedules share below `root`: data, undisturbed runs, an MLflow server."""

@@ -13,7 +13,7 @@ ELASTIC = ("kill-worker", "kill-first", "term-one", "hang", "hang-for-good", "ki
 # Kinds whose run ends, and is started again with as many workers or another number.
 ENDED = ("kill-agent", "resize", "truncated", "flipped", "missing", "disk-full")
 # Kinds that training goes on through.
-SERVERS = ("mlflow-down",)
+SERVERS = ("mlflow-down", "s3-down")
 KINDS = (*ELASTIC, *ENDED, *SERVERS, "nodes")
 
 DAMAGE = ("truncated", "flipped", "missing")
@@ -43,7 +43,7 @@ class Schedule:
         return (
             f"seed {self.seed}: {self.kind}, {world} ({self.start}), rank {self.victim}, "
             f"{self.delay * 1000:.0f} ms after step {self.at[0]}"
-            + (f" and {self.at[1]}" if self.kind in ("nodes", *SERVERS) else "")
+            + (f" and {self.at[1]}" if self.kind == "mlflow-down" else "")
             + f", chance {self.chance:.3f}; replay: {self.replay}"
         )
 
@@ -65,6 +65,8 @@ def draw(seed: int, kind: str | None = None) -> Schedule:
     start = dice.choices(("forked", "torchrun", "ddpm"), (12, 1, 1))[0]
     if kind == "kill-agent":  # only workers that the agent itself forked can miss it
         start = dice.choice(("torchrun", "ddpm"))
+    if kind == "s3-down":
+        start = "forked"
     if kind == "nodes":
         first, second, start = dice.choice((1, 2)), dice.choice((1, 2)), "forked"
     if first == 1 and start == "ddpm":
