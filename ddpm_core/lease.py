@@ -89,10 +89,13 @@ class Lease:
             with suppress(OSError, Changed):
                 self._renew(0.0)
 
-    def check(self) -> None:
-        """Raises UserError if another run has taken the workspace over."""
-        # A process that was stopped for a while may be the first to ask.
-        if time.monotonic() - self._renewed > LIFETIME and not self._away:
+    def check(self, patient: bool = False) -> None:
+        """Raises UserError if another run has taken the workspace over.
+
+        Who is `patient` also asks a storage that did not answer a moment ago.
+        """
+        # A process that was stopped for a while may get here before its heart beats.
+        if time.monotonic() - self._renewed > LIFETIME / 2 and (patient or not self._away):
             self._try_renew()
         if self._lost:
             raise UserError(self._lost)

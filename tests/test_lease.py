@@ -27,7 +27,7 @@ def uri(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty workspace in S3, with a quick heart."""
     bucket.enter(monkeypatch, tmp_path)
     monkeypatch.setattr(leases, "HEARTBEAT", 0.2)
-    monkeypatch.setattr(leases, "LIFETIME", 1.5)
+    monkeypatch.setattr(leases, "LIFETIME", 3.0)
     monkeypatch.setattr(leases, "LOOK", 0.05)
     return bucket.uri(f"{tmp_path.name}/run")
 

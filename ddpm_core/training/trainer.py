@@ -121,7 +121,7 @@ def keeping_records(
     def may_write() -> None:
         """The rows of the log come first: a run that resumes does not make them again."""
         if lease and mirror:
-            lease.check()
+            lease.check(patient=True)
             mirror.push()
 
     def written(step: int) -> None:
