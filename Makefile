@@ -24,7 +24,7 @@ demo: .venv/installed  ## digits from nothing to a registered model, in a few mi
 test: lint  ## lint, types, then every test that needs no cluster
 	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-COUNT ?= 112
+COUNT ?= 120
 SEED ?= 0
 test-faults: .venv/installed  ## kill, stop, fill and damage real runs, in COUNT drawn ways from SEED on
 	$(BIN)/python tests/faults --seed $(SEED) --count $(COUNT)
