@@ -39,6 +39,7 @@ class Attempt:
         size: int,
         endpoint: str = "",
         node: int = 0,
+        restarts: int = RESTARTS,
         beside: Callable[[], None] | None = None,
     ) -> None:
         """`endpoint` is where nodes meet, `node` which one this is; `beside` is called in each
@@ -46,10 +47,10 @@ class Attempt:
         self.folder, self.start, self.size, self.node = folder, start, size, node
         self._seen: set[int] = set()
         if start == "forked":
-            given = (str(size), endpoint, str(node), "train")
+            given = (str(size), endpoint, str(node), str(restarts), "train")
             self._program: Any = Program(folder, given, partial(_agent, beside=beside))
         else:
-            self._program = _Started(folder, _command_line(start, size))
+            self._program = _Started(folder, _command_line(start, size, restarts))
 
     @property
     def pid(self) -> int:
@@ -135,12 +136,12 @@ class _Started:
         return self._output.read_text(errors="replace")
 
 
-def _command_line(start: str, size: int) -> list[str]:
+def _command_line(start: str, size: int, restarts: int) -> list[str]:
     ours = ["-m", "ddpm_core.cli", "train"]
     if start == "ddpm":
         return [sys.executable, *ours, "-S", f"train.processes={size}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, f"--nproc-per-node={size}", f"--max-restarts={RESTARTS}", *ours]
+    return [*torchrun, f"--nproc-per-node={size}", f"--max-restarts={restarts}", *ours]
 
 
 def _agent(
@@ -154,7 +155,7 @@ def _agent(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    size, endpoint, node, *rest = arguments
+    size, endpoint, node, restarts, *rest = arguments
     _move_in(folder, output)
     os.setsid()
     # This process has the fork server of the tests; a child does not notice, and starts another.
@@ -169,7 +170,7 @@ def _agent(
         rdzv_backend="c10d",
         rdzv_endpoint=endpoint or "localhost:0",
         rdzv_configs=dict(RENDEZVOUS),
-        max_restarts=RESTARTS,
+        max_restarts=int(restarts),
         start_method="forkserver",
         local_addr="localhost",
     )

@@ -116,7 +116,7 @@ def disk_full(run: Playing) -> Worlds:
     first, second = run.schedule.worlds
     if not _own_disk(run):
         return _file_limit(run)
-    attempt = run.begin(first)
+    attempt = run.begin(first, restarts=1)
     run.after(run.schedule.at[0], attempt)
     filler = run.workspace / "filler"
     _fill(filler, spare=int(run.schedule.chance * 100_000))

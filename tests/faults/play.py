@@ -21,8 +21,8 @@ PARAMS = (
     .replace("milestone_every: 6", f"milestone_every: {STEPS // 2}")
     .replace("attention: [4]}", "attention: [4], dropout: 0.1, conditioning: class}")
     .replace("ema: [0.9]", "ema: [0.9]\n  flip: true")
-    # Adam's first steps have the sign of the gradient: where that is next to nothing, rounding
-    # chooses it, and at the full rate one weight that goes the other way is 0.001 of so short a run.
+    # Adam's first steps have the gradient's sign: where that is next to nothing, rounding chooses
+    # it, and at the full rate one weight that goes the other way is 0.001 of so short a run.
     .replace("warmup: 2", "warmup: 20")
 )
 
