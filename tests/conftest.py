@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -12,7 +13,15 @@ import torch
 torch.set_num_threads(1)
 
 # The longest groups of tests, which begin, so that none of them is left over for one process.
-LONGEST = ("mlflow", "dvc", "evaluate", "diffusers", "test_resume", "test_training")
+LONGEST = (
+    "mlflow",
+    "dvc",
+    "evaluate",
+    "diffusers",
+    "test_resume",
+    "test_training",
+    "test_s3_workspace",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +31,8 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("MLFLOW_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    if "boto3" in sys.modules:  # its session keeps the credentials of the test before
+        monkeypatch.setattr(sys.modules["boto3"], "DEFAULT_SESSION", None)
 
 
 def group(item: pytest.Item) -> str:

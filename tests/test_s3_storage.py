@@ -206,7 +206,7 @@ def test_an_absent_bucket_server_key_or_package_is_one_sentence(
         patch.delenv("AWS_SECRET_ACCESS_KEY")
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "absent")
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        patch.setattr("boto3.DEFAULT_SESSION", None)  # which has the key
+        patch.setattr("boto3.DEFAULT_SESSION", None)
         with pytest.raises(
             Unreachable, match=r"Unable to locate credentials\): look at AWS_ACCESS"
         ):
