@@ -15,6 +15,7 @@ torch.set_num_threads(1)
 # The longest groups of tests, which begin, so that none of them is left over for one process.
 LONGEST = (
     "mlflow",
+    "test_faults",
     "dvc",
     "evaluate",
     "diffusers",
