@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +29,7 @@ def main() -> int:
     if given.list:
         print(*schedules, sep="\n")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is cleaned up
     stage, failed = Stage(Path(tempfile.mkdtemp(prefix="ddpm-faults-"))), 0
     for schedule in schedules:
         print(schedule, flush=True)
@@ -38,6 +41,8 @@ def main() -> int:
             failed += 1
             print(f"  FAILED, {time.monotonic() - started:.1f} s\n{error}", flush=True)
     print(f"{len(schedules) - failed} of {len(schedules)} schedules held.")
+    if not failed:
+        shutil.rmtree(stage.root)
     return 1 if failed else 0
 
 
