@@ -10,12 +10,14 @@ from ddpm_core.diffusion.noise_levels import TIMESTEP_SAMPLERS, WEIGHTINGS
 from ddpm_core.diffusion.process import PREDICTIONS, SCHEDULES
 from ddpm_core.diffusion.samplers import SAMPLERS
 from ddpm_core.diffusion.spacings import SPACINGS
+from ddpm_core.training.reduction import REDUCTIONS
 
 METHODS: dict[str, Mapping[str, Any]] = {
     "diffusion.schedule": SCHEDULES,
     "diffusion.prediction": PREDICTIONS,
     "train.loss.weighting": WEIGHTINGS,
     "train.timesteps.sampler": TIMESTEP_SAMPLERS,
+    "train.reduction": REDUCTIONS,
     "sample.sampler": SAMPLERS,
     "sample.spacing": SPACINGS,
 }

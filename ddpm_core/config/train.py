@@ -52,6 +52,9 @@ class Train(Section):
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: Auto | bool = "auto"
+    reduction: Literal["flat", "exact"] = Field(
+        "flat", description="exact: the same bits on any number of workers, at a high price"
+    )
     init: str | None = Field(None, description="start from a models:/ URI or a diffusers folder")
     optimizer: Optimizer = Optimizer()
     ema: Annotated[
@@ -75,6 +78,11 @@ class Train(Section):
         if self.microbatches > self.batch_size:
             raise ValueError(
                 f"microbatches: {self.microbatches} is more than batch_size, {self.batch_size}"
+            )
+        if self.reduction == "exact" and self.precision == "fp16":
+            raise ValueError(
+                "reduction: exact given with precision fp16, whose scaled gradients it can't hold; "
+                "use fp32 or bf16, or reduction flat"
             )
         if len(set(self.ema)) < len(self.ema):
             raise ValueError(f"ema: {list(self.ema)} has a decay twice")

@@ -20,6 +20,7 @@ from ddpm_core.diffusion.process import q_sample, target
 from ddpm_core.images import to_model
 from ddpm_core.rng import Purpose
 from ddpm_core.training.execution import learning_rate
+from ddpm_core.training.reduction import REDUCTIONS
 from ddpm_core.training.state import TrainState
 
 
@@ -40,19 +41,21 @@ def step(state: TrainState, batch: Batch, stop_wish: Tensor) -> None:
     """One optimizer step on the global batch; `stop_wish` is summed over all workers on the way."""
     state.step += 1
     state.optimizer.zero_grad(set_to_none=True)
-    loss = torch.zeros((), device=state.world.device)
-    chunks = min(state.config.train.microbatches, max(1, len(batch.index)))
-    for index in torch.arange(len(batch.index), device=state.world.device).tensor_split(chunks):
-        if len(index):
-            loss = loss + _backward(state, batch, index)
-    _reduce(state, loss, stop_wish)
+    train = state.config.train
+    reduction = REDUCTIONS[train.reduction](
+        state.model, state.world, train.microbatches, train.batch_size
+    )
+    for rows in reduction.cut(len(batch.index)):
+        loss = _loss(state, batch, rows)
+        reduction.add(loss, state.scaler.scale(loss))
+    loss = reduction.finish(stop_wish)
     _update(state, loss)
     for ema in state.emas:
         ema.update(state.model, state.step)
 
 
-def _backward(state: TrainState, batch: Batch, rows: Tensor) -> Tensor:
-    """Add the gradient of some rows of the batch; their share of the global mean loss."""
+def _loss(state: TrainState, batch: Batch, rows: Tensor) -> Tensor:
+    """The share of some rows of the batch in the global mean loss."""
     config, index = state.config, batch.index[rows]
     x0 = _flipped(config, to_model(batch.pixels[rows]), index, state.step)
     t = state.noise_levels.draw(_uniform(config, Purpose.TIMESTEP, index, state.step))
@@ -68,9 +71,7 @@ def _backward(state: TrainState, batch: Batch, rows: Tensor) -> Tensor:
         )
     wanted = target(config.diffusion.prediction, x0, noise, alpha_bar)
     errors = _errors(config.train.loss.kind, output.float(), wanted)
-    loss = (state.noise_levels.weight(t) * errors).sum() / config.train.batch_size
-    state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
+    return (state.noise_levels.weight(t) * errors).sum() / config.train.batch_size
 
 
 def _uniform(config: Config, purpose: Purpose, index: Tensor, step: int) -> Tensor:
@@ -102,23 +103,6 @@ def _errors(kind: str, output: Tensor, wanted: Tensor) -> Tensor:
     if kind == "l2":
         return (output - wanted).square().mean((1, 2, 3))
     return 2 * functional.huber_loss(output, wanted, reduction="none").mean((1, 2, 3))
-
-
-def _reduce(state: TrainState, loss: Tensor, stop_wish: Tensor) -> None:
-    """Sum gradients, loss and the wish to stop over all workers in one flat reduction."""
-    if state.world.size == 1:
-        return
-    parameters = [p for p in state.model.parameters() if p.requires_grad]
-    for parameter in parameters:
-        if parameter.grad is None:  # a worker whose share is empty
-            parameter.grad = torch.zeros_like(parameter)
-    tensors = [p.grad for p in parameters if p.grad is not None]
-    flat = torch.cat([*(t.reshape(-1) for t in tensors), loss.reshape(1), stop_wish.reshape(1)])
-    state.world.sum_(flat)
-    *parts, total, wish = torch.split(flat, [*(t.numel() for t in tensors), 1, 1])
-    torch._foreach_copy_(tensors, [p.view_as(t) for p, t in zip(parts, tensors, strict=True)])
-    loss.copy_(total[0])
-    stop_wish.copy_(wish[0])
 
 
 def _update(state: TrainState, loss: Tensor) -> None:

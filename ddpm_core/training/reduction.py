@@ -1,0 +1,120 @@
+"""How the gradients of all samples become one: `train.reduction`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ddpm_core.distributed import World
+
+FRACTION_BITS = 40  # of the fixed-point numbers: steps of 2^-40, sums up to 2^22
+_LARGEST = 2.0**62
+
+
+class Reduction(Protocol):
+    """One step's way from the samples' losses to the gradient of the global mean."""
+
+    def cut(self, samples: int) -> Iterable[Tensor]:
+        """The rows of a worker's share (int64), in the pieces that go through the network."""
+        ...
+
+    def add(self, loss: Tensor, scaled: Tensor) -> None:
+        """Take in a piece: its share of the mean loss, and the same times the loss scale."""
+        ...
+
+    def finish(self, stop_wish: Tensor) -> Tensor:
+        """Set every `grad` to the global one and sum `stop_wish`; the global mean loss."""
+        ...
+
+
+class Flat:
+    """g = sum_m g_m in floating point: each worker adds up its pieces, one all-reduce the workers.
+
+    Fast; another number of workers or microbatches rounds otherwise.
+    """
+
+    def __init__(self, model: nn.Module, world: World, microbatches: int, batch_size: int) -> None:
+        self._world, self._microbatches = world, microbatches
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._loss = torch.zeros((), device=world.device)
+
+    def cut(self, samples: int) -> Iterable[Tensor]:
+        pieces = min(self._microbatches, max(1, samples))
+        rows = torch.arange(samples, device=self._world.device).tensor_split(pieces)
+        return (piece for piece in rows if len(piece))
+
+    def add(self, loss: Tensor, scaled: Tensor) -> None:
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self._loss = self._loss + loss.detach()
+
+    def finish(self, stop_wish: Tensor) -> Tensor:
+        if self._world.size == 1:
+            return self._loss
+        tensors = _gradients(self._parameters)
+        ends = [self._loss.reshape(1), stop_wish.reshape(1)]
+        flat = torch.cat([*(t.reshape(-1) for t in tensors), *ends])
+        self._world.sum_(flat)
+        _spread(flat[:-2], tensors)
+        stop_wish.copy_(flat[-1])
+        return flat[-2]
+
+
+class Exact:
+    """g = sum_i round(2^40 g_i B) / (2^40 B) over single samples i, in whole numbers of 64 bits.
+
+    Each sample goes through the network alone, so that its gradient is the same bits wherever it
+    is computed, and whole numbers have the same sum in any order: every number of workers and of
+    microbatches gives the same bits. It costs a pass through the network a sample. A sample whose
+    gradient or loss reaches 2^22 / B makes the loss NaN, which stops the run.
+    """
+
+    def __init__(self, model: nn.Module, world: World, microbatches: int, batch_size: int) -> None:
+        self._world, self._batch_size = world, batch_size
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        size = sum(p.numel() for p in self._parameters)
+        # After the gradients: the loss, how many values were too large, and the wish to stop.
+        self._sums = torch.zeros(size + 3, dtype=torch.int64, device=world.device)
+
+    def cut(self, samples: int) -> Iterable[Tensor]:
+        return torch.split(torch.arange(samples, device=self._world.device), 1)
+
+    def add(self, loss: Tensor, scaled: Tensor) -> None:
+        scaled.backward()  # type: ignore[no-untyped-call]
+        parts = [t.reshape(-1) for t in _gradients(self._parameters)]
+        values = torch.cat([*parts, loss.detach().reshape(1)]) * self._batch_size
+        values *= 2.0**FRACTION_BITS
+        fits = values.abs() < _LARGEST / self._batch_size
+        self._sums[:-2] += torch.where(fits, values, 0.0).round().to(torch.int64)
+        self._sums[-2] += (~fits).sum()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def finish(self, stop_wish: Tensor) -> Tensor:
+        self._sums[-1] = stop_wish.to(torch.int64)
+        self._world.sum_(self._sums)
+        mean = self._sums[:-2].to(torch.float32) * 2.0**-FRACTION_BITS / self._batch_size
+        mean = torch.where(self._sums[-2] > 0, torch.nan, mean)
+        _spread(mean[:-1], _gradients(self._parameters))
+        stop_wish.copy_(self._sums[-1])
+        return mean[-1]
+
+
+REDUCTIONS: dict[str, type[Flat] | type[Exact]] = {"flat": Flat, "exact": Exact}
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradient of each; zeros where a worker's share is empty or has not used it."""
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    return gradients
+
+
+def _spread(flat: Tensor, tensors: list[Tensor]) -> None:
+    parts = torch.split(flat, [t.numel() for t in tensors])
+    torch._foreach_copy_(tensors, [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])
