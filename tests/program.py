@@ -54,6 +54,23 @@ def write_params(folder: Path, text: str = TINY) -> Path:
     return file
 
 
+def prepare_run(folder: Path, text: str) -> Path:
+    """A folder with params and prepared data."""
+    write_params(folder, text)
+    ddpm(folder, "prepare")
+    return folder
+
+
+def new_run(begun: Path, name: str, text: str, *parts: str) -> Path:
+    """A run in a folder of its own below another one, with these parts of that one's workspace."""
+    folder = begun / name
+    (folder / "workspace").mkdir(parents=True)
+    for part in parts or ("data",):
+        (folder / "workspace" / part).symlink_to(begun / "workspace" / part)
+    write_params(folder, text)
+    return folder
+
+
 def environment() -> dict[str, str]:
     """That of the tests, one thread, no terminal's width."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from program import TINY, ddpm, start, wait_until, write_params
+from program import TINY, command, ddpm, new_run, prepare_run, start, wait_until, write_params
 from safetensors.numpy import load_file
 
 STEPS = 120
@@ -25,10 +25,7 @@ LONG = (
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    write_params(folder, LONG)
-    ddpm(folder, "prepare")
-    return folder
+    return prepare_run(tmp_path_factory.mktemp("prepared"), LONG)
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +35,8 @@ def undisturbed(prepared: Path) -> dict[str, bytes]:
 
 def train(prepared: Path, name: str, *arguments: str, status: int | None = 0) -> Path:
     """A run in a workspace of its own on the same data."""
-    folder = new_run(prepared, name)
+    folder = new_run(prepared, name, LONG)
     ddpm(folder, "train", *arguments, status=status)
-    return folder
-
-
-def new_run(prepared: Path, name: str) -> Path:
-    folder = prepared / name
-    (folder / "workspace").mkdir(parents=True)
-    (folder / "workspace" / "data").symlink_to(prepared / "workspace" / "data")
-    write_params(folder, LONG)
     return folder
 
 
@@ -74,7 +63,7 @@ def test_killed_twenty_times_at_random_moments_equals_uninterrupted(
     prepared: Path, undisturbed: dict[str, bytes]
 ) -> None:
     chance = random.Random(7)
-    folder = new_run(prepared, "killed")
+    folder = new_run(prepared, "killed", LONG)
     kills = 0
     log = folder / "workspace" / "log.jsonl"
     while kills < 20:
@@ -106,7 +95,7 @@ def test_killed_twenty_times_at_random_moments_equals_uninterrupted(
 def test_sigterm_saves_and_says_where_it_stopped(
     prepared: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    folder = new_run(prepared, "term")
+    folder = new_run(prepared, "term", LONG)
     process = start(folder, "train")
     log = folder / "workspace" / "log.jsonl"
     assert wait_until(log.exists, process)
@@ -130,7 +119,7 @@ def test_the_log_of_a_resumed_run_is_that_of_one_that_never_stopped(prepared: Pa
 def test_a_damaged_snapshot_is_skipped_and_named(
     prepared: Path, undisturbed: dict[str, bytes], damage: str
 ) -> None:
-    folder = new_run(prepared, f"damaged-{damage}")
+    folder = new_run(prepared, f"damaged-{damage}", LONG)
     ddpm(folder, "train", "-S", "train.steps=15")
     file = folder / "workspace/snapshots/step-00000015/optimizer.safetensors"
     if damage == "truncated":
@@ -151,7 +140,7 @@ def test_a_damaged_snapshot_is_skipped_and_named(
 
 
 def test_other_settings_start_afresh_and_keep_the_old(prepared: Path) -> None:
-    folder = new_run(prepared, "other")
+    folder = new_run(prepared, "other", LONG)
     ddpm(folder, "train", "-S", "train.steps=10")
     said = ddpm(folder, "train", "--resume", "strict", "-S", "train.optimizer.lr=0.002", status=1)
     assert "train.optimizer.lr: 0.001 -> 0.002" in said
@@ -165,7 +154,7 @@ def test_other_settings_start_afresh_and_keep_the_old(prepared: Path) -> None:
 def test_settings_that_change_no_weights_change_nothing(
     prepared: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    folder = new_run(prepared, "free")
+    folder = new_run(prepared, "free", LONG)
     ddpm(folder, "train", "-S", "train.steps=10", "-S", "train.snapshot_every=3")
     said = ddpm(folder, "train", "-S", "train.log_every=7")
     assert "going on from step 10" in said
@@ -173,7 +162,7 @@ def test_settings_that_change_no_weights_change_nothing(
 
 
 def test_a_step_can_be_picked_to_go_on_from(prepared: Path, undisturbed: dict[str, bytes]) -> None:
-    folder = new_run(prepared, "picked")
+    folder = new_run(prepared, "picked", LONG)
     ddpm(folder, "train", "-S", "train.steps=20")
     said = ddpm(folder, "train", "--from-step", "15")
     assert "going on from step 15" in said
@@ -182,7 +171,7 @@ def test_a_step_can_be_picked_to_go_on_from(prepared: Path, undisturbed: dict[st
 
 
 def test_a_second_run_is_refused_with_the_owner_named(prepared: Path) -> None:
-    folder = new_run(prepared, "twice")
+    folder = new_run(prepared, "twice", LONG)
     process = start(folder, "train", "-S", "train.steps=100000")
     try:
         assert wait_until((folder / "workspace/log.jsonl").exists, process)
@@ -206,11 +195,11 @@ def test_old_snapshots_go_and_milestones_stay_as_weights(prepared: Path) -> None
 def test_a_full_disk_keeps_the_previous_snapshot_whole(
     prepared: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    folder = new_run(prepared, "full")
+    folder = new_run(prepared, "full", LONG)
     ddpm(folder, "train", "-S", "train.steps=5")
     # A limit on the size of a file stands for a disk that is full: the write fails in the middle.
     limited = subprocess.run(
-        ["bash", "-c", 'trap "" XFSZ; ulimit -f 200; exec "$@"', "-", *_train_command()],
+        ["bash", "-c", 'trap "" XFSZ; ulimit -f 200; exec "$@"', "-", *command("train")],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -226,14 +215,8 @@ def test_a_full_disk_keeps_the_previous_snapshot_whole(
     assert final_weights(folder) == undisturbed
 
 
-def _train_command() -> list[str]:
-    from program import command
-
-    return command("train")
-
-
 def test_a_loss_that_is_not_finite_stops_before_it_is_saved(prepared: Path) -> None:
-    folder = new_run(prepared, "nan")
+    folder = new_run(prepared, "nan", LONG)
     text = LONG.replace("optimizer: {warmup: 2}", "optimizer: {warmup: 0, lr: 1e30, clip: 0}")
     write_params(folder, text)
     said = ddpm(folder, "train", status=1)

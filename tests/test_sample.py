@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from program import TINY, ddpm, start, wait_until, write_params
+from program import TINY, ddpm, new_run, prepare_run, start, wait_until, write_params
 
 from ddpm_core.config import Sample
 from ddpm_core.errors import UserError
@@ -24,9 +24,7 @@ CLASSES = TINY.replace("attention: [4]}", "attention: [4], conditioning: class}"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    write_params(folder, CLASSES)
-    ddpm(folder, "prepare")
+    folder = prepare_run(tmp_path_factory.mktemp("trained"), CLASSES)
     ddpm(folder, "train")
     return folder
 
@@ -37,12 +35,7 @@ def images(trained: Path) -> np.ndarray:
 
 
 def new_workspace(trained: Path, name: str) -> Path:
-    folder = trained / name
-    (folder / "workspace").mkdir(parents=True)
-    for part in ("data", "snapshots"):
-        (folder / "workspace" / part).symlink_to(trained / "workspace" / part)
-    write_params(folder, CLASSES)
-    return folder
+    return new_run(trained, name, CLASSES, "data", "snapshots")
 
 
 def sampled(folder: Path, *arguments: str) -> np.ndarray:

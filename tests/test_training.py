@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from program import TINY, ddpm, environment, write_params
+from program import TINY, ddpm, environment, new_run, prepare_run
 from safetensors.torch import load_file
 
 from ddpm_core import params
@@ -21,35 +21,27 @@ from ddpm_core.training.runlog import RunLog, read_rows
 from ddpm_core.training.snapshot import prunable
 
 MODEL = "workspace/snapshots/step-00000012/model.safetensors"
-LIVELY = TINY.replace("attention: [4]}", "attention: [4], dropout: 0.2, conditioning: class}")
+# In fp32: what is compared to rounding is compared to the finest.
+LIVELY = TINY.replace(
+    "attention: [4]}", "attention: [4], dropout: 0.2, conditioning: class}"
+).replace("batch_size: 8\n  log", "batch_size: 8\n  precision: fp32\n  log")
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    write_params(folder, LIVELY)
-    ddpm(folder, "prepare")
-    return folder
+    return prepare_run(tmp_path_factory.mktemp("prepared"), LIVELY)
 
 
 def train(prepared: Path, name: str, *arguments: str) -> dict[str, torch.Tensor]:
     """The weights of a run in a workspace of its own on the same data."""
-    folder = new_run(prepared, name)
+    folder = new_run(prepared, name, LIVELY)
     ddpm(folder, "train", *arguments)
     return load_file(folder / MODEL)
 
 
-def new_run(prepared: Path, name: str) -> Path:
-    folder = prepared / name
-    (folder / "workspace").mkdir(parents=True)
-    (folder / "workspace" / "data").symlink_to(prepared / "workspace" / "data")
-    write_params(folder, LIVELY)
-    return folder
-
-
 def initial(prepared: Path) -> dict[str, torch.Tensor]:
     """The weights after one step of a vanishing rate: those of the start."""
-    folder = new_run(prepared, "initial")
+    folder = new_run(prepared, "initial", LIVELY)
     ddpm(folder, "train", "-S", "train.steps=1", "-S", "train.optimizer.lr=1e-30")
     return load_file(folder / "workspace/snapshots/step-00000001/model.safetensors")
 
@@ -77,7 +69,7 @@ def test_microbatches_and_workers_change_rounding_alone(prepared: Path) -> None:
 
 
 def test_training_does_not_touch_the_global_generator_of_the_caller(prepared: Path) -> None:
-    folder = new_run(prepared, "caller")
+    folder = new_run(prepared, "caller", LIVELY)
     code = (
         "import torch; from ddpm_core import params, distributed; "
         "from ddpm_core.workspace import Workspace; "
@@ -171,7 +163,7 @@ def test_out_of_memory_names_what_to_change() -> None:
 
 
 def test_a_dry_run_prints_what_it_will_take_and_does_nothing(prepared: Path) -> None:
-    folder = new_run(prepared, "dry")
+    folder = new_run(prepared, "dry", LIVELY)
     said = ddpm(folder, "train", "--dry-run", "-S", "train.steps=1000000")
     for line in ("steps: 1000000", "parameters", "a snapshot, at most", "a worker", "1 x cpu"):
         assert line in said
@@ -187,13 +179,13 @@ def test_a_warm_start_takes_the_weights_of_another_run(prepared: Path) -> None:
     started = train(prepared, "warm", *same)
     average = load_file(source / "ema-0.9.safetensors")
     assert all(torch.equal(started[name], average[name]) for name in average)
-    folder = new_run(prepared, "unfit")
+    folder = new_run(prepared, "unfit", LIVELY)
     said = ddpm(folder, "train", "-S", f"train.init={source}", "-S", "model.channels=16", status=1)
     assert "don't fit this network" in said
 
 
 def test_gray_pictures_and_half_precision_train(prepared: Path) -> None:
-    folder = new_run(prepared, "half")
+    folder = new_run(prepared, "half", LIVELY)
     ddpm(folder, "train", "-S", "train.precision=bf16", "-S", "train.steps=4")
     state = json.loads((folder / "workspace/snapshots/step-00000004/state.json").read_text())
     assert state["execution"] == {"precision": "bf16", "compile": False}
