@@ -91,7 +91,7 @@ class Strangers:
         self.state = new_state(self.config, self.train)
         settings = resume.settings_of(self.config, self.train)
         settings["step"] = self.state.step
-        snapshot.write(self.workspace, STEP, to_parts(self.state, settings, {}))
+        snapshot.write(self.workspace, STEP, to_parts(self.state, settings))
         sample(self.config, self.workspace, ALONE)
         targets = [
             self._snapshot(),

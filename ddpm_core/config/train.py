@@ -8,6 +8,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
 
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
 
 class Optimizer(Section):
     name: Literal["adam", "adamw"] = "adam"
@@ -69,9 +71,23 @@ class Train(Section):
     timesteps: Timesteps = Timesteps()
     log_every: Positive = 20
     grid: Annotated[int, Field(ge=0)] = Field(36, description="images in a milestone's preview")
-    snapshot_every: Positive = 200
+    snapshot_every: Positive | Annotated[str, Field(pattern=r"^[1-9][0-9]*[smh]$")] = Field(
+        200, description="steps, or a time such as 90s, 5m or 1h, looked at with each logged step"
+    )
     keep: Positive = Field(3, description="snapshots kept beside the milestones")
     milestone_every: Positive = Field(200, description="steps between checkpoints for evaluation")
+
+    @property
+    def snapshot_steps(self) -> int | None:
+        """`snapshot_every`, where it is a number of steps."""
+        return self.snapshot_every if isinstance(self.snapshot_every, int) else None
+
+    @property
+    def snapshot_seconds(self) -> float | None:
+        """`snapshot_every`, where it is a time."""
+        if isinstance(self.snapshot_every, int):
+            return None
+        return int(self.snapshot_every[:-1]) * _SECONDS[self.snapshot_every[-1]]
 
     @model_validator(mode="after")
     def _microbatches_fit(self) -> Self:

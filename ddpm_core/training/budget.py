@@ -21,9 +21,8 @@ def disk_needed(config: Config, parameters: int) -> tuple[int, int]:
     whole = weights + 8 * parameters
     train = config.train
     milestones = math.ceil(train.steps / train.milestone_every)
-    kept = min(
-        train.keep, math.ceil(train.steps / min(train.snapshot_every, train.milestone_every))
-    )
+    every = min(train.snapshot_steps or 1, train.milestone_every)  # a time: any number of steps
+    kept = min(train.keep, math.ceil(train.steps / every))
     # One more while it is being written beside the others.
     return whole, (kept + 1) * whole + max(0, milestones - kept) * weights
 

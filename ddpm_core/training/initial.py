@@ -81,3 +81,19 @@ def _weights(origin: str, config: Config) -> dict[str, Tensor]:
 def _checkpoint(folder: Path) -> dict[str, Tensor]:
     checkpoint = Checkpoint.open(folder)
     return dict(checkpoint.load("auto", torch.device("cpu")).state_dict())
+
+
+def check_data_fits(config: Config, data: PackedDataset) -> None:
+    """Refuse data that the settings were not made for."""
+    if data.image_size != config.prepare.image_size:
+        raise UserError(
+            f"The prepared images are {data.image_size} pixels wide, prepare.image_size is "
+            f"{config.prepare.image_size}. Run `ddpm prepare` again."
+        )
+    if config.model.conditioning == "class" and len(data.classes) < 2:
+        raise UserError(
+            "model.conditioning is class, but the data has no classes: put the images of each "
+            "class in a folder of its own, or set conditioning to none."
+        )
+    if config.model.conditioning == "text" and data.captions is None:
+        raise UserError("model.conditioning is text, but the prepared data has no captions.")

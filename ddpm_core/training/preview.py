@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import torch
 
+from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
 from ddpm_core.config import Config, Sample
 from ddpm_core.generate.images import Generator
 from ddpm_core.images import enlarge, grid, png
-from ddpm_core.models.unet import UNet
-from ddpm_core.training.state import TrainState
+from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.training.snapshot import Parts
 
 GRID = "grid.png"
 STEPS = 20
 
 
-def preview(state: TrainState, settings: dict[str, Any]) -> dict[str, bytes]:
-    """`grid.png` with `train.grid` images of the first average, or of the raw weights."""
-    count = state.config.train.grid
-    if count == 0:
-        return {}
-    model = UNet(state.model.config).to(state.world.device)
-    weights = state.emas[0].tensors if state.emas else state.model.state_dict()
-    model.load_state_dict(weights)
-    generator = Generator(
-        model.eval(), settings["data"], _settings(state.config), state.config.diffusion
-    )
-    return {GRID: png(enlarge(grid(generator.images(range(count))), 512))}
+def preview(config: Config, device: torch.device, parts: Parts) -> dict[str, bytes]:
+    """`grid.png` with `train.grid` images of a snapshot's first average, or of its raw weights."""
+    settings, ema = parts.documents[SETTINGS], config.train.ema
+    model = UNet(UNetConfig.from_dict(settings["network"]))
+    model.load_state_dict(dict(parts.tensors[ema_name(ema[0]) if ema else WEIGHTS]))
+    model = model.to(device).eval().requires_grad_(False)
+    generator = Generator(model, settings["data"], _settings(config), config.diffusion)
+    return {GRID: png(enlarge(grid(generator.images(range(config.train.grid))), 512))}
 
 
 def _settings(config: Config) -> Sample:

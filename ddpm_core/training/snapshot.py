@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +63,9 @@ class Parts:
     tensors: Mapping[str, Tensors]
     documents: Mapping[str, Mapping[str, Any]]
     files: Mapping[str, bytes]
+
+
+Draw = Callable[[Parts], Mapping[str, bytes]]
 
 
 def write(workspace: Workspace, step: int, parts: Parts) -> None:
@@ -174,10 +177,13 @@ class Writer:
         self._failed: str | None = None
         self.newest = newest
 
-    def submit(self, step: int, parts: Parts) -> None:
-        """Start writing; raises UserError if the last two could not be written."""
+    def submit(self, step: int, parts: Parts, draw: Draw | None = None) -> None:
+        """Start writing, with the files that `draw` makes of the parts, in the background.
+
+        Raises UserError if the last two could not be written.
+        """
         self.wait(final=False)
-        self._pending = step, self._pool.submit(self._write, step, parts)
+        self._pending = step, self._pool.submit(self._write, step, parts, draw)
 
     def wait(self, final: bool = True) -> None:
         """Until all is on disk. Raises UserError where a final, or a second, snapshot failed."""
@@ -203,7 +209,9 @@ class Writer:
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _write(self, step: int, parts: Parts) -> None:
+    def _write(self, step: int, parts: Parts, draw: Draw | None) -> None:
+        if draw:
+            parts = replace(parts, files={**parts.files, **draw(parts)})
         self._may_write()
         write(self._workspace, step, parts)
         self._written(step)

@@ -19,6 +19,7 @@ from ddpm_core.models.unet import UNet
 from ddpm_core.training.ema import Ema
 from ddpm_core.training.execution import Execution, make_optimizer
 from ddpm_core.training.snapshot import NOISE_LEVELS, OPTIMIZER, STATE, Parts
+from ddpm_core.training.throughput import Stopwatch
 
 
 @dataclass
@@ -30,10 +31,14 @@ class Totals:
     clipped: Tensor
     steps: int = 0
 
+    @staticmethod
+    def dtype(device: torch.device) -> torch.dtype:
+        """The widest float that the device has."""
+        return torch.float32 if device.type == "mps" else torch.float64
+
     @classmethod
     def zero(cls, device: torch.device) -> Totals:
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        loss, grad_norm, clipped = torch.zeros(3, dtype=dtype, device=device).unbind()
+        loss, grad_norm, clipped = torch.zeros(3, dtype=cls.dtype(device), device=device).unbind()
         return cls(loss, grad_norm, clipped)
 
     def values(self) -> dict[str, float]:
@@ -58,6 +63,7 @@ class TrainState:
     step: int = 0
     history: list[float] = field(default_factory=list)
     forward: Any = None
+    watch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
 
     @classmethod
     def create(cls, config: Config, world: World, execution: Execution, model: UNet) -> TrainState:
@@ -87,10 +93,11 @@ class TrainState:
             totals=Totals.zero(device),
             bad_step=torch.zeros((), dtype=torch.int64, device=device),
             forward=torch.compile(model) if execution.compile else model,
+            watch=Stopwatch(device),
         )
 
 
-def to_parts(state: TrainState, settings: dict[str, Any], files: dict[str, bytes]) -> Parts:
+def to_parts(state: TrainState, settings: dict[str, Any]) -> Parts:
     """A copy of the state on the host, as a snapshot keeps it."""
     names = {id(p): name for name, p in state.model.named_parameters()}
     optimizer = {
@@ -112,7 +119,7 @@ def to_parts(state: TrainState, settings: dict[str, Any], files: dict[str, bytes
         "history": state.history,
     }
     host = {name: {k: _host(t) for k, t in group.items()} for name, group in tensors.items()}
-    return Parts(host, {STATE: document, SETTINGS: settings}, files)
+    return Parts(host, {STATE: document, SETTINGS: settings}, {})
 
 
 def from_parts(state: TrainState, parts: Parts) -> None:

@@ -48,10 +48,13 @@ def step(state: TrainState, batch: Batch, stop_wish: Tensor) -> None:
     for rows in reduction.cut(len(batch.index)):
         loss = _loss(state, batch, rows)
         reduction.add(loss, state.scaler.scale(loss))
+    state.watch.mark("compute")
     loss = reduction.finish(stop_wish)
+    state.watch.mark("reduce")
     _update(state, loss)
     for ema in state.emas:
         ema.update(state.model, state.step)
+    state.watch.mark("optimizer")
 
 
 def _loss(state: TrainState, batch: Batch, rows: Tensor) -> Tensor:

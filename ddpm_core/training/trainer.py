@@ -5,29 +5,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ddpm_core.config import Config, Train
-from ddpm_core.console import progress, warn
+from ddpm_core.console import progress, say
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.data.order import batch_indices
 from ddpm_core.distributed import WorkerLost, World
 from ddpm_core.errors import Interrupted, UserError
 from ddpm_core.lease import Lease, hold
-from ddpm_core.storage import Mirror
 from ddpm_core.tracking import Tracker
 from ddpm_core.training import resume, snapshot
 from ddpm_core.training.agreement import check_agreement
-from ddpm_core.training.execution import explain_memory, is_out_of_memory, learning_rate
-from ddpm_core.training.preview import GRID, preview
+from ddpm_core.training.execution import learning_rate
+from ddpm_core.training.initial import check_data_fits
+from ddpm_core.training.preview import preview
+from ddpm_core.training.records import keeping_records
 from ddpm_core.training.runlog import RunLog
 from ddpm_core.training.state import Totals, TrainState, to_parts
 from ddpm_core.training.step import Batch, step
 from ddpm_core.training.stopping import ASKED, StopRequest
-from ddpm_core.workspace import LOG, Workspace, snapshot_key, step_name
+from ddpm_core.training.throughput import Throughput
+from ddpm_core.workspace import Workspace
 
 
 @dataclass
@@ -46,7 +49,13 @@ class Run:
     lease: Lease | None
     written: int = 0  # the step of the newest snapshot
     since: float = 0.0  # when the last row was logged
+    snapshot_at: float = 0.0  # when the newest snapshot was taken
+    overdue: bool = False  # `snapshot_every` is a time, and it is over
     advance: Callable[..., None] = lambda *_, **__: None
+    throughput: Throughput = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.throughput = Throughput(self.world.size)
 
 
 def train(config: Config, workspace: Workspace, world: World, policy: resume.Policy) -> None:
@@ -98,83 +107,29 @@ def leaving_together(world: World) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def keeping_records(
-    config: Config,
-    workspace: Workspace,
-    lease: Lease | None,
-    settings: dict[str, Any],
-    state: TrainState,
-) -> Iterator[tuple[RunLog, snapshot.Writer]]:
-    """The log, the writer of snapshots, and on the first worker MLflow, which follows both."""
-    log = RunLog(workspace.storage.scratch() / LOG)
-    mirror = tracker = None
-    if lease:
-        mirror = workspace.storage.mirror(LOG, lease.fence)
-        log = RunLog(mirror.path)
-        log.recover()
-        mirror.start()
-        tracker = Tracker.open(config, workspace, identity=settings["train_fingerprint"])
-        tracker.params(config.dump())
-        tracker.follow(log.path)
-
-    def may_write() -> None:
-        """The rows of the log come first: a run that resumes does not make them again."""
-        if lease and mirror:
-            lease.check(patient=True)
-            mirror.push()
-
-    def written(step: int) -> None:
-        tidy(config, workspace)
-        grid = workspace.path(f"{snapshot_key(step)}/{GRID}")
-        if tracker and grid.exists():
-            tracker.artifact(grid, f"training/{step_name(step)}")
-
-    writer = snapshot.Writer(workspace, may_write, written, state.step or None)
-    status = "FAILED"
-    try:
-        yield log, writer
-        status = "FINISHED"
-    except Interrupted:
-        status = "KILLED"
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise explain_memory(error, config.train) from error
-        raise
-    finally:
-        writer.close()
-        if mirror:
-            end(mirror)
-        if tracker:
-            tracker.close(status=status)
-
-
-def end(mirror: Mirror) -> None:
-    """What the last snapshot stands on was written before it: a failure here loses nothing."""
-    try:
-        mirror.close()
-    except OSError as error:
-        warn(f"The last rows of the log could not be stored: {error.strerror}.")
-
-
 def loop(run: Run) -> None:
     """Everything that is written is written between steps, when the state is whole."""
     state, train = run.state, run.config.train
-    run.since = time.perf_counter()
+    run.since = run.snapshot_at = time.perf_counter()
     while True:
         done = state.step >= train.steps
         stopping = run.stop.agreed(state.step)
         if state.totals.steps and (state.step % train.log_every == 0 or done):
             report(run)
-        if state.step > run.written and (snapshot_due(train, state.step) or done or stopping):
+        due = run.overdue or snapshot_due(train, state.step)
+        if state.step > run.written and (due or done or stopping):
             take_snapshot(run)
         if done or stopping:
             break
-        step(state, next_batch(run), run.stop.wish())
+        batch = next_batch(run)
+        state.watch.mark("data")
+        step(state, batch, run.stop.wish())
         run.stop.note(state.step)
         run.advance()
     run.writer.wait()
+    if run.world.rank == 0:
+        for line in run.throughput.summary():
+            say(f"train: {line}")
     if not done:
         raise Interrupted(
             f"Stopped at step {state.step} of {train.steps}, with its snapshot written. "
@@ -185,7 +140,8 @@ def loop(run: Run) -> None:
 
 def snapshot_due(train: Train, at: int) -> bool:
     """Whether step number `at` is one to keep."""
-    return at % train.snapshot_every == 0 or at % train.milestone_every == 0
+    every = train.snapshot_steps
+    return (every is not None and at % every == 0) or at % train.milestone_every == 0
 
 
 def next_batch(run: Run) -> Batch:
@@ -221,6 +177,7 @@ def report(run: Run) -> None:
         "lr": learning_rate(run.config.train.optimizer, state.step, run.config.train.steps),
         "images_per_second": totals.steps * run.config.train.batch_size / (now - run.since),
         "world_size": run.world.size,
+        **time_of_all(run, now),
         "time": time.time(),
     }
     run.since = now
@@ -229,6 +186,22 @@ def report(run: Run) -> None:
     if run.world.rank == 0:
         run.log.append(row)
         run.advance(0, note=f"loss {row['loss']:.4f}")
+    state.watch.mark("other")
+
+
+def time_of_all(run: Run, now: float) -> dict[str, float]:
+    """Where each worker's time went since the last row; and on the first one's clock, what is due.
+
+    One small exchange for both: all workers take a snapshot at the same step.
+    """
+    world, limit = run.world, run.config.train.snapshot_seconds
+    overdue = limit is not None and now - run.snapshot_at >= limit
+    mine = torch.cat([run.state.watch.take(), torch.tensor([overdue])])
+    everyone = world.gather(mine.to(world.device, Totals.dtype(world.device))).cpu().double()
+    run.overdue = bool(everyone[0, -1])
+    size, steps = run.config.train.batch_size, run.state.totals.steps
+    images = [steps * len(replace(world, rank=rank).share(size)) for rank in range(world.size)]
+    return run.throughput.row(everyone[:, :-1], images)
 
 
 def check_finite(run: Run) -> None:
@@ -246,40 +219,19 @@ def check_finite(run: Run) -> None:
 
 
 def take_snapshot(run: Run) -> None:
-    """Copy the state to the host and let the writer's thread put it on disk."""
+    """Copy the state to the host; the writer's thread puts it on disk, with a milestone's grid."""
     check_finite(run)
     check_agreement(run.state, run.written)
-    run.written = run.state.step
-    if run.world.rank:
-        return
-    train, at = run.config.train, run.state.step
-    settings = {**run.settings, "step": at}
-    milestone = at % train.milestone_every == 0 or at == train.steps
-    files = preview(run.state, settings) if milestone else {}
-    run.writer.submit(at, to_parts(run.state, settings, files))
-
-
-def tidy(config: Config, workspace: Workspace) -> None:
-    train = config.train
-    snapshot.prune(workspace, train.keep, train.milestone_every, train.steps)
+    run.written, run.overdue, run.snapshot_at = run.state.step, False, time.perf_counter()
+    if run.world.rank == 0:
+        train, at = run.config.train, run.state.step
+        milestone = at % train.milestone_every == 0 or at == train.steps
+        draw = partial(preview, run.config, run.world.device) if milestone and train.grid else None
+        run.writer.wait(final=False)  # before the copy, so that there are never two
+        run.writer.submit(at, to_parts(run.state, {**run.settings, "step": at}), draw)
+    run.state.watch.mark("snapshot")
 
 
 def hold_first(workspace: Workspace, world: World) -> AbstractContextManager[Lease | None]:
     """The first worker holds the lease for all."""
     return hold(workspace) if world.rank == 0 else nullcontext()
-
-
-def check_data_fits(config: Config, data: PackedDataset) -> None:
-    """Refuse data that the settings were not made for."""
-    if data.image_size != config.prepare.image_size:
-        raise UserError(
-            f"The prepared images are {data.image_size} pixels wide, prepare.image_size is "
-            f"{config.prepare.image_size}. Run `ddpm prepare` again."
-        )
-    if config.model.conditioning == "class" and len(data.classes) < 2:
-        raise UserError(
-            "model.conditioning is class, but the data has no classes: put the images of each "
-            "class in a folder of its own, or set conditioning to none."
-        )
-    if config.model.conditioning == "text" and data.captions is None:
-        raise UserError("model.conditioning is text, but the prepared data has no captions.")

@@ -1,0 +1,85 @@
+"""What a run leaves as it goes: its log, its snapshots, and MLflow's copy of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ddpm_core.config import Config
+from ddpm_core.console import warn
+from ddpm_core.errors import Interrupted
+from ddpm_core.lease import Lease
+from ddpm_core.storage import Mirror
+from ddpm_core.tracking import Tracker
+from ddpm_core.training import snapshot
+from ddpm_core.training.execution import explain_memory, is_out_of_memory
+from ddpm_core.training.preview import GRID
+from ddpm_core.training.runlog import RunLog
+from ddpm_core.training.state import TrainState
+from ddpm_core.workspace import LOG, Workspace, snapshot_key, step_name
+
+
+@contextmanager
+def keeping_records(
+    config: Config,
+    workspace: Workspace,
+    lease: Lease | None,
+    settings: dict[str, Any],
+    state: TrainState,
+) -> Iterator[tuple[RunLog, snapshot.Writer]]:
+    """The log, the writer of snapshots, and on the first worker MLflow, which follows both."""
+    log = RunLog(workspace.storage.scratch() / LOG)
+    mirror = tracker = None
+    if lease:
+        mirror = workspace.storage.mirror(LOG, lease.fence)
+        log = RunLog(mirror.path)
+        log.recover()
+        mirror.start()
+        tracker = Tracker.open(config, workspace, identity=settings["train_fingerprint"])
+        tracker.params(config.dump())
+        tracker.follow(log.path)
+
+    def may_write() -> None:
+        """The rows of the log come first: a run that resumes does not make them again."""
+        if lease and mirror:
+            lease.check(patient=True)
+            mirror.push()
+
+    def written(step: int) -> None:
+        tidy(config, workspace)
+        grid = workspace.path(f"{snapshot_key(step)}/{GRID}")
+        if tracker and grid.exists():
+            tracker.artifact(grid, f"training/{step_name(step)}")
+
+    writer = snapshot.Writer(workspace, may_write, written, state.step or None)
+    status = "FAILED"
+    try:
+        yield log, writer
+        status = "FINISHED"
+    except Interrupted:
+        status = "KILLED"
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise explain_memory(error, config.train) from error
+        raise
+    finally:
+        writer.close()
+        if mirror:
+            end(mirror)
+        if tracker:
+            tracker.close(status=status)
+
+
+def end(mirror: Mirror) -> None:
+    """What the last snapshot stands on was written before it: a failure here loses nothing."""
+    try:
+        mirror.close()
+    except OSError as error:
+        warn(f"The last rows of the log could not be stored: {error.strerror}.")
+
+
+def tidy(config: Config, workspace: Workspace) -> None:
+    train = config.train
+    snapshot.prune(workspace, train.keep, train.milestone_every, train.steps)

@@ -1,0 +1,103 @@
+"""Where the time of training goes, by phase and by worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PHASES = {
+    "data": "reading images",
+    "compute": "forward and backward",
+    "reduce": "all-reduce",
+    "optimizer": "optimizer and averages",
+    "snapshot": "snapshots",
+    "other": "the rest",
+}
+_BUSY = [list(PHASES).index(phase) for phase in ("data", "compute", "optimizer")]
+
+
+class Stopwatch:
+    """One worker's seconds by phase; on CUDA those of the device, which never waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._events: list[tuple[str, Any, Any]] = []
+        self._last = self._now()
+
+    def mark(self, phase: str) -> None:
+        """What happened since the last mark was this phase."""
+        now = self._now()
+        if self._device.type == "cuda":
+            self._events.append((phase, self._last, now))
+        else:
+            self._seconds[phase] += now - self._last
+        self._last = now
+
+    def take(self) -> Tensor:
+        """Seconds of each phase since the last call, float64 (phases,) on the CPU."""
+        if self._events:
+            self._events[-1][2].synchronize()
+        for phase, begin, end in self._events:
+            self._seconds[phase] += begin.elapsed_time(end) / 1000
+        taken = torch.tensor(list(self._seconds.values()), dtype=torch.float64)
+        self._seconds, self._events = dict.fromkeys(PHASES, 0.0), []
+        return taken
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class Throughput:
+    """The seconds of all workers, since the last row and since the run began."""
+
+    def __init__(self, workers: int) -> None:
+        self._seconds = torch.zeros(workers, len(PHASES), dtype=torch.float64)
+        self._images = [0] * workers
+
+    def row(self, seconds: Tensor, images: Sequence[int]) -> dict[str, float]:
+        """What a row of the log says of (workers, phases) seconds and each worker's images.
+
+        `share/PHASE` is the first worker's; with several, `worker-N/share/PHASE` are everybody's,
+        `slowest_worker` is the one that the others wait for, and `slowest_ratio` how many times
+        as long as the fastest it works on a batch.
+        """
+        self._seconds += seconds
+        self._images = [have + new for have, new in zip(self._images, images, strict=True)]
+        shares = _shares(seconds)
+        row = {f"share/{phase}": float(s) for phase, s in zip(PHASES, shares[0], strict=True)}
+        if len(seconds) > 1:
+            for worker, own in enumerate(shares):
+                row |= {
+                    f"worker-{worker}/share/{phase}": float(s)
+                    for phase, s in zip(PHASES, own, strict=True)
+                }
+            busy = seconds[:, _BUSY].sum(1)
+            row["slowest_worker"] = float(busy.argmax())
+            row["slowest_ratio"] = float(busy.max() / busy.min().clamp_min(1e-9))
+        return row
+
+    def summary(self) -> list[str]:
+        """A line on each worker: its images a second while it does not wait, and its shares."""
+        busy = self._seconds[:, _BUSY].sum(1).clamp_min(1e-9)
+        lines = []
+        for worker, shares in enumerate(_shares(self._seconds)):
+            parts = ", ".join(
+                f"{label} {float(share):.0%}"
+                for label, share in zip(PHASES.values(), shares, strict=True)
+            )
+            rate = self._images[worker] / float(busy[worker])
+            lines.append(f"worker {worker}: {rate:,.0f} images/s when it does not wait; {parts}.")
+        return lines
+
+
+def _shares(seconds: Tensor) -> Tensor:
+    return seconds / seconds.sum(1, keepdim=True).clamp_min(1e-9)

@@ -1,0 +1,112 @@
+"""Where the time of training goes is told, and a snapshot may be due by the clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program import TINY, ddpm, new_run, prepare_run
+from safetensors.torch import load_file
+
+from ddpm_core import params
+from ddpm_core.errors import UserError
+from ddpm_core.training.throughput import PHASES, Stopwatch, Throughput
+
+LONG = TINY.replace("steps: 12", "steps: 160\n  precision: fp32", 1).replace(
+    "milestone_every: 6", "milestone_every: 160"
+)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_run(tmp_path_factory.mktemp("prepared"), TINY)
+
+
+def train(prepared: Path, name: str, text: str, settings: Sequence[str]) -> tuple[str, Path]:
+    folder = new_run(prepared, name, text)
+    said = ddpm(folder, "train", *(part for setting in settings for part in ("-S", setting)))
+    return said, folder / "workspace"
+
+
+def rows(workspace: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (workspace / "log.jsonl").read_text().splitlines()]
+
+
+def test_every_row_tells_where_the_time_of_each_worker_went(prepared: Path) -> None:
+    said, workspace = train(prepared, "two", TINY, ["train.processes=2"])
+    for row in rows(workspace):
+        for owner in ("", "worker-0/", "worker-1/"):
+            shares = [row[f"{owner}share/{phase}"] for phase in PHASES]
+            assert sum(shares) == pytest.approx(1.0)
+            assert row[f"{owner}share/compute"] > 0 < row[f"{owner}share/reduce"]
+        assert row["slowest_worker"] in (0, 1)
+        assert row["slowest_ratio"] >= 1
+        assert all(isinstance(value, int | float) for value in row.values())  # MLflow takes all
+    assert "worker 0:" in said
+    assert "worker 1:" in said
+    assert "all-reduce" in said
+
+
+def test_a_worker_alone_waits_for_nobody(prepared: Path) -> None:
+    said, workspace = train(prepared, "one", TINY, [])
+    assert all(row["share/reduce"] < 0.05 for row in rows(workspace))
+    assert not any("worker-0" in key or "slowest" in key for key in rows(workspace)[0])
+    assert "images/s when it does not wait" in said
+
+
+def test_the_worker_that_others_wait_for_is_named() -> None:
+    seconds = torch.zeros(3, len(PHASES), dtype=torch.float64)
+    seconds[:, list(PHASES).index("compute")] = torch.tensor([1.0, 3.0, 1.5])
+    seconds[:, list(PHASES).index("reduce")] = torch.tensor([2.0, 0.0, 1.5])
+    throughput = Throughput(3)
+    row = throughput.row(seconds, [30, 30, 30])
+    assert (row["slowest_worker"], row["slowest_ratio"]) == (1, 3)
+    assert row["worker-0/share/reduce"] == pytest.approx(2 / 3)
+    throughput.row(seconds, [30, 30, 30])
+    assert throughput.summary()[1].startswith("worker 1: 10 images/s")
+
+
+def test_a_stopwatch_counts_every_second_once() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    watch.mark("data")
+    watch.mark("compute")
+    watch.mark("data")
+    taken = dict(zip(PHASES, watch.take().tolist(), strict=True))
+    assert taken["data"] > 0 < taken["compute"]
+    assert taken["reduce"] == taken["snapshot"] == 0
+    assert watch.take().sum() == 0
+
+
+def test_snapshots_by_the_clock_come_between_and_change_nothing(prepared: Path) -> None:
+    settings = ["train.processes=2", "train.keep=1000"]
+    _, timed = train(prepared, "timed", LONG, [*settings, "train.snapshot_every=1s"])
+    _, plain = train(prepared, "plain", LONG, [*settings, "train.snapshot_every=160"])
+    steps = sorted(folder.name for folder in (timed / "snapshots").iterdir())
+    assert len(steps) > 1
+    assert steps[-1] == "step-00000160"
+    assert all(int(step[5:]) % 2 == 0 for step in steps)  # with a logged step
+    assert [folder.name for folder in (plain / "snapshots").iterdir()] == steps[-1:]
+    for name in ("model.safetensors", "optimizer.safetensors", "ema-0.9.safetensors"):
+        ours, theirs = (load_file(w / "snapshots" / steps[-1] / name) for w in (timed, plain))
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("given", ["5", "0s", "-1m", "5 minutes", "", 0, 1.5])
+def test_an_interval_that_is_none_is_told(given: object) -> None:
+    with pytest.raises(UserError, match=r"train\.snapshot_every"):
+        params.validate({"train": {"snapshot_every": given}})
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "seconds"),
+    [(200, 200, None), ("90s", None, 90), ("5m", None, 300), ("1h", None, 3600)],
+)
+def test_an_interval_is_of_steps_or_of_time(
+    given: int | str, steps: int | None, seconds: float | None
+) -> None:
+    train = params.validate({"train": {"snapshot_every": given}}).train
+    assert (train.snapshot_steps, train.snapshot_seconds) == (steps, seconds)
