@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -71,7 +72,7 @@ class Train(Section):
     timesteps: Timesteps = Timesteps()
     log_every: Positive = 20
     grid: Annotated[int, Field(ge=0)] = Field(36, description="images in a milestone's preview")
-    snapshot_every: Positive | Annotated[str, Field(pattern=r"^[1-9][0-9]*[smh]$")] = Field(
+    snapshot_every: int | str = Field(
         200, description="steps, or a time such as 90s, 5m or 1h, looked at with each logged step"
     )
     keep: Positive = Field(3, description="snapshots kept beside the milestones")
@@ -90,10 +91,16 @@ class Train(Section):
         return int(self.snapshot_every[:-1]) * _SECONDS[self.snapshot_every[-1]]
 
     @model_validator(mode="after")
-    def _microbatches_fit(self) -> Self:
+    def _settings_fit(self) -> Self:
         if self.microbatches > self.batch_size:
             raise ValueError(
                 f"microbatches: {self.microbatches} is more than batch_size, {self.batch_size}"
+            )
+        every = self.snapshot_every
+        if (every < 1) if isinstance(every, int) else not re.fullmatch("[1-9][0-9]*[smh]", every):
+            raise ValueError(
+                f"snapshot_every: {every!r} given; a number of steps, or a time such "
+                "as 90s, 5m or 1h, is needed"
             )
         if self.reduction == "exact" and self.precision == "fp16":
             raise ValueError(

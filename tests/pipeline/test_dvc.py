@@ -199,8 +199,9 @@ def test_raw_data_that_dvc_tracks_travel_through_a_remote(
 ) -> None:
     owner = origin.clone(tmp_path / "owner")
     draw_photos(owner.folder / "photos")
-    with (owner.folder / ".dvc/config").open("a") as settings:
-        settings.write(f"[core]\nremote = store\n['remote \"store\"']\nurl = {tmp_path}/store\n")
+    settings = owner.folder / ".dvc/config"
+    remote = f"['remote \"store\"']\nurl = {tmp_path}/store\n"
+    settings.write_text(settings.read_text().replace("[core]", "[core]\nremote = store") + remote)
     owner.dvc("add", "photos")
     owner.change_params(prepare={"source": "photos"})
     add_dependency(owner.folder / "dvc.yaml", "prepare", "photos")
