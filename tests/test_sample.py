@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from program import TINY, ddpm, new_run, prepare_run, start, wait_until, write_params
+from program import TINY, ddpm, environment, new_run, prepare_run, start, wait_until, write_params
 
 from ddpm_core.config import Sample
 from ddpm_core.errors import UserError
@@ -79,6 +82,61 @@ def test_a_killed_run_goes_on_with_the_chunks_it_has(trained: Path, images: np.n
     process.ended()
     assert np.array_equal(sampled(folder, "-S", "sample.shards=1"), images)
     assert not list(place.glob("parts-*/*"))
+
+
+def test_a_killed_shard_loses_one_batch_at_most(trained: Path) -> None:
+    slow = ("-S", "sample.shards=1", "-S", "sample.steps=50", "-S", "sample.batch_size=2")
+    folder = new_workspace(trained, "bounded")
+    place = folder / "workspace/samples/step-00000012"
+    kept: dict[str, int] = {}
+    for count in (3, 8):
+        process = start(folder, "sample", *slow)
+        assert wait_until(functools.partial(has_chunks, place, count), process)
+        process.send_signal(signal.SIGKILL)
+        process.ended()
+        assert chunks(place).items() >= kept.items()  # those of the killed run, not drawn anew
+        kept = chunks(place)
+    undisturbed = sampled(new_workspace(trained, "unbounded"), *slow)
+    assert np.array_equal(sampled(folder, *slow), undisturbed)
+
+
+def has_chunks(place: Path, count: int) -> bool:
+    return len(chunks(place)) >= count
+
+
+def chunks(place: Path) -> dict[str, int]:
+    """The files of chunks that are on disk, each with what changes if it is written again."""
+    return {path.name: path.stat().st_ino for path in place.glob("parts-*/chunk-*.npy")}
+
+
+def test_workers_of_torchrun_draw_the_same_bytes(trained: Path, images: np.ndarray) -> None:
+    folder = new_workspace(trained, "torchrun")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, "ddpm_core.cli", "sample"],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert np.array_equal(sampled(folder), images)
+
+
+def test_shards_drawn_twice_at_once_or_in_other_numbers_double_and_omit_nothing(
+    trained: Path, images: np.ndarray
+) -> None:
+    folder = new_workspace(trained, "twice")
+    for at_once in (["0/2", "0/2", "1/3"], ["1/2", "1/2", "0/2", "6/7"]):
+        running = [start(folder, "sample", "--shard", shard) for shard in at_once]
+        for process in running:
+            said = process.ended()
+            assert process.returncode == 0, said
+    assert np.array_equal(sampled(folder, "--shard", "0/2"), images)
+    for shard in range(7):
+        ddpm(folder, "sample", "--shard", f"{shard}/7")
+    assert np.array_equal(sampled(folder, "-S", "sample.shards=7"), images)
 
 
 def test_samples_of_other_weights_or_settings_are_drawn_anew(trained: Path) -> None:
