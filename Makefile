@@ -22,7 +22,7 @@ demo: .venv/installed  ## digits from nothing to a registered model, in a few mi
 	$(BIN)/ddpm run
 
 test: lint  ## lint, types, then every test that needs no cluster
-	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 COUNT ?= 120
 SEED ?= 0

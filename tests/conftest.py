@@ -12,16 +12,18 @@ import torch
 
 torch.set_num_threads(1)
 
-# The longest groups of tests, which begin, so that none of them is left over for one process.
+# The longest files, which begin, so that none of them is left over for one process.
 LONGEST = (
-    "mlflow",
+    "test_dvc",
     "test_faults",
-    "dvc",
-    "evaluate",
-    "diffusers",
-    "test_resume",
-    "test_training",
     "test_s3_workspace",
+    "test_evaluate",
+    "test_worlds",
+    "test_registry",
+    "test_resume",
+    "test_tracking",
+    "test_training",
+    "test_serving",
 )
 
 
@@ -36,15 +38,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys.modules["boto3"], "DEFAULT_SESSION", None)
 
 
-def group(item: pytest.Item) -> str:
-    marker = item.get_closest_marker("xdist_group")
-    return str(marker.args[0]) if marker else item.path.stem
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of a file share a process, as they share fixtures; some share one with others."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group(item)))
-    items.sort(key=lambda item: LONGEST.index(name) if (name := group(item)) in LONGEST else 99)
+    """The tests of a file share a process, as they share fixtures (--dist loadfile)."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else 99)

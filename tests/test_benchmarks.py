@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("diffusers")  # which takes ten seconds to import
-
 
 def test_peers_writes_ratios_seconds_and_the_share_of_random_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,8 +21,6 @@ from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.evaluate import evaluate, stale
 from ddpm_core.workspace import METRICS, RUN, Workspace, samples_key
 
-pytestmark = pytest.mark.xdist_group("evaluate")  # one process trains what they share
-
 PICTURES = (
     "FID_vs_TrainingSteps.png",
     "FID_vs_TrainingSteps_First25.png",
@@ -365,7 +363,6 @@ def test_without_samples_or_data_the_next_step_is_named(tmp_path: Path) -> None:
         run.evaluate()
 
 
-@pytest.mark.xdist_group("mlflow")
 @pytest.mark.usefixtures("hasty")
 def test_mlflow_has_each_score_at_the_step_of_its_checkpoint(tmp_path: Path) -> None:
     uri = shared_server().running().uri

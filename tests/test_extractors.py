@@ -37,7 +37,6 @@ from ddpm_core.evaluation.weights import locate
 from ddpm_core.storage import Corrupt, sha256_of
 from ddpm_core.workspace import Workspace
 
-pytestmark = pytest.mark.xdist_group("extractors")  # one process trains what they share
 CPU = torch.device("cpu")
 
 
@@ -424,7 +423,6 @@ def put_extractor(workspace: Workspace, seed: int = 0) -> None:
         save_extractor(train_extractor(*splits(workspace), seed=seed, steps=2), folder)
 
 
-@pytest.mark.xdist_group("mlflow")
 def test_the_second_run_of_a_data_set_uses_the_first_ones_extractor(
     tmp_path: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -442,7 +440,6 @@ def test_the_second_run_of_a_data_set_uses_the_first_ones_extractor(
     assert open_in_domain(config, other, *splits(other), CPU).fingerprint != mine.fingerprint
 
 
-@pytest.mark.xdist_group("mlflow")
 def test_while_mlflow_is_away_the_workspace_is_enough_and_it_is_published_later(
     tmp_path: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -459,7 +456,6 @@ def test_while_mlflow_is_away_the_workspace_is_enough_and_it_is_published_later(
     assert open_in_domain(back, second, *splits(second), CPU).fingerprint == mine.fingerprint
 
 
-@pytest.mark.xdist_group("mlflow")
 def test_mlflows_extractor_replaces_one_that_was_trained_meanwhile(
     tmp_path: Path, store: str
 ) -> None:

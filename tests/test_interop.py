@@ -18,8 +18,6 @@ from ddpm_core.errors import UserError
 from ddpm_core.interop.diffusers import WEIGHTS, export_folder, import_folder
 from ddpm_core.models.unet import UNet, UNetConfig
 
-pytestmark = pytest.mark.xdist_group("diffusers")  # which takes ten seconds to import
-
 
 def normals(name: str, shape: tuple[int, ...]) -> Tensor:
     key = rng.key(rng.Purpose.INIT, int.from_bytes(name.encode(), "big"))

@@ -195,7 +195,6 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return repo, commits
 
 
-@pytest.mark.xdist_group("dvc")
 def test_a_tracked_path_is_fetched_at_its_revision(
     tmp_path: Path, registry: tuple[Path, dict[str, str]]
 ) -> None:
@@ -209,7 +208,6 @@ def test_a_tracked_path_is_fetched_at_its_revision(
     assert data.manifest["source"]["uri"] == f"dvc:{repo}#photos@v1"
 
 
-@pytest.mark.xdist_group("dvc")
 def test_a_moved_tag_makes_the_data_stale_and_the_next_run_takes_it(
     tmp_path: Path, registry: tuple[Path, dict[str, str]]
 ) -> None:
@@ -225,7 +223,6 @@ def test_a_moved_tag_makes_the_data_stale_and_the_next_run_takes_it(
     assert workspace.read_json("data/manifest.json")["source"]["revision"] == commits["v2"]
 
 
-@pytest.mark.xdist_group("dvc")
 def test_what_dvc_cannot_get_is_told_in_its_words(
     tmp_path: Path, registry: tuple[Path, dict[str, str]]
 ) -> None:
@@ -239,7 +236,6 @@ def test_an_incomplete_dvc_source_is_refused_with_an_example(tmp_path: Path, uri
         prepared(tmp_path, uri)
 
 
-@pytest.mark.xdist_group("dvc")
 def test_a_directory_that_dvc_tracks_has_its_checksum_in_the_manifest(
     tmp_path: Path, registry: tuple[Path, dict[str, str]]
 ) -> None:

@@ -30,7 +30,6 @@ from ddpm_core.registry.models import download
 from ddpm_core.registry.register import RESULTS, register, stale
 from ddpm_core.workspace import Workspace, snapshot_key
 
-pytestmark = pytest.mark.xdist_group("mlflow")
 Row = dict[str, Any]
 
 # The gate

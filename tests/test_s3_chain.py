@@ -10,8 +10,6 @@ from mlflow_server import shared_server
 from program import TINY, write_params
 from s3_server import Bucket, server
 
-pytestmark = pytest.mark.xdist_group("mlflow")
-
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[Bucket]:

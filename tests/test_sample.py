@@ -106,7 +106,7 @@ def has_chunks(place: Path, count: int) -> bool:
 
 def chunks(place: Path) -> dict[str, int]:
     """The files of chunks that are on disk, each with what changes if it is written again."""
-    return {path.name: path.stat().st_ino for path in place.glob("parts-*/chunk-*.npy")}
+    return {path.name: path.stat().st_ino for path in place.glob("parts-*/chunk-*")}
 
 
 def test_workers_of_torchrun_draw_the_same_bytes(trained: Path, images: np.ndarray) -> None:

@@ -31,8 +31,6 @@ from ddpm_core.mlflow_run import MlflowRun
 from ddpm_core.registry import package, request
 from ddpm_core.registry.models import Registry, download
 
-pytestmark = pytest.mark.xdist_group("mlflow")
-
 
 @pytest.fixture(scope="module")
 def server() -> Server:

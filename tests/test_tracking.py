@@ -25,8 +25,6 @@ from ddpm_core.mlflow_run import connect, flatten, shown
 from ddpm_core.tracking import Tracker
 from ddpm_core.workspace import LOG, RUN, Workspace
 
-pytestmark = pytest.mark.xdist_group("mlflow")
-
 
 @pytest.fixture
 def server() -> Server:

@@ -19,8 +19,6 @@ from PIL import Image
 from ddpm_core import params
 from ddpm_core.config import Config
 
-pytestmark = pytest.mark.xdist_group("dvc")
-
 ROOT = Path(__file__).parents[2]
 OURS = ("dvc.yaml", "params.yaml", ".gitignore", ".dvcignore", ".dvc/config", ".dvc/.gitignore")
 TINY = {
