@@ -41,11 +41,16 @@ def unet(network: Network) -> UNet:
     return made
 
 
-def train_step(network: Network) -> Callable[[], None]:
-    """One step as `ddpm train` takes it, on images that are in memory already."""
+def train_state(network: Network) -> TrainState:
+    """The state of a run on one worker before its first step."""
     world = World(0, 1, torch.device("cpu"))
     execution = Execution.choose(network.config.train, world.device)
-    state = TrainState.create(network.config, world, execution, unet(network))
+    return TrainState.create(network.config, world, execution, unet(network))
+
+
+def train_step(network: Network, state: TrainState | None = None) -> Callable[[], None]:
+    """One step as `ddpm train` takes it, on images that are in memory already."""
+    state = state or train_state(network)
     shape = (network.batch, network.image_size, network.image_size, network.image_channels)
     values = torch.arange(torch.Size(shape).numel()) * 37 % 256
     batch = Batch(values.view(shape).to(torch.uint8), None, torch.arange(network.batch))
