@@ -37,6 +37,7 @@ def ho(steps: int) -> Network:
         "model": {
             "channels": 128,
             "multipliers": [1, 2, 2, 2],
+            "blocks": 2,
             "attention": [16],
             "dropout": 0.1,
         },

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 
 def test_peers_writes_ratios_seconds_and_the_share_of_random_numbers(
@@ -23,3 +24,21 @@ def test_peers_writes_ratios_seconds_and_the_share_of_random_numbers(
     assert 0 < result["random_share"]["digits"] < 1
     assert result["machine"]["threads"] == 1
     assert result["versions"].keys() == {"python", "torch", "diffusers"}
+
+
+def test_the_snapshot_benchmark_measures_the_stall_and_ho_has_his_number_of_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent)
+    snapshot = importlib.import_module("benchmarks.snapshot")
+    file = tmp_path / "snapshot.json"
+    snapshot.main(["--json", str(file), "--network", "digits", "--rounds", "1"])
+    result = json.loads(file.read_text())
+    assert result["stall_at_one_a_minute"] == result["stall"] / 60 > 0
+    assert result["step"] > 0
+    assert result["bytes"] > 16 * 1_500_000  # weights, their average and Adam's two moments
+    ours = importlib.import_module("benchmarks.ours")
+    monkeypatch.setattr(ours, "initial_weights", lambda model, config: None)  # counted, not used
+    with torch.device("meta"):
+        weights = ours.unet(importlib.import_module("benchmarks.networks").ho(1)).parameters()
+    assert sum(parameter.numel() for parameter in weights) == pytest.approx(35.7e6, rel=2e-3)
