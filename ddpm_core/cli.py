@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -26,6 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
 
 ParamsOption = Annotated[
     Path | None,
@@ -47,7 +50,7 @@ def load(file: Path | None, workspace: str | None, overrides: list[str] | None) 
     return params.load(file, overrides or (), workspace)
 
 
-def verb(function: Callable[..., Any]) -> Callable[..., Any]:
+def verb(function: Callable[..., Any], to: typer.Typer = app) -> Callable[..., Any]:
     """Register a command that turns our errors into one message and an exit status."""
 
     @functools.wraps(function)
@@ -66,7 +69,7 @@ def verb(function: Callable[..., Any]) -> Callable[..., Any]:
         except BrokenPipeError:
             raise SystemExit(141) from None
 
-    return app.command(name=function.__name__.rstrip("_").replace("_", "-"))(guarded)
+    return to.command(name=function.__name__.rstrip("_").replace("_", "-"))(guarded)
 
 
 @verb
@@ -225,6 +228,28 @@ def export_diffusers(
     from ddpm_core.interop.checkpoints import export_checkpoint
 
     typer.echo(export_checkpoint(config, Workspace.open(config.workspace), step, output))
+
+
+@functools.partial(verb, to=bench)
+def scaling(
+    p: ParamsOption = None,
+    s: SetOption = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="The most; default: GPUs, or up to 4 cores.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Of each; half of them to warm up.")] = 30,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers here too.")
+    ] = None,
+) -> None:
+    """Train with 1 to N workers, and tell speed-up, efficiency and communication."""
+    config = load(p, None, s)
+    from ddpm_core.training.scaling import document, scaling, table
+
+    measured = scaling(config, workers, steps)
+    typer.echo(table(measured))
+    if json_file:
+        json_file.write_text(json.dumps(document(measured), indent=2) + "\n", encoding="utf-8")
 
 
 def _version(asked: bool) -> None:
