@@ -1,4 +1,4 @@
-"""Any number of workers trains the same model, up to rounding."""
+"""Any number of workers, or a number that changes, trains the same model, up to rounding."""
 
 from __future__ import annotations
 
@@ -99,3 +99,15 @@ def test_one_to_four_workers_have_the_same_losses_and_the_same_model(
 ) -> None:
     for size in (2, 3, 4):
         agree(undisturbed[1], undisturbed[size], start)
+
+
+def test_a_run_whose_number_of_workers_changes_trains_the_same_model(
+    prepared: Path, undisturbed: dict[int, Result], start: torch.Tensor
+) -> None:
+    folder = new_run(prepared, "changing", SETTINGS)
+    for size, steps in ((1, 60), (3, 130), (2, STEPS)):
+        train(folder, size, steps)
+    changed = Result.of(folder)
+    expected = {s: 1 if s <= 60 else 3 if s <= 130 else 2 for s in undisturbed[1].rows}
+    assert changed.worlds() == expected
+    agree(undisturbed[1], changed, start)
