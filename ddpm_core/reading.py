@@ -99,15 +99,20 @@ def conforming(value: dict[str, Any], shape: type[Shape], name: str) -> dict[str
     return value
 
 
+def is_plain(name: str) -> bool:
+    """Whether a stranger's text names a file below a folder, in the plainest way."""
+    path = PurePosixPath(name)
+    parts = path.parts
+    if not name.isprintable() or str(path) != name or not 0 < len(parts) < 9:
+        return False
+    short = all(len(part.encode()) < 256 for part in parts)
+    return short and not path.is_absolute() and not {".", ".."} & {name, *parts}
+
+
 def must_be_inside(folder: str, name: str) -> None:
-    """Raise Corrupt unless a stranger's text names a file below a folder, in the plainest way."""
-    plain = PurePosixPath(name)
-    parts = plain.parts
-    plainest = name.isprintable() and str(plain) == name and 0 < len(parts) < 9
-    if not plainest or plain.is_absolute() or {".", ".."} & {name, *parts}:
+    """Raise Corrupt unless a name `is_plain`."""
+    if not is_plain(name):
         raise Corrupt(f"{folder} names a file outside it, or none: {name[:200]!r}.")
-    if any(len(part.encode()) > 255 for part in parts):
-        raise Corrupt(f"{folder} names a file that cannot be: {name[:200]!r}.")
 
 
 def inside(folder: Path, name: str) -> Path:

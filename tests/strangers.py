@@ -80,7 +80,13 @@ class Strangers:
                 },
                 "diffusion": {"timesteps": 50},
                 "train": {"ema": [0.9], "steps": STEP, "batch_size": 2, "snapshot_every": STEP},
-                "sample": {"count": 7, "batch_size": 3, "steps": 2, "shards": 2},
+                "sample": {
+                    "count": 7,
+                    "batch_size": 3,
+                    "steps": 2,
+                    "shards": 2,
+                    "precision": "fp32",
+                },
                 "tracking": {"uri": ""},
             }
         )

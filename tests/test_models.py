@@ -296,6 +296,7 @@ def test_doubling_by_one_transposed_convolution_is_nearest_neighbours_and_convol
     layer = Upsample(6)
     with torch.no_grad():
         layer.conv.weight.copy_(normals("weight", (6, 6, 3, 3)))
+        layer.conv.bias.copy_(normals("bias", (6,)))
     x = normals("x", (2, 6, 5, 7))
     expected = layer.conv(functional.interpolate(x, scale_factor=2.0, mode="nearest"))
     assert torch.allclose(layer(x), expected, atol=1e-5)

@@ -69,6 +69,8 @@ class PackedArray:
         for row, (index, part) in enumerate(zip(wanted.tolist(), parts.tolist(), strict=True)):
             offset = self._heads[part].offset + (index - int(self.starts[part])) * self._row_bytes
             data = os.pread(self._files[part].fileno(), self._row_bytes, offset)
+            if len(data) < self._row_bytes:
+                raise Corrupt("The prepared data became shorter while they were read.")
             rows[row] = np.frombuffer(data, self.dtype).reshape(self.shape[1:])
         return rows
 

@@ -22,7 +22,7 @@ from ddpm_core.generate.conditions import Conditions
 from ddpm_core.generate.parts import Parts, npy
 from ddpm_core.generate.plan import Shard
 from ddpm_core.images import Pixels, enlarge, grid, png
-from ddpm_core.reading import Count, FileRecord, Shape, inside, open_array
+from ddpm_core.reading import Count, FileRecord, Shape, inside, is_plain, open_array
 from ddpm_core.storage import MANIFEST, Corrupt, sha256_of
 from ddpm_core.workspace import Workspace, samples_key
 
@@ -107,7 +107,7 @@ def complete(workspace: Workspace, recipe: dict[str, Any], thorough: bool = Fals
     if found.get("samples_fingerprint") != recipe["samples_fingerprint"]:
         return False
     for name, file in found["files"].items():
-        if "/" in name or storage.size(f"{key}/{name}") != file["size"]:
+        if not is_plain(name) or storage.size(f"{key}/{name}") != file["size"]:
             return False
         if thorough and storage.checksum(f"{key}/{name}") != file["sha256"]:
             return False
