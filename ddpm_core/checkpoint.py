@@ -106,7 +106,7 @@ class Checkpoint:
         try:
             validated = params.validate(settings["params"], f" in {name}")
         except UserError as error:
-            raise Corrupt(str(error)) from error
+            raise Corrupt(f"{error!s:.1000}") from error
         return cls(
             folder=folder,
             step=settings["step"],

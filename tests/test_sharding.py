@@ -1,0 +1,174 @@
+"""However the images are cut, interrupted or gathered: each once, and what is missing is named."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from strangers import ALONE, CPU, STEP, Strangers
+
+from ddpm_core.config import Config
+from ddpm_core.distributed import World
+from ddpm_core.generate import gather, plan
+from ddpm_core.generate.parts import Parts
+from ddpm_core.generate.sample import sample, stale
+from ddpm_core.workspace import Workspace, samples_key
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> Strangers:
+    return Strangers(tmp_path_factory.mktemp("sharding"))
+
+
+@pytest.fixture(scope="module")
+def config(strangers: Strangers) -> Config:
+    """37 images in batches of 10."""
+    return with_sample(strangers.config, count=37, batch_size=10, shards=1)
+
+
+@pytest.fixture
+def workspace(strangers: Strangers) -> Workspace:
+    """One without samples."""
+    shutil.rmtree(folder(strangers.workspace), ignore_errors=True)
+    return strangers.workspace
+
+
+@pytest.fixture(scope="module")
+def images(strangers: Strangers, config: Config) -> np.ndarray:
+    shutil.rmtree(folder(strangers.workspace), ignore_errors=True)
+    sample(config, strangers.workspace, ALONE)
+    return gathered(strangers.workspace)
+
+
+def with_sample(config: Config, **changes: object) -> Config:
+    return config.model_copy(update={"sample": config.sample.model_copy(update=changes)})
+
+
+def folder(workspace: Workspace) -> Path:
+    return workspace.path(samples_key(STEP))
+
+
+def gathered(workspace: Workspace) -> np.ndarray:
+    return np.array(gather.open_samples(workspace, STEP).images)
+
+
+def recipe(config: Config, workspace: Workspace) -> dict[str, object]:
+    [checkpoint] = plan.open_chosen(config, workspace)
+    return plan.recipe(config, checkpoint, "fp32")
+
+
+def parts_of(config: Config, workspace: Workspace) -> Parts:
+    return Parts(workspace, recipe(config, workspace))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_workers_share_one_shard_in_any_order(
+    config: Config, workspace: Workspace, images: np.ndarray, ranks: int
+) -> None:
+    order = random.Random(ranks).sample(range(ranks), ranks)
+    for number, rank in enumerate(order):
+        assert not gather.complete(workspace, recipe(config, workspace))
+        sample(config, workspace, World(rank, ranks, CPU))
+        drawn = number + 1 == ranks or list(folder(workspace).glob("parts-*/chunk-*"))
+        assert drawn or rank >= 4  # there are four chunks
+    assert np.array_equal(gathered(workspace), images)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shards_of_changing_numbers_in_any_order_give_each_image_once(
+    config: Config, workspace: Workspace, images: np.ndarray, seed: int
+) -> None:
+    random_ = random.Random(seed)
+    wanted = random_.choice([1, 3, 4, 7])
+    last = [(number, wanted) for number in random_.sample(range(wanted), wanted)]
+    others = [(random_.randrange(of), of) for of in random_.choices([2, 3, 4, 5, 7], k=3)]
+    for shard in [*others, *last, *others]:
+        sample(config, workspace, ALONE, shard)
+    assert np.array_equal(gathered(workspace), images), f"{others} {last}"
+    listed = gather.open_samples(workspace, STEP).evidence["shards"]
+    assert len(listed) == len({name[-7:] for name in listed}) * int(listed[0][-7:-4])
+
+
+def test_chunks_that_a_killed_worker_left_are_not_drawn_anew_unless_damaged(
+    config: Config, workspace: Workspace, images: np.ndarray
+) -> None:
+    parts = parts_of(config, workspace)
+    marked = np.zeros_like(images[:10])
+    parts.write_chunk(1, marked)
+    parts.write_chunk(2, marked)
+    [damaged] = folder(workspace).glob("parts-*/chunk-000002")
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    sample(config, workspace, ALONE)
+    found = gathered(workspace)
+    assert np.array_equal(found[10:20], marked)
+    assert np.array_equal(np.delete(found, range(10, 20), 0), np.delete(images, range(10, 20), 0))
+
+
+def test_gatherers_at_once_write_one_whole_manifest(
+    config: Config, workspace: Workspace, images: np.ndarray
+) -> None:
+    """Some list three shards and some two, which both are there."""
+    for of in (3, 2):
+        for number in range(of):
+            sample(config, workspace, ALONE, (number, of))
+        (folder(workspace) / "manifest.json").unlink()
+    several = [with_sample(config, shards=of) for of in (3, 2, 3, 2, 3, 2)]
+    facts, done = recipe(config, workspace), []
+    threads = [
+        threading.Thread(
+            target=lambda each=each: done.append(gather.try_gather(each, workspace, facts))
+        )
+        for each in several
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == [True] * len(several)
+    assert gather.complete(workspace, facts, thorough=True)
+    assert np.array_equal(gathered(workspace), images)
+
+
+def test_what_is_missing_or_damaged_is_named_and_drawn_again(
+    config: Config,
+    workspace: Workspace,
+    images: np.ndarray,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    four = with_sample(config, shards=4)
+    assert "no samples of these settings" in str(stale(four, workspace))
+    for number in (3, 1):
+        sample(four, workspace, ALONE, (number, 4))
+    waits = "still waits for shard-000-of-004, shard-002-of-004."
+    assert waits in capsys.readouterr().err.replace("\n", " ")
+    # Jobs may be cut otherwise than the params say.
+    told = str(stale(config, workspace))
+    assert "there is no shard-000-of-004, shard-002-of-004" in told
+    shard = folder(workspace) / "shard-001-of-004.npy"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert "shard-001-of-004 (damaged)" in str(stale(four, workspace))
+    sample(four, workspace, ALONE)
+    assert np.array_equal(gathered(workspace), images)
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    sample(four, workspace, ALONE)
+    assert np.array_equal(gathered(workspace), images)
+    other = with_sample(four, seed=9)
+    found = gather.waiting(workspace, recipe(other, workspace), plan.shards(other.sample))
+    assert found.count("(of other settings)") == 4
+
+
+def test_other_settings_begun_leave_no_manifest_of_the_old_ones(
+    config: Config, workspace: Workspace, images: np.ndarray
+) -> None:
+    two = with_sample(config, shards=2)
+    sample(two, workspace, ALONE)
+    sample(with_sample(two, seed=9), workspace, ALONE, (0, 2))
+    assert not (folder(workspace) / "manifest.json").exists()
+    sample(two, workspace, ALONE)
+    assert np.array_equal(gathered(workspace), images)
