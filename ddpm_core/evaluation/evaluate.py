@@ -12,7 +12,7 @@ import numpy as np
 
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
-from ddpm_core.errors import UserError
+from ddpm_core.errors import UserError, require
 from ddpm_core.evaluation import memorisation, pictures
 from ddpm_core.evaluation.freshness import row_key, stale
 from ddpm_core.evaluation.judge import Judge
@@ -44,6 +44,8 @@ def evaluate(config: Config, workspace: Workspace) -> list[Row]:
     """
     if not workspace.steps(SAMPLES):
         raise UserError(f"There are no samples in {workspace.uri}: run `ddpm sample` first.")
+    for package in ("jinja2", "matplotlib", "torch_fidelity"):  # before a classifier is trained
+        require(package, "eval")
     judge = Judge(config, workspace)
     rows, new = [], []
     for step in _steps(config, workspace):
