@@ -14,8 +14,13 @@ class Network:
 
     name: str
     config: Config
-    image_channels: int
+    channels: int
     steps: int
+
+    @property
+    def classes(self) -> list[str]:
+        """None of them is conditional."""
+        return []
 
     @property
     def image_size(self) -> int:
@@ -50,7 +55,7 @@ def ho(steps: int) -> Network:
         },
         "sample": {"sampler": "ddpm", "steps": steps, "batch_size": 8},
     }
-    return Network("ho", Config.model_validate(settings), image_channels=3, steps=steps)
+    return Network("ho", Config.model_validate(settings), channels=3, steps=steps)
 
 
 def digits(steps: int) -> Network:
@@ -60,13 +65,13 @@ def digits(steps: int) -> Network:
         "train": {"batch_size": 64},
         "sample": {"sampler": "ddpm", "steps": steps, "batch_size": 64},
     }
-    return Network("digits", Config.model_validate(settings), image_channels=1, steps=steps)
+    return Network("digits", Config.model_validate(settings), channels=1, steps=steps)
 
 
 def demo(steps: int) -> Network:
     """The network of `ddpm run` with its defaults."""
     settings = {"sample": {"sampler": "ddpm", "steps": steps}}
-    return Network("demo", Config.model_validate(settings), image_channels=1, steps=steps)
+    return Network("demo", Config.model_validate(settings), channels=1, steps=steps)
 
 
 NETWORKS = {"ho": ho, "digits": digits, "demo": demo}

@@ -13,9 +13,9 @@ from benchmarks.networks import Network
 from ddpm_core import rng
 from ddpm_core.distributed import World
 from ddpm_core.generate.images import Generator
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.unet import UNet
 from ddpm_core.training.execution import Execution
-from ddpm_core.training.initial import initial_weights
+from ddpm_core.training.initial import initial_weights, network_config
 from ddpm_core.training.state import TrainState
 from ddpm_core.training.step import Batch, step
 
@@ -24,19 +24,7 @@ _DRAWS = ("uniform", "normal", "integers", "dropout_mask")
 
 def unet(network: Network) -> UNet:
     """The network with its initial weights."""
-    model = network.config.model
-    made = UNet(
-        UNetConfig(
-            image_size=network.image_size,
-            in_channels=network.image_channels,
-            channels=model.channels,
-            multipliers=model.multipliers,
-            blocks=model.blocks,
-            attention=model.attention,
-            heads=model.heads,
-            dropout=model.dropout,
-        )
-    )
+    made = UNet(network_config(network.config, network))
     initial_weights(made, network.config)
     return made
 
@@ -51,7 +39,7 @@ def train_state(network: Network) -> TrainState:
 def train_step(network: Network, state: TrainState | None = None) -> Callable[[], None]:
     """One step as `ddpm train` takes it, on images that are in memory already."""
     state = state or train_state(network)
-    shape = (network.batch, network.image_size, network.image_size, network.image_channels)
+    shape = (network.batch, network.image_size, network.image_size, network.channels)
     values = torch.arange(torch.Size(shape).numel()) * 37 % 256
     batch = Batch(values.view(shape).to(torch.uint8), None, torch.arange(network.batch))
     return lambda: step(state, batch, torch.zeros(()))

@@ -20,8 +20,8 @@ def unet(network: Network) -> UNet2DModel:
     attends = [size in model.attention for size in sizes]
     return UNet2DModel(
         sample_size=network.image_size,
-        in_channels=network.image_channels,
-        out_channels=network.image_channels,
+        in_channels=network.channels,
+        out_channels=network.channels,
         block_out_channels=tuple(model.channels * multiplier for multiplier in model.multipliers),
         layers_per_block=model.blocks,
         down_block_types=tuple("AttnDownBlock2D" if a else "DownBlock2D" for a in attends),
@@ -37,7 +37,7 @@ def train_step(network: Network) -> Callable[[], None]:
     settings = network.config.train
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.optimizer.lr)
     ema = EMAModel(model.parameters(), decay=settings.ema[0])
-    shape = (network.batch, network.image_channels, network.image_size, network.image_size)
+    shape = (network.batch, network.channels, network.image_size, network.image_size)
     images = torch.rand(shape) * 2 - 1
 
     def run() -> None:
@@ -57,7 +57,7 @@ def train_step(network: Network) -> Callable[[], None]:
 def denoise(network: Network) -> Callable[[], None]:
     """The images of one batch by its ancestral sampler, in `network.steps` updates."""
     model, scheduler = unet(network).eval(), DDPMScheduler()
-    shape = (network.sample_batch, network.image_channels, network.image_size, network.image_size)
+    shape = (network.sample_batch, network.channels, network.image_size, network.image_size)
 
     @torch.no_grad()
     def run() -> None:

@@ -97,10 +97,10 @@ class Checkpoint:
             settings = conforming(read_object(folder / SETTINGS, name), Settings, name)
         except OSError as error:
             raise Corrupt(f"{name} cannot be read: {error.strerror}.") from error
-        return cls._of(folder, files, settings)
+        return cls._of(folder, {name: file["sha256"] for name, file in files.items()}, settings)
 
     @classmethod
-    def _of(cls, folder: Path, files: Mapping[str, Any], settings: dict[str, Any]) -> Checkpoint:
+    def _of(cls, folder: Path, checksums: dict[str, str], settings: dict[str, Any]) -> Checkpoint:
         name = f"{folder.name}/{SETTINGS}"
         _must_agree(settings["network"], settings["data"], name)
         try:
@@ -114,7 +114,7 @@ class Checkpoint:
             network=settings["network"],
             data=settings["data"],
             train_fingerprint=settings["train_fingerprint"],
-            checksums={name: file["sha256"] for name, file in files.items()},
+            checksums=checksums,
         )
 
     def weights_name(self, ema: float | str = "auto") -> str:
@@ -211,7 +211,7 @@ def look_at_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
         settings = conforming(parse_object(storage.read(f"{key}/{SETTINGS}"), name), Settings, name)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Corrupt(f"{step_name(step)} was not written to its end.") from error
-    checksums = {file: {"sha256": sha256} for file, (_, sha256) in files.items()}
+    checksums = {file: sha256 for file, (_, sha256) in files.items()}
     return of_step(step, Checkpoint._of(Path(step_name(step)), checksums, settings))
 
 

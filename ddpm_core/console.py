@@ -30,6 +30,23 @@ def warn(message: str) -> None:
     _console.print("warning: " + printable(message), markup=False, style="yellow")
 
 
+class Outage:
+    """Something that is away for a while: told once when it goes, and once when it is back."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def begins(self, message: str) -> None:
+        if not self.on:
+            warn(message)
+        self.on = True
+
+    def ends(self, message: str) -> None:
+        if self.on:
+            say(message)
+        self.on = False
+
+
 def printable(text: str) -> str:
     """Text from file names and other strangers, with nothing that steers a terminal."""
     escaped = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

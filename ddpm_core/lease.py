@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddpm_core.console import say, warn
+from ddpm_core.console import Outage, say
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.reading import Count, Shape, conforming, parse_object
 from ddpm_core.storage import Changed, Locked, Tagged
@@ -70,7 +70,7 @@ class Lease:
         self._lock = threading.Lock()
         self._renewed = time.monotonic()
         self._lost = ""
-        self._away = False
+        self._outage = Outage()
 
     def start(self) -> None:
         """Raises UserError if another run was quicker."""
@@ -95,7 +95,7 @@ class Lease:
         Who is `patient` also asks a storage that did not answer a moment ago.
         """
         # A process that was stopped for a while may get here before its heart beats.
-        if time.monotonic() - self._renewed > LIFETIME / 2 and (patient or not self._away):
+        if time.monotonic() - self._renewed > LIFETIME / 2 and (patient or not self._outage.on):
             self._try_renew()
         if self._lost:
             raise UserError(self._lost)
@@ -113,13 +113,9 @@ class Lease:
                 with suppress(OSError):
                     self._note_loss()
             except OSError as error:
-                if not self._away:
-                    warn(f"Cannot renew the lease of the workspace: {error.strerror}.")
-                self._away = True
+                self._outage.begins(f"Cannot renew the lease of the workspace: {error.strerror}.")
             else:
-                if self._away:
-                    say("The lease of the workspace is renewed again.")
-                self._away = False
+                self._outage.ends("The lease of the workspace is renewed again.")
 
     def _follow(self) -> None:
         """Accept a version of ours whose answer was lost. Raises Changed for another's."""

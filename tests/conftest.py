@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from s3_server import Bucket
 
 torch.set_num_threads(1)
 
@@ -25,6 +30,15 @@ LONGEST = (
     "test_training",
     "test_serving",
 )
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Bucket]:
+    """A new bucket of an S3 server; what moto has of one goes with the module."""
+    from s3_server import Bucket, server
+
+    with server() as environment:
+        yield Bucket(environment)
 
 
 @pytest.fixture(autouse=True)

@@ -71,6 +71,11 @@ def new_run(begun: Path, name: str, text: str, *parts: str) -> Path:
     return folder
 
 
+def settings(*given: str) -> list[str]:
+    """`section.key=value` as the program's arguments."""
+    return [part for one in given for part in ("-S", one)]
+
+
 def environment() -> dict[str, str]:
     """That of the tests, one thread, no terminal's width."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}

@@ -5,19 +5,28 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 
-def test_peers_writes_ratios_seconds_and_the_share_of_random_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie beside the tests, in no package."""
     monkeypatch.syspath_prepend(Path(__file__).parent.parent)
-    peers = importlib.import_module("benchmarks.peers")
-    file = tmp_path / "peers.json"
-    peers.main(["--json", str(file), "--quick", "--networks", "digits", "--rounds", "1"])
-    result = json.loads(file.read_text())
+
+
+def measured(name: str, file: Path, *arguments: str) -> dict[str, Any]:
+    """What a benchmark writes."""
+    importlib.import_module(f"benchmarks.{name}").main(["--json", str(file), *arguments])
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+def test_peers_writes_ratios_seconds_and_the_share_of_random_numbers(tmp_path: Path) -> None:
+    given = ("--quick", "--networks", "digits", "--rounds", "1")
+    result = measured("peers", tmp_path / "peers.json", *given)
     for work in ("train", "sample"):
         assert result[work]["diffusers"] == result["networks"]["digits"][work] > 0
         assert result["seconds"]["digits"][work].keys() == {"diffusers", "ours"}
@@ -29,11 +38,8 @@ def test_peers_writes_ratios_seconds_and_the_share_of_random_numbers(
 def test_the_snapshot_benchmark_measures_the_stall_and_ho_has_his_number_of_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent)
-    snapshot = importlib.import_module("benchmarks.snapshot")
-    file = tmp_path / "snapshot.json"
-    snapshot.main(["--json", str(file), "--network", "digits", "--rounds", "1"])
-    result = json.loads(file.read_text())
+    given = ("--network", "digits", "--rounds", "1")
+    result = measured("snapshot", tmp_path / "snapshot.json", *given)
     assert result["stall_at_one_a_minute"] == result["stall"] / 60 > 0
     assert result["step"] > 0
     assert result["bytes"] > 16 * 1_500_000  # weights, their average and Adam's two moments

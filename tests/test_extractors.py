@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
 from ddpm_core.data.dataset import PackedDataset, open_dataset
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation import pixel_pca
 from ddpm_core.evaluation.evaluate import evaluate, stale
 from ddpm_core.evaluation.extractors import Extractor
@@ -34,7 +34,7 @@ from ddpm_core.evaluation.inception import STANDARD, open_inception
 from ddpm_core.evaluation.metrics import Moments, frechet_distance, moments
 from ddpm_core.evaluation.shared import FOLDER, NOTE, open_in_domain
 from ddpm_core.evaluation.weights import locate
-from ddpm_core.storage import Corrupt, sha256_of
+from ddpm_core.storage import sha256_of
 from ddpm_core.workspace import Workspace
 
 CPU = torch.device("cpu")

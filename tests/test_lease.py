@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from s3_server import Bucket, server
+from s3_server import Bucket
 
 from ddpm_core import lease as leases
 from ddpm_core.errors import UserError
 from ddpm_core.lease import LEASE, Lease, hold
 from ddpm_core.training.runlog import read_rows
 from ddpm_core.workspace import Workspace
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[Bucket]:
-    with server() as environment:
-        yield Bucket(environment)
 
 
 @pytest.fixture

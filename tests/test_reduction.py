@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
-from program import TINY, ddpm, write_params
-from safetensors.torch import load_file
+from program import TINY, ddpm, new_run, prepare_run, settings
+from runs import bits, final, rows
 from torch import nn
 
 from ddpm_core import params
@@ -24,31 +23,17 @@ EXACT = (
 
 
 def test_one_two_and_three_workers_agree_bit_by_bit(tmp_path: Path) -> None:
-    write_params(tmp_path, EXACT)
-    ddpm(tmp_path, "prepare")
+    prepare_run(tmp_path, EXACT)
     runs = {1: (), 2: ("train.processes=2",), 3: ("train.processes=3", "train.microbatches=2")}
     results = {}
-    for workers, settings in runs.items():
-        folder = tmp_path / str(workers)
-        (folder / "workspace").mkdir(parents=True)
-        (folder / "workspace" / "data").symlink_to(tmp_path / "workspace" / "data")
-        write_params(folder, EXACT)
-        ddpm(folder, "train", *(part for s in settings for part in ("-S", s)))
-        lines = (folder / "workspace/log.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        assert {row["world_size"] for row in rows} == {workers}
-        last = folder / "workspace/snapshots/step-00000012"
-        tensors = {
-            (file.name, name): tensor
-            for file in last.glob("*.safetensors")
-            for name, tensor in load_file(file).items()
-        }
-        results[workers] = tensors, [(row["loss"], row["grad_norm"]) for row in rows]
-    weights, curve = results[1]
-    for other, other_curve in (results[2], results[3]):
-        assert other_curve == curve
-        assert other.keys() == weights.keys()
-        assert all(torch.equal(other[name], weights[name]) for name in weights)
+    for workers, given in runs.items():
+        folder = new_run(tmp_path, str(workers), EXACT)
+        ddpm(folder, "train", *settings(*given))
+        logged = rows(folder)
+        assert {row["world_size"] for row in logged} == {workers}
+        curve = [(row["loss"], row["grad_norm"]) for row in logged]
+        results[workers] = bits(final(folder, 12)), curve
+    assert results[1] == results[2] == results[3]
 
 
 def test_the_exact_sum_is_the_mean_and_tells_what_it_cannot_hold() -> None:

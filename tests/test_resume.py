@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from program import TINY, command, ddpm, new_run, prepare_run, start, wait_until, write_params
+from runs import bits, final, rows
 from safetensors.numpy import load_file
 
 STEPS = 120
@@ -42,17 +42,7 @@ def train(prepared: Path, name: str, *arguments: str, status: int | None = 0) ->
 
 def final_weights(folder: Path) -> dict[str, bytes]:
     """Every tensor of the last snapshot, bit by bit."""
-    snapshot = folder / "workspace" / "snapshots" / f"step-{STEPS:08d}"
-    return {
-        f"{file.name}/{name}": array.tobytes()
-        for file in snapshot.glob("*.safetensors")
-        for name, array in load_file(file).items()
-    }
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    text = (folder / "workspace" / "log.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return bits(final(folder, STEPS))
 
 
 def snapshot_names(folder: Path) -> set[str]:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from mlflow_server import shared_server
 from program import TINY, write_params
-from s3_server import Bucket, server
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[Bucket]:
-    with server() as environment:
-        yield Bucket(environment)
+from s3_server import Bucket
 
 
 def test_the_whole_chain_lives_in_s3_and_leaves_its_neighbours_alone(

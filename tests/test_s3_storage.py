@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from s3_server import Bucket, Gate, server
+from s3_server import Bucket, Gate
 
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.storage import (
     MANIFEST,
     Changed,
-    Corrupt,
     Unreachable,
     open_storage,
     transfer,
@@ -22,12 +20,6 @@ from ddpm_core.storage import (
 )
 from ddpm_core.storage import mirror as mirrors
 from ddpm_core.storage.s3 import S3Storage
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[Bucket]:
-    with server() as environment:
-        yield Bucket(environment)
 
 
 @pytest.fixture

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from mlflow_server import free_port
 from program import TINY, Program, ddpm, wait_until, write_params
-from s3_server import Bucket, Gate, server
-from safetensors.numpy import load
+from runs import bits, final, tensors
+from s3_server import Bucket, Gate
 
 STEPS = 40
 PARAMS = (
@@ -22,12 +22,6 @@ PARAMS = (
     .replace("attention: [4]}", "attention: [4], dropout: 0.1, conditioning: class}")
 )
 LAST = f"snapshots/step-{STEPS:08d}"
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[Bucket]:
-    with server() as environment:
-        yield Bucket(environment)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +64,8 @@ class Run:
 
     def weights(self) -> dict[str, bytes]:
         """Every tensor of the last snapshot, bit by bit."""
-        return {
-            f"{key.rpartition('/')[2]}/{name}": array.tobytes()
-            for key in self.keys(f"{LAST}/")
-            if key.endswith(".safetensors")
-            for name, array in load(self.bucket.read(key)).items()
-        }
+        keys = self.keys(f"{LAST}/")
+        return bits(tensors((key.rpartition("/")[2], self.bucket.read(key)) for key in keys))
 
     def steps_logged(self) -> list[int]:
         text = b"".join(map(self.bucket.read, self.keys("log.jsonl.parts/")))
@@ -95,14 +85,6 @@ def run(bucket: Bucket, local: Path, tmp_path: Path) -> Run:
     return Run(bucket, local, tmp_path)
 
 
-def weights_of(workspace: Path) -> dict[str, bytes]:
-    return {
-        f"{file.name}/{name}": array.tobytes()
-        for file in (workspace / LAST).glob("*.safetensors")
-        for name, array in load(file.read_bytes()).items()
-    }
-
-
 def test_killed_twice_and_resumed_from_s3_alone_equals_a_run_on_disk(run: Run, local: Path) -> None:
     for step in (5, 20):
         process = run.start("train")
@@ -113,7 +95,7 @@ def test_killed_twice_and_resumed_from_s3_alone_equals_a_run_on_disk(run: Run, l
     run.bucket.delete(f"{run.prefix}/snapshots/step-{newest:08d}/manifest.json")  # half uploaded
     said = run.ddpm("train")
     assert f"going on from step {before}" in said
-    assert run.weights() == weights_of(local)
+    assert run.weights() == bits(final(local.parent, STEPS))
     assert run.steps_logged() == list(range(2, STEPS + 1, 2))
     assert not run.keys("snapshots/step-00000005/")
 
@@ -127,7 +109,7 @@ def test_a_snapshot_that_was_changed_is_named_and_not_resumed(run: Run, local: P
     said = run.ddpm("train")
     assert "A snapshot was skipped: snapshots/step-00000015/optimizer.safetensors was" in said
     assert "going on from step 10" in said
-    assert run.weights() == weights_of(local)
+    assert run.weights() == bits(final(local.parent, STEPS))
 
 
 def test_a_second_run_of_one_workspace_is_refused_with_the_owner_named(run: Run) -> None:
@@ -153,7 +135,7 @@ def test_a_server_that_is_away_for_a_while_delays_a_run_and_changes_nothing(
     gate.open()
     said = process.ended()
     assert process.returncode == 0, said
-    assert run.weights() == weights_of(local)
+    assert run.weights() == bits(final(local.parent, STEPS))
     assert run.steps_logged() == list(range(2, STEPS + 1, 2))
 
 
@@ -177,7 +159,7 @@ def test_workers_without_a_common_disk_equal_those_that_have_one(run: Run, local
         command = ("train", "-S", f"train.steps={steps}")
         for said in workers(lambda **which: run.start(*command, **which)):  # noqa: B023
             assert told in said
-    assert run.weights() == weights_of(together / "workspace")
+    assert run.weights() == bits(final(together, STEPS))
     assert run.steps_logged() == list(range(2, STEPS + 1, 2))
 
 

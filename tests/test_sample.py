@@ -14,10 +14,9 @@ import pytest
 from program import TINY, ddpm, environment, new_run, prepare_run, start, wait_until, write_params
 
 from ddpm_core.config import Sample
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.generate.gather import open_samples
 from ddpm_core.generate.plan import parse_shard, shards
-from ddpm_core.storage import Corrupt
 from ddpm_core.workspace import Workspace
 
 CLASSES = TINY.replace("attention: [4]}", "attention: [4], conditioning: class}").replace(

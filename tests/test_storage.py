@@ -7,17 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from s3_server import Bucket, server
 
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.storage import (
     MANIFEST,
     Changed,
-    Corrupt,
     LocalStorage,
     Locked,
     Storage,
@@ -25,12 +23,6 @@ from ddpm_core.storage import (
     verify,
 )
 from ddpm_core.workspace import Workspace, fingerprint, step_name
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[Bucket]:
-    with server() as environment:
-        yield Bucket(environment)
 
 
 @pytest.fixture(params=["disk", "s3"])

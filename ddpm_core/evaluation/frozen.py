@@ -10,10 +10,11 @@ import torch
 from pydantic import Field
 from safetensors.torch import save_file
 
+from ddpm_core.errors import Corrupt
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.in_domain import InDomain, build
 from ddpm_core.reading import Shape, conforming, read_object, read_tensors
-from ddpm_core.storage import Corrupt, sha256_of
+from ddpm_core.storage import sha256_of
 
 WEIGHTS = "extractor.safetensors"
 FACTS = "extractor.json"

@@ -10,12 +10,13 @@ from safetensors.numpy import save_file
 
 from ddpm_core.console import warn
 from ddpm_core.data.dataset import PackedDataset
+from ddpm_core.errors import Corrupt
 from ddpm_core.evaluation.memorisation import EXAMINED, Neighbours, nearest
 from ddpm_core.evaluation.reference import FOLDER, forget
 from ddpm_core.evaluation.statistics import shuffled
 from ddpm_core.images import Pixels
 from ddpm_core.reading import read_tensors
-from ddpm_core.storage import Corrupt, verify
+from ddpm_core.storage import verify
 from ddpm_core.workspace import Workspace, fingerprint
 
 RECIPE = 2  # raised when the same images would give other numbers

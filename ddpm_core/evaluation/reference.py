@@ -13,12 +13,13 @@ from torch import Tensor
 
 from ddpm_core.console import progress, warn
 from ddpm_core.data.dataset import Indices, PackedDataset
+from ddpm_core.errors import Corrupt
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.metrics import Moments
 from ddpm_core.evaluation.statistics import BATCH, KEPT, Features, extract, shuffled
 from ddpm_core.images import Pixels
 from ddpm_core.reading import parse_object, read_tensors_and_metadata
-from ddpm_core.storage import Corrupt, verify
+from ddpm_core.storage import verify
 from ddpm_core.workspace import EVALUATION, Workspace, fingerprint
 
 FOLDER = f"{EVALUATION}/reference"

@@ -18,11 +18,10 @@ import torch
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.data.dataset import PackedDataset
-from ddpm_core.errors import UserError, require
+from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.frozen import load_extractor, read_facts, save_extractor
-from ddpm_core.storage import Corrupt
 from ddpm_core.tracking import reason
 from ddpm_core.workspace import EVALUATION, Workspace
 

@@ -17,13 +17,14 @@ from pydantic import Field, InstanceOf
 from ddpm_core.checkpoint import open_checkpoint
 from ddpm_core.config import Config
 from ddpm_core.console import say
+from ddpm_core.errors import Corrupt
 from ddpm_core.generate import plan
 from ddpm_core.generate.conditions import Conditions
 from ddpm_core.generate.parts import Parts, npy
 from ddpm_core.generate.plan import Shard
 from ddpm_core.images import Pixels, enlarge, grid, png
 from ddpm_core.reading import Count, FileRecord, Shape, inside, is_plain, open_array
-from ddpm_core.storage import MANIFEST, Corrupt, sha256_of
+from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.workspace import Workspace, samples_key
 
 GRID = 64  # images in grid.png

@@ -21,7 +21,7 @@ from ddpm_core.generate.parts import Parts
 from ddpm_core.generate.plan import Shard
 from ddpm_core.precision import choose
 from ddpm_core.storage import MANIFEST
-from ddpm_core.workspace import SAMPLES, Workspace, samples_key, step_name
+from ddpm_core.workspace import SAMPLES, Workspace, samples_key, snapshot_key
 
 ATTEMPTS = 3  # at a shard whose chunks vanish while it is drawn
 
@@ -119,7 +119,7 @@ def _nothing(count: int) -> None:
 def forget_others(workspace: Workspace, steps: list[int]) -> None:
     """Remove the samples of checkpoints that are no longer among the chosen ones."""
     for step in workspace.steps(SAMPLES):
-        if step not in steps and not workspace.storage.exists(f"snapshots/{step_name(step)}"):
+        if step not in steps and not workspace.storage.exists(snapshot_key(step)):
             warn(f"The samples of step {step} are removed: its checkpoint is gone.")
             workspace.storage.remove(samples_key(step))
 

@@ -10,12 +10,11 @@ import numpy as np
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import progress
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation.judge import Judge
 from ddpm_core.generate.images import Generator
 from ddpm_core.images import Pixels
 from ddpm_core.registry.gate import Row, Unfit
-from ddpm_core.storage import Corrupt
 from ddpm_core.workspace import Workspace
 
 

@@ -16,14 +16,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddpm_core.errors import UserError
-from ddpm_core.storage.base import Changed, Corrupt, Locked, Mirror, Storage, Tagged, Unreachable
+from ddpm_core.storage.base import Changed, Locked, Mirror, Storage, Tagged, Unreachable
 from ddpm_core.storage.local import LocalStorage
 from ddpm_core.storage.sealing import MANIFEST, seal, sha256_of, verify
 
 __all__ = [
     "MANIFEST",
     "Changed",
-    "Corrupt",
     "LocalStorage",
     "Locked",
     "Mirror",

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ddpm_core.errors import Corrupt as Corrupt
 from ddpm_core.errors import UserError
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddpm_core.storage.base import Corrupt
+from ddpm_core.errors import Corrupt
 from ddpm_core.storage.sealing import sha256_of
 from ddpm_core.storage.staging import beside, remove, stage, staged_file, sweep
 

@@ -11,15 +11,16 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ddpm_core.console import say, warn
+from ddpm_core.console import Outage, warn
 from ddpm_core.storage.base import Unreachable
 
+PARTS = ".parts"  # a file's segments lie in the folder KEY.parts
 SEGMENT = 2**20  # bytes after which a new one begins
 INTERVAL = 10.0  # seconds between two writings
 
 
 def segment(key: str, turn: int, number: int) -> str:
-    return f"{key}.parts/{turn:08d}-{number:04d}"
+    return f"{key}{PARTS}/{turn:08d}-{number:04d}"
 
 
 class Segments:
@@ -33,7 +34,7 @@ class Segments:
         self._number, self._start, self._written = 0, 0, 0
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
-        self._away = False
+        self._outage = Outage()
 
     def start(self) -> None:
         self._start = self.path.stat().st_size if self.path.exists() else 0
@@ -76,15 +77,11 @@ class Segments:
             try:
                 self.push()
             except Unreachable as error:
-                if not self._away:
-                    warn(f"{error} The log is written once it is there again.")
-                self._away = True
+                self._outage.begins(f"{error} The log is written once it is there again.")
             except OSError as error:
                 warn(f"The log cannot be read: {error.strerror}.")
             else:
-                if self._away:
-                    say("The log is written again.")
-                self._away = False
+                self._outage.ends("The log is written again.")
 
 
 def assemble(parts: list[bytes]) -> bytes:

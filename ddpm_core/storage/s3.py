@@ -17,15 +17,15 @@ from pathlib import Path
 from uuid import uuid4
 
 from ddpm_core.console import warn
-from ddpm_core.storage.base import Changed, Corrupt, Tagged, Unreachable
+from ddpm_core.errors import Corrupt
+from ddpm_core.storage.base import Changed, Tagged, Unreachable
 from ddpm_core.storage.cache import Cache
 from ddpm_core.storage.client import CONNECTIONS, connect, split
-from ddpm_core.storage.mirror import Segments, assemble
+from ddpm_core.storage.mirror import PARTS, Segments, assemble
 from ddpm_core.storage.sealing import MANIFEST, listed, seal, sha256_of
 from ddpm_core.storage.transfer import Bucket, Facts, put_if
 
 QUICK = {"attempts": 2, "connecting": 3.0, "reading": 5.0}  # for what must not wait long
-PARTS = ".parts"
 _NO_CONDITIONS = (
     "This S3 server has no conditional put: two runs that start in one workspace at the same "
     "moment may not notice each other."

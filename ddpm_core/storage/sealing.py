@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from ddpm_core import reading
-from ddpm_core.storage.base import Corrupt
+from ddpm_core.errors import Corrupt
 
 MANIFEST = "manifest.json"
 
@@ -31,13 +32,14 @@ def seal(folder: Path, facts: dict[str, object] | None = None) -> None:
     sync_directory(folder)
 
 
-def verify(folder: Path) -> dict[str, object]:
+def verify(folder: Path) -> dict[str, Any]:
     """The manifest of a folder whose files are all there, whole. Raises Corrupt, with the file."""
     try:
         data = reading.read_bytes(folder / MANIFEST, _told(folder.name), reading.LARGEST_JSON)
     except FileNotFoundError:
         raise Corrupt(f"{folder.name} has no {MANIFEST}: it was not written to its end.") from None
-    for name, (size, checksum) in listed(data, folder.name).items():
+    manifest = reading.parse_object(data, _told(folder.name))
+    for name, (size, checksum) in _files(manifest, folder.name).items():
         path = reading.inside(folder, name)
         if not path.is_file():
             raise Corrupt(f"{folder.name} lacks its file {name}.")
@@ -47,12 +49,15 @@ def verify(folder: Path) -> dict[str, object]:
             )
         if sha256_of(path) != checksum:
             raise Corrupt(f"{folder.name}/{name} was changed or damaged: its checksum differs.")
-    return reading.parse_object(data, _told(folder.name))
+    return manifest
 
 
 def listed(data: bytes, folder: str) -> dict[str, tuple[int, str]]:
     """Size and SHA-256 by file name, of a manifest's bytes. Raises Corrupt."""
-    manifest = reading.parse_object(data, _told(folder))
+    return _files(reading.parse_object(data, _told(folder)), folder)
+
+
+def _files(manifest: dict[str, Any], folder: str) -> dict[str, tuple[int, str]]:
     files = reading.conforming(manifest, reading.Manifest, _told(folder))["files"]
     for name in files:
         reading.must_be_inside(folder, name)

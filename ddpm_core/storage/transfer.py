@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpm_core.errors import require
-from ddpm_core.storage.base import Changed, Corrupt, Unreachable
+from ddpm_core.errors import Corrupt, require
+from ddpm_core.storage.base import Changed, Unreachable
 from ddpm_core.storage.client import CONNECTIONS, LOST, code_of, told
 from ddpm_core.storage.sealing import sha256_of
 

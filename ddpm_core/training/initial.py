@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,20 @@ from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.rng import Purpose
 
 
-def network_config(config: Config, data: PackedDataset) -> UNetConfig:
+class Pictures(Protocol):
+    """What a network has to know of the images it is for; prepared data tell it."""
+
+    @property
+    def image_size(self) -> int: ...
+
+    @property
+    def channels(self) -> int: ...
+
+    @property
+    def classes(self) -> list[str]: ...
+
+
+def network_config(config: Config, data: Pictures) -> UNetConfig:
     """The network that the settings describe, for this data."""
     model = config.model
     return UNetConfig(

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from ddpm_core.checkpoint import SETTINGS, Settings
 from ddpm_core.console import warn
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.reading import Count, Shape, conforming, read_object, read_tensors
-from ddpm_core.storage import MANIFEST, Corrupt, Unreachable, verify
+from ddpm_core.storage import MANIFEST, Unreachable, verify
 from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
 
 OPTIMIZER = "optimizer.safetensors"

@@ -19,16 +19,14 @@ from .play import Playing, Worlds
 
 def kill(run: Playing) -> Worlds:
     """kill -9 of one worker: the others notice, and torchrun starts all again."""
-    attempt = run.begin(run.schedule.worlds[0])
-    run.after(run.schedule.at[0], attempt)
+    attempt = run.under_way()
     run.hit(signal.SIGKILL, attempt)
     return _started_again(run, attempt)
 
 
 def term_one(run: Playing) -> Worlds:
     """SIGTERM to one worker: all save at the same step and leave, and all start again."""
-    attempt = run.begin(run.schedule.worlds[0])
-    run.after(run.schedule.at[0], attempt)
+    attempt = run.under_way()
     run.hit(signal.SIGTERM, attempt)
     worlds = _started_again(run, attempt)
     assert "with its snapshot written" in attempt.said(), "no snapshot after SIGTERM"
@@ -37,8 +35,7 @@ def term_one(run: Playing) -> Worlds:
 
 def hang(run: Playing) -> Worlds:
     """SIGSTOP: the others say so and leave; the one that hung goes on too late, and leaves too."""
-    attempt = run.begin(run.schedule.worlds[0])
-    run.after(run.schedule.at[0], attempt)
+    attempt = run.under_way()
     pid = run.hit(signal.SIGSTOP, attempt)
     until(lambda: "did not answer within 5 s" in attempt.said(), "the others notice", 20)
     attempt.kill(signal.SIGCONT, pid)
@@ -47,8 +44,7 @@ def hang(run: Playing) -> Worlds:
 
 def hang_for_good(run: Playing) -> Worlds:
     """SIGSTOP alone: torchrun kills, after its 30 seconds, who does not leave when told to."""
-    attempt = run.begin(run.schedule.worlds[0])
-    run.after(run.schedule.at[0], attempt)
+    attempt = run.under_way()
     run.hit(signal.SIGSTOP, attempt)
     worlds = _started_again(run, attempt)
     assert "did not answer within 5 s" in attempt.said(), "nobody noticed"
@@ -57,12 +53,11 @@ def hang_for_good(run: Playing) -> Worlds:
 
 def kill_in_snapshot(run: Playing) -> Worlds:
     """kill -9 of the first worker while a snapshot is half written: it is no snapshot."""
-    attempt = run.begin(run.schedule.worlds[0])
-    run.after(run.schedule.at[0], attempt)
+    attempt = run.under_way()
 
     def writing() -> bool:
         assert attempt.returncode is None, "it ended before another snapshot"
-        return any(name.startswith(".") for name in run.snapshots())
+        return bool(run.staged())
 
     until(writing, "a snapshot is being written")
     run.hit(signal.SIGKILL, attempt)
@@ -72,13 +67,12 @@ def kill_in_snapshot(run: Playing) -> Worlds:
 def kill_agent(run: Playing) -> Worlds:
     """kill -9 of torchrun alone: its workers notice, save and leave; a new start goes on."""
     first, second = run.schedule.worlds
-    attempt = run.begin(first)
-    run.after(run.schedule.at[0], attempt)
+    attempt = run.under_way()
     attempt.workers()
     attempt.kill(signal.SIGKILL, attempt.pid)
     until(lambda: not attempt.left(), "the workers that nobody watches leave", 30)
     assert "torchrun is gone" in attempt.said(), "the workers did not say why they left"
-    newest = max(name for name in run.snapshots() if not name.startswith("."))
+    newest = max(run.snapshots())
     run.finish(run.begin(second))
     assert f"going on from step {int(newest.partition('-')[2])}" in run.said()
     return {first, second}
@@ -87,8 +81,7 @@ def kill_agent(run: Playing) -> Worlds:
 def resize(run: Playing) -> Worlds:
     """kill -9 of everything; the run goes on with another number of workers."""
     first, second = run.schedule.worlds
-    attempt = run.begin(first)
-    run.after(run.schedule.at[0], attempt)
+    attempt = run.under_way()
     attempt.kill_all()
     run.finish(run.begin(second))
     return {first, second}
@@ -97,11 +90,10 @@ def resize(run: Playing) -> Worlds:
 def damage(run: Playing) -> Worlds:
     """The newest snapshot is damaged between two attempts: the one before is used, and said so."""
     first, second = run.schedule.worlds
-    attempt = run.begin(first)
-    run.after(run.schedule.at[0], attempt)
-    until(lambda: len(_whole(run)) > 1, "two snapshots")
+    attempt = run.under_way()
+    until(lambda: len(run.snapshots()) > 1, "two snapshots")
     attempt.kill_all()
-    before, newest = _whole(run)[-2:]
+    before, newest = run.snapshots()[-2:]
     _damage(run, run.workspace / "snapshots" / newest)
     run.finish(run.begin(second))
     said = run.attempts[-1].said()
@@ -116,8 +108,7 @@ def disk_full(run: Playing) -> Worlds:
     first, second = run.schedule.worlds
     if not _own_disk(run):
         return _file_limit(run)
-    attempt = run.begin(first, restarts=1)
-    run.after(run.schedule.at[0], attempt)
+    attempt = run.under_way(restarts=1)
     filler = run.workspace / "filler"
     _fill(filler, spare=int(run.schedule.chance * 100_000))
     assert attempt.wait(120), "it goes on for ever on a full disk"
@@ -135,8 +126,7 @@ def nodes(run: Playing) -> Worlds:
     """A second node joins a running torchrun and is killed again: the world grows and shrinks."""
     first, second = run.schedule.worlds
     endpoint = f"localhost:{free_port()}"
-    stays = run.begin(first, endpoint=endpoint)
-    run.after(run.schedule.at[0], stays)
+    stays = run.under_way(endpoint=endpoint)
     joins = run.begin(second, endpoint=endpoint, node=1)
     until(lambda: run.rows()[-1]["world_size"] == first + second, "the world has grown", 90)
     joins.kill_all()
@@ -167,10 +157,6 @@ def _started_again(run: Playing, attempt: Attempt) -> Worlds:
     run.finish(attempt)
     assert run.starts() > 1, "the fault came too late: the workers were not started again"
     return {run.schedule.worlds[0]}
-
-
-def _whole(run: Playing) -> list[str]:
-    return [name for name in run.snapshots() if not name.startswith(".")]
 
 
 def _damage(run: Playing, folder: Path) -> None:
@@ -211,8 +197,7 @@ def _fill(filler: Path, spare: int) -> None:
 
 def _file_limit(run: Playing) -> Worlds:
     """Without a disk of its own: no file of the first worker may grow beyond a few kB."""
-    attempt = run.begin(run.schedule.worlds[0])
-    run.after(run.schedule.at[0], attempt)
+    attempt = run.under_way()
     limit = 1000 + int(run.schedule.chance * 100_000)
     with contextlib.suppress(ProcessLookupError):
         resource.prlimit(attempt.workers()[0], resource.RLIMIT_FSIZE, (limit, limit))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mlflow_server import Server, shared_server
 from program import TINY, ddpm, write_params
+from runs import at_start
 
 from .attempt import Attempt, until
 from .schedule import SNAPSHOT_EVERY, STEPS, Schedule
@@ -57,7 +58,7 @@ class Stage:
         if size not in self._undisturbed:
             folder = self.new_run(f"undisturbed-{size}")
             if size == 0:
-                ddpm(folder, "train", "-S", "train.steps=1", "-S", "train.optimizer.lr=1e-30")
+                at_start(folder)
             else:
                 attempt = Attempt(folder, "forked", size)
                 assert attempt.wait(120), attempt.said()
@@ -83,6 +84,12 @@ class Playing:
         """Start the run, or start it again."""
         attempt = Attempt(self.folder, self.schedule.start, size, **more)  # type: ignore[arg-type]
         self.attempts.append(attempt)
+        return attempt
+
+    def under_way(self, **more: object) -> Attempt:
+        """Start the run, and wait until the schedule's first moment."""
+        attempt = self.begin(self.schedule.worlds[0], **more)
+        self.after(self.schedule.at[0], attempt)
         return attempt
 
     def after(self, step: int, attempt: Attempt) -> None:
@@ -125,7 +132,14 @@ class Playing:
         return int(json.loads((self.workspace / "lease.json").read_text())["fence"])
 
     def snapshots(self) -> list[str]:
-        """Folders of snapshots; what is being written begins with a dot."""
+        """Folders of whole snapshots."""
+        return [name for name in self._folders() if not name.startswith(".")]
+
+    def staged(self) -> list[str]:
+        """What is being written, or a killed writer left."""
+        return [name for name in self._folders() if name.startswith(".")]
+
+    def _folders(self) -> list[str]:
         with contextlib.suppress(OSError):
             return sorted(path.name for path in (self.workspace / "snapshots").iterdir())
         return []

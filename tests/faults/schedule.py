@@ -16,8 +16,6 @@ ENDED = ("kill-agent", "resize", "truncated", "flipped", "missing", "disk-full")
 SERVERS = ("mlflow-down", "s3-down")
 KINDS = (*ELASTIC, *ENDED, *SERVERS, "nodes")
 
-DAMAGE = ("truncated", "flipped", "missing")
-
 
 @dataclass(frozen=True)
 class Schedule:

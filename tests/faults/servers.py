@@ -13,6 +13,8 @@ from pathlib import Path
 import s3_server
 from program import write_params
 
+from ddpm_core.storage.mirror import assemble
+
 from .attempt import until
 from .play import Playing, Worlds
 
@@ -21,8 +23,7 @@ def mlflow_down(run: Playing) -> Worlds:
     """The MLflow server freezes, or is killed and comes back: it gets each row once."""
     server, size = run.stage.server(), run.schedule.worlds[0]
     run.undo.append(server.running)
-    attempt = run.begin(size)
-    run.after(run.schedule.at[0], attempt)
+    attempt = run.under_way()
     if run.schedule.chance < 0.5:
         server.signal(signal.SIGSTOP)
         try:
@@ -79,4 +80,4 @@ def _copy(bucket: s3_server.Bucket, workspace: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bucket.read(key))
     segments = sorted((workspace / "log.jsonl.parts").iterdir())
-    (workspace / "log.jsonl").write_bytes(b"".join(part.read_bytes() for part in segments))
+    (workspace / "log.jsonl").write_bytes(assemble([part.read_bytes() for part in segments]))
