@@ -15,12 +15,12 @@ from ddpm_core.errors import UserError
 from ddpm_core.evaluation import evaluate as evaluation
 from ddpm_core.generate import sample as generate
 from ddpm_core.registry import register as registry
-from ddpm_core.training import launcher, resume
+from ddpm_core.training import freshness, launcher
 from ddpm_core.workspace import EVALUATION, SAMPLES, SNAPSHOTS, Workspace
 
 VERBS = {
     "prepare": data.stale,
-    "train": resume.stale,
+    "train": freshness.stale,
     "sample": generate.stale,
     "evaluate": evaluation.stale,
     "register": registry.stale,

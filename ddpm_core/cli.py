@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,24 @@ def register(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = N
 
 
 @verb
+def serve(
+    p: ParamsOption = None,
+    s: SetOption = None,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0: everywhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8080,
+    every: Annotated[
+        float,
+        typer.Option(min=0.1, metavar="SECONDS", help="How often to look for a new champion."),
+    ] = 15.0,
+) -> None:
+    """Answer requests for images over HTTP with the champion, and with the next one once it is."""
+    config = load(p, None, s)
+    from ddpm_core.registry.server import serve
+
+    serve(config, host, port, every)
+
+
+@verb
 def run(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
     """All five verbs, skipping what is up to date."""
     config = load(p, w, s)
@@ -160,6 +179,22 @@ def status(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = Non
     from ddpm_core import chain
 
     typer.echo(chain.status(config, Workspace.open(config.workspace)))
+
+
+@verb
+def wait(
+    verb: Annotated[str, typer.Argument(help="prepare, train, sample, evaluate or register.")],
+    p: ParamsOption = None,
+    w: WorkspaceOption = None,
+    s: SetOption = None,
+    limit: Annotated[str, typer.Option(help="Give up after: 90s, 5m, 2h, 1d.")] = "2h",
+    interval: Annotated[str, typer.Option(help="Between two looks.")] = "5s",
+) -> None:
+    """Wait until the output of VERB is in the workspace, whole and of these settings."""
+    config = load(p, w, s)
+    from ddpm_core.waiting import duration, wait
+
+    wait(config, verb, duration(limit), duration(interval))
 
 
 @verb
@@ -265,8 +300,16 @@ def _root(
     """Options of the program itself."""
 
 
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     """The installed program."""
+    # The first process of a container has no default action: SIGTERM would do nothing, and the
+    # pod would last until the end of its grace period.
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, _leave)
     # Threads that spin while they wait take the cores from each other as soon as anything else
     # runs: on two cores beside one busy process a training step took 4 times as long. Those that
     # sleep at once, with 0, wake late: on two quiet cores it took 1.7 times as long.

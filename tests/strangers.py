@@ -34,7 +34,7 @@ from ddpm_core.logtail import Log
 from ddpm_core.models.unet import UNet
 from ddpm_core.registry.register import best_row
 from ddpm_core.storage import Tagged
-from ddpm_core.training import resume, snapshot
+from ddpm_core.training import freshness, resume, snapshot
 from ddpm_core.training.execution import Execution
 from ddpm_core.training.initial import initial_weights, network_config
 from ddpm_core.training.runlog import read_rows
@@ -121,7 +121,7 @@ class Strangers:
             model = checkpoint.load("auto", CPU)
             assert all(weight.dtype == torch.float32 for weight in model.parameters())
             resume.fit(self.state, snapshot.read(folder), "it")
-            assert resume.stale(self.config, self.workspace) is not False
+            assert freshness.stale(self.config, self.workspace) is not False
 
         return Target("snapshot", files(folder), read, folder)
 

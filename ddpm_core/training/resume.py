@@ -8,14 +8,14 @@ from typing import Any
 from ddpm_core.checkpoint import SETTINGS, Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
-from ddpm_core.data.dataset import PackedDataset, data_fingerprint
+from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.distributed import World
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.models.unet import UNet
-from ddpm_core.reading import Shape
 from ddpm_core.storage import Unreachable
 from ddpm_core.training import snapshot
 from ddpm_core.training.execution import Execution
+from ddpm_core.training.freshness import Identified
 from ddpm_core.training.identity import differences, identity, train_fingerprint
 from ddpm_core.training.initial import initial_weights, network_config
 from ddpm_core.training.snapshot import Parts
@@ -23,12 +23,6 @@ from ddpm_core.training.state import TrainState, from_parts
 from ddpm_core.workspace import LOG, RUN, SNAPSHOTS, SUPERSEDED, Workspace, snapshot_key, step_name
 
 MOST_CAPTIONS = 1000  # kept with a checkpoint, for sampling without the data
-
-
-class Identified(Shape):
-    """Settings with what makes a model what it is."""
-
-    identity: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -180,20 +174,3 @@ def move_aside(workspace: Workspace, steps: list[int]) -> str:
     for step in steps:
         workspace.storage.move(snapshot_key(step), f"{place}/{SNAPSHOTS}/{step_name(step)}")
     return place
-
-
-def stale(config: Config, workspace: Workspace) -> str | None:
-    """Why `train` has work to do; None where it is up to date."""
-    data = data_fingerprint(workspace)
-    steps = workspace.steps(SNAPSHOTS)
-    if not steps:
-        return "nothing is trained yet"
-    newest = f"{snapshot_key(steps[-1])}/{SETTINGS}"
-    found = workspace.read_json(newest, Identified).get("identity")
-    if found is None:
-        return f"the snapshot of step {steps[-1]} is damaged"
-    if fields := differences(found, identity(config, data)):
-        return "settings differ: " + "; ".join(fields)
-    if steps[-1] != config.train.steps:
-        return f"at step {steps[-1]} of {config.train.steps}"
-    return None

@@ -1,0 +1,35 @@
+"""Whether training is done with these settings; reads files, imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpm_core.checkpoint import SETTINGS
+from ddpm_core.config import Config
+from ddpm_core.data.dataset import data_fingerprint
+from ddpm_core.reading import Shape
+from ddpm_core.training.identity import differences, identity
+from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
+
+
+class Identified(Shape):
+    """Settings with what makes a model what it is."""
+
+    identity: dict[str, Any]
+
+
+def stale(config: Config, workspace: Workspace) -> str | None:
+    """Why `train` has work to do; None where it is up to date."""
+    data = data_fingerprint(workspace)
+    steps = workspace.steps(SNAPSHOTS)
+    if not steps:
+        return "nothing is trained yet"
+    newest = f"{snapshot_key(steps[-1])}/{SETTINGS}"
+    found = workspace.read_json(newest, Identified).get("identity")
+    if found is None:
+        return f"the snapshot of step {steps[-1]} is damaged"
+    if fields := differences(found, identity(config, data)):
+        return "settings differ: " + "; ".join(fields)
+    if steps[-1] != config.train.steps:
+        return f"at step {steps[-1]} of {config.train.steps}"
+    return None

@@ -1,0 +1,116 @@
+"""Waiting until a verb's output is in the workspace, whole and of these settings.
+
+The jobs of a chain start at once, and each waits for what it needs: with the verbs' own checks, so
+that what an earlier run with other settings left satisfies nobody.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+from collections.abc import Callable
+
+from ddpm_core.config import Config
+from ddpm_core.console import say
+from ddpm_core.errors import UserError
+from ddpm_core.storage import Unreachable
+from ddpm_core.workspace import Workspace
+
+# Where each verb's `stale` is. A module is imported when its turn comes: while data and training
+# are waited for, the process is a tenth of what it is with torch.
+CHECKS = {
+    "prepare": "ddpm_core.data.freshness",
+    "train": "ddpm_core.training.freshness",
+    "sample": "ddpm_core.generate.sample",
+    "evaluate": "ddpm_core.evaluation.freshness",
+    "register": "ddpm_core.registry.register",
+}
+REMIND = 60.0  # seconds after which what is waited for is said again
+EASE = 10.0  # pauses are at least so many times as long as a look took
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def duration(text: str) -> float:
+    """Seconds of `90`, `90s`, `5m`, `2h` or `1d`. Raises UserError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    if not match:
+        raise UserError(f"{text!r} given; a time such as 90s, 5m, 2h or 1d is needed.")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def wait(config: Config, verb: str, limit: float, interval: float) -> None:
+    """Return once `verb` and all before it are up to date, looked at every `interval` seconds.
+
+    Says what it waits for at once, at each change, and once a minute. Raises UserError after
+    `limit` seconds.
+    """
+    if verb not in CHECKS:
+        raise UserError(f"wait {verb}: one of {', '.join(CHECKS)} is needed.")
+    looker = Looker(config, verb)
+    start = time.monotonic()
+    told, told_at = "", start
+    while True:
+        began = time.monotonic()
+        reason = looker.reason()
+        now = time.monotonic()
+        if reason is None:
+            say(f"wait: {verb} is up to date in {config.workspace}, after {_shown(now - start)}.")
+            return
+        left = start + limit - now
+        if left <= 0:
+            raise UserError(
+                f"After {_shown(limit)} {config.workspace} still lacks what `ddpm {verb}` makes: "
+                f"{reason}. See what became of its job, or give more time with --limit."
+            )
+        if reason != told or now - told_at >= REMIND:
+            say(f"wait: for {verb} in {config.workspace}, {_shown(now - start)} so far: {reason}.")
+            told, told_at = reason, now
+        time.sleep(min(left, max(interval, EASE * (now - began))))
+
+
+class Looker:
+    """Looks at the workspace again and again; verbs found up to date are passed over meanwhile."""
+
+    def __init__(self, config: Config, verb: str) -> None:
+        verbs = list(CHECKS)
+        self._config = config
+        self._verbs = verbs[: verbs.index(verb) + 1]
+        self._workspace: Workspace | None = None
+        self._passed = 0
+
+    def reason(self) -> str | None:
+        """What is still lacking, `VERB: REASON`; None once nothing is.
+
+        A place that does not answer, or changes while it is looked at, is a reason too: only what
+        can never be a workspace raises UserError.
+        """
+        try:
+            self._workspace = self._workspace or Workspace.open(self._config.workspace)
+        except Unreachable as error:
+            return str(error).rstrip(".")
+        while self._passed < len(self._verbs):
+            if reason := self._lacking(self._verbs[self._passed]):
+                return reason
+            self._passed += 1
+        # What was passed long ago may have been made anew, or gone, meanwhile.
+        self._passed = 0
+        return next(filter(None, map(self._lacking, self._verbs)), None)
+
+    def _lacking(self, verb: str) -> str:
+        assert self._workspace is not None
+        stale: Callable[[Config, Workspace], str | None]
+        stale = importlib.import_module(CHECKS[verb]).stale
+        try:
+            reason = stale(self._config, self._workspace)
+        except (UserError, OSError) as error:
+            reason = str(error)
+        return f"{verb}: {reason.rstrip('.')}" if reason else ""
+
+
+def _shown(seconds: float) -> str:
+    """A time for people: 45 s, 3 min 20 s, 2 h, 2 h 5 min."""
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    parts = [(hours, "h"), (minutes, "min"), (0 if hours else rest, "s")]
+    return " ".join(f"{n} {unit}" for n, unit in parts if n) or "0 s"

@@ -1,0 +1,134 @@
+"""Jobs that start together wait for each other: for the output of these settings, and no other."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from program import TINY, command, ddpm, environment, new_run, prepare_run, start, wait_until
+from strangers import STEP, Strangers
+
+from ddpm_core import chain
+from ddpm_core.config import Config
+from ddpm_core.errors import UserError
+from ddpm_core.waiting import CHECKS, Looker, duration, wait
+from ddpm_core.workspace import Workspace
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_run(tmp_path_factory.mktemp("waiting"), TINY)
+
+
+def waits(config: Config, verb: str, limit: float = 0.0) -> str | None:
+    """What is still lacking after `limit` seconds."""
+    try:
+        wait(config, verb, limit, 0.02)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_what_is_waited_for_is_what_the_chain_would_do() -> None:
+    assert list(CHECKS) == list(chain.VERBS)
+    for verb, module in CHECKS.items():
+        assert importlib.import_module(module).stale is chain.VERBS[verb]
+
+
+def test_waits_in_a_workspace_that_is_not_there_until_it_is_filled(
+    begun: Path, tmp_path: Path
+) -> None:
+    folder = new_run(begun, "empty", TINY)
+    (folder / "workspace" / "data").unlink()
+    waiting = start(folder, "wait", "prepare", "--interval", "0.05", "--limit", "60")
+    assert wait_until(lambda: "prepare: there are no data yet." in waiting.said(), waiting)
+    (folder / "workspace" / "data").symlink_to(begun / "workspace" / "data")
+    assert "prepare is up to date" in waiting.ended()
+    assert waiting.returncode == 0
+
+
+def test_the_limit_is_a_sentence_and_status_1(begun: Path) -> None:
+    said = ddpm(begun, "wait", "train", "--limit", "0.1", "--interval", "0.05", status=1)
+    assert said.count("wait: for train in workspace") == 1
+    assert "After 0 s workspace still lacks what `ddpm train` makes: train: nothing is" in said
+    assert "Traceback" not in said
+    assert "wait trian" in ddpm(begun, "wait", "trian", status=1)
+    assert "a time such as 90s" in ddpm(begun, "wait", "train", "--limit", "soon", status=1)
+
+
+def test_the_output_of_other_settings_satisfies_nobody(tmp_path: Path) -> None:
+    made = Strangers(tmp_path)
+    assert waits(made.config, "sample") is None
+    changed = {
+        "prepare": {"prepare": made.config.prepare.model_copy(update={"holdout": 0.4})},
+        "train": {"train": made.config.train.model_copy(update={"flip": True})},
+        "sample": {"sample": made.config.sample.model_copy(update={"seed": 9})},
+    }
+    for verb, update in changed.items():
+        # A job further down waits too, although what it reads first is of its own settings.
+        assert f" {verb}: " in str(waits(made.config.model_copy(update=update), "sample")), verb
+
+
+def test_what_is_made_anew_meanwhile_is_waited_for_again(tmp_path: Path) -> None:
+    """Data that are replaced after they were found good make what was trained on them stale."""
+    made = Strangers(tmp_path)
+    looker = Looker(made.config, "sample")
+    samples = made.workspace.path("samples")
+    shutil.move(samples, tmp_path / "aside")
+    assert str(looker.reason()).startswith("sample: ")
+    shutil.rmtree(made.workspace.path("data"))
+    shutil.move(tmp_path / "aside", samples)
+    assert str(looker.reason()).startswith("prepare: there are no data yet")
+
+
+def test_a_workspace_half_written_is_waited_for(tmp_path: Path) -> None:
+    made = Strangers(tmp_path)
+    target = made.workspace.path(f"snapshots/step-{STEP:08d}/config.json")
+    whole = target.read_bytes()
+    target.write_bytes(whole[: len(whole) // 2])
+    assert "damaged" in str(waits(made.config, "train"))
+    target.write_bytes(whole)
+    assert waits(made.config, "train") is None
+    locked = Config.model_validate({**made.config.dump(), "workspace": str(target / "below")})
+    with pytest.raises(UserError, match="Cannot use"):
+        Workspace.open(locked.workspace)
+    assert "Cannot use" in str(waits(locked, "train"))
+
+
+def test_waiting_for_data_and_training_costs_no_torch() -> None:
+    code = (
+        "import importlib, sys, ddpm_core.cli, ddpm_core.waiting as w;"
+        "[importlib.import_module(w.CHECKS[v]) for v in ('prepare', 'train')];"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="name spaces of processes are Linux's")
+def test_the_first_process_of_a_container_ends_at_sigterm(begun: Path) -> None:
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-p", "-f", "true"], check=False).returncode:
+        pytest.skip("no right to make a name space of processes; the cluster's tests do it too")
+    waiting = subprocess.Popen(
+        [unshare, "--pid", "--fork", "--kill-child", *command("wait", "train")],
+        cwd=begun,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert waiting.stderr and "wait: for train" in waiting.stderr.readline()
+    children = Path(f"/proc/{waiting.pid}/task/{waiting.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGTERM)
+    assert waiting.wait(20) == 128 + signal.SIGTERM
+
+
+def test_times_are_read_with_their_units() -> None:
+    assert [duration(t) for t in ("90", "90s", "1.5m", "2h", "1d")] == [90, 90, 90, 7200, 86400]
+    with pytest.raises(UserError, match="'2 hours'"):
+        duration("2 hours")
