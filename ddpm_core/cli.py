@@ -16,7 +16,7 @@ import typer
 from ddpm_core import __version__, params
 from ddpm_core.config import Config
 from ddpm_core.console import say
-from ddpm_core.errors import Interrupted, UserError
+from ddpm_core.errors import Interrupted, UserError, require
 from ddpm_core.workspace import Workspace
 
 app = typer.Typer(
@@ -158,6 +158,7 @@ def serve(
 ) -> None:
     """Answer requests for images over HTTP with the champion, and with the next one once it is."""
     config = load(p, None, s)
+    require("uvicorn", "tracking")
     from ddpm_core.registry.server import serve
 
     serve(config, host, port, every)

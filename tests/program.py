@@ -11,8 +11,10 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
@@ -100,6 +102,13 @@ def _run(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
     main()
 
 
+def run_in(added: dict[str, str], folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    """The same with more in the environment; a TMPDIR there counts."""
+    os.environ.update(added)
+    tempfile.tempdir = None
+    _run(folder, arguments, output)
+
+
 class Program:
     """`ddpm ARGUMENTS`, running; its output is kept beside its folder."""
 
@@ -149,9 +158,9 @@ def ddpm(folder: Path, *arguments: str, status: int | None = 0) -> str:
     return said
 
 
-def start(folder: Path, *arguments: str) -> Program:
+def start(folder: Path, *arguments: str, **environment: str) -> Program:
     """`ddpm ARGUMENTS`, running in a session of its own."""
-    return Program(folder, arguments)
+    return Program(folder, arguments, partial(run_in, environment))
 
 
 def wait_until(condition: Callable[[], bool], program: Program, limit: float = 60.0) -> bool:

@@ -12,13 +12,11 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import program
 import pytest
-from program import Program
+from program import Program, start
 
 MOTO = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -90,21 +88,13 @@ class Bucket:
         """`ddpm ARGUMENTS` in a process that finds the server; its copies lie below `place`."""
         place.mkdir(parents=True, exist_ok=True)
         environment = {**self.environment, **changed, "TMPDIR": str(place)}
-        return Program(folder, arguments, partial(_run, environment))
+        return start(folder, *arguments, **environment)
 
     def ddpm(self, folder: Path, *arguments: str, place: Path, status: int = 0) -> str:
         process = self.start(folder, *arguments, place=place)
         said = process.ended()
         assert process.returncode == status, said
         return said
-
-
-def _run(
-    environment: dict[str, str], folder: Path, arguments: tuple[str, ...], output: Path
-) -> None:
-    os.environ.update(environment)
-    tempfile.tempdir = None
-    program._run(folder, arguments, output)
 
 
 class Gate:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
-from mlflow_server import shared_server
-from program import TINY, write_params
+from mlflow_server import shared_server, wait_until
+from program import TINY, start, write_params
 from s3_server import Bucket
+from served_models import address, ask, get
 
 
 def test_the_whole_chain_lives_in_s3_and_leaves_its_neighbours_alone(
@@ -26,5 +28,19 @@ def test_the_whole_chain_lives_in_s3_and_leaves_its_neighbours_alone(
     assert f"{uri}/evaluation/report.html" in said
     assert b"<html" in bucket.read("chain/evaluation/report.html")
     assert {path.name for path in tmp_path.iterdir()} == {"params.yaml", "tmp"}
+    answers_without_s3(tmp_path)
     others = [key for key in bucket.keys("chai") if not key.startswith("chain/")]
     assert others == ["chai/lease.json", "chain2/snapshots/step-00000012/model"]
+
+
+def answers_without_s3(folder: Path) -> None:
+    """The registered model is served, and called, where nobody knows the bucket."""
+    process = start(folder, "serve", "--port", "0")
+    try:
+        url = address(process)
+        wait_until(lambda: get(f"{url}/ready")[0] == 200, "the model of S3 is served")
+        status, images = ask(f"{url}/invocations", {"inputs": [{"n": 2}]})
+        assert (status, len(images)) == (200, 2)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.ended(10)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import sysconfig
-import urllib.error
-import urllib.request
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,15 +17,13 @@ import numpy as np
 import pytest
 from mlflow_server import QUIET, Server, answers, free_port, shared_server, wait_until
 from models import CLASSES, write_checkpoint
-from PIL import Image
+from served_models import ask, assert_same_images, drawn, publish
 
 from ddpm_core import params
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.errors import UserError
-from ddpm_core.generate.images import Generator
-from ddpm_core.mlflow_run import MlflowRun
 from ddpm_core.registry import package, request
-from ddpm_core.registry.models import Registry, download
+from ddpm_core.registry.models import download
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +40,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module")
 def name(server: Server, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A registered model whose version 1 is the champion."""
-    folder = tmp_path_factory.mktemp("package")
-    sampled = {"ema": 0.9, "seed": 5, "sampler": "ddim", "steps": 5}
-    package.write_checkpoint(checkpoint, sampled, folder / "checkpoint")
-    (folder / "README.md").write_text("# a card\n")
-    config = params.validate(
-        {"tracking": {"uri": server.uri}, "register": {"name": "served.by-tests"}}
-    )
-    registry = Registry(config)
-    run = MlflowRun.open(server.uri, "serving", "run", None)
-    uri = package.upload(run.run_id, registry.name, 4, folder, {"step": 4})
-    registry.promote(registry.create(uri, run.run_id, "# a card", {"step": "4"}))
-    return registry.name
+    name = "served.by-tests"
+    registry, version = publish(server.uri, name, checkpoint, tmp_path_factory.mktemp("package"))
+    registry.promote(version)
+    return name
 
 
 @pytest.fixture(scope="module")
@@ -104,37 +90,6 @@ def environment_without_us(folder: Path) -> Path:
     failed = subprocess.run(importing, cwd=folder, capture_output=True, text=True, check=False)
     assert "No module named 'ddpm_core'" in failed.stderr
     return binaries
-
-
-def ask(url: str, body: Any) -> tuple[int, Any]:
-    """Status, and the answer's predictions or its message."""
-    asked = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(asked, timeout=60) as response:
-            return response.status, json.load(response)["predictions"]
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)["message"]
-
-
-def pixels(answer: dict[str, Any]) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(answer["image"]))))
-
-
-def drawn(checkpoint: Checkpoint, count: int, **settings: Any) -> np.ndarray:
-    """What `ddpm sample` draws with the model's own settings, or others."""
-    own = {"ema": 0.9, "seed": 5, "sampler": "ddim", "steps": 5, **settings}
-    sample = checkpoint.params.sample.model_copy(update=own)
-    model = checkpoint.load(sample.ema, "cpu")
-    generator = Generator(model, checkpoint.data, sample, checkpoint.params.diffusion)
-    return generator.images(range(count))
-
-
-def assert_same_images(answers: list[dict[str, Any]], expected: np.ndarray) -> None:
-    """Equal to rounding: how many images are drawn at once may turn a pixel's last bit."""
-    served = np.stack([pixels(answer) for answer in answers]).astype(int)
-    assert np.abs(served - expected[..., 0].astype(int)).max() <= 1
 
 
 # Served from another folder, without this project

@@ -8,4 +8,6 @@ models     versions on the server: found, downloaded, tagged
 request    a request to a served model, and what is wrong with it
 serving    the model as MLflow serves it
 served     the script that MLflow loads
+current    the champion of the moment, found again and again
+server     HTTP around it: `ddpm serve`
 """

@@ -117,9 +117,14 @@ def download(config: Config, origin: str) -> Path:
 
 def fetch(origin: str) -> Path:
     """Download the checkpoint folder of a version, to be gone when the process ends."""
-    mlflow = require("mlflow", "tracking")
     place = tempfile.mkdtemp(prefix="ddpm-model-")
     atexit.register(shutil.rmtree, place, ignore_errors=True)
+    return fetch_to(origin, place)
+
+
+def fetch_to(origin: str, place: str) -> Path:
+    """Download the checkpoint folder of a version into the folder `place`."""
+    mlflow = require("mlflow", "tracking")
     path = mlflow.artifacts.download_artifacts(f"{origin}/artifacts/{CHECKPOINT}", dst_path=place)
     return Path(path)
 

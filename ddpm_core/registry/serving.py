@@ -27,9 +27,18 @@ class Served(PythonModel):  # type: ignore[misc]
     """Answers requests (see request.FIELDS) with images, their numbers and their settings."""
 
     def load_context(self, context: Any) -> None:
-        self._checkpoint = Checkpoint.open(Path(context.artifacts[CHECKPOINT]))
+        self.load(Path(context.artifacts[CHECKPOINT]))
+
+    def load(self, folder: Path) -> None:
+        """Read a checkpoint folder, which is not needed afterwards. Raises Corrupt."""
+        self._checkpoint = Checkpoint.open(folder)
         ema = self._checkpoint.params.sample.ema
         self._model = self._checkpoint.load(ema, choose_device("auto"))
+
+    def try_out(self) -> None:
+        """Draw one image in one step. Raises what a request would."""
+        texts = self._model.config.conditioning == "text"
+        self.predict(None, [{"n": 1, "steps": 1, "prompt": "" if texts else None}])  # type: ignore[no-untyped-call]
 
     # MLflow would take hints for the types of a request, and warn of these.
     def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
