@@ -1,0 +1,224 @@
+"""What is applied to a cluster: known to the API, restricted, and of one piece."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import yaml
+from documents import (
+    JOBS,
+    PLATFORM,
+    Document,
+    containers,
+    mistakes,
+    named,
+    quantity,
+    read,
+    requested,
+    templates,
+)
+
+from ddpm_core import params
+from ddpm_core.config import Config
+from ddpm_core.generate.plan import shards
+
+ALL = [*read(PLATFORM), *read(JOBS)]
+PODS = [(d["metadata"]["name"], t, n) for d in ALL for t, n in templates(d)]
+
+
+def configmap() -> dict[str, str]:
+    data: dict[str, str] = named(ALL, "ConfigMap")["ddpm-params"]["data"]
+    return data
+
+
+def config() -> Config:
+    return params.validate(yaml.safe_load(configmap()["params.yaml"]))
+
+
+def test_every_document_is_what_the_api_knows() -> None:
+    assert len(ALL) > 20
+    for document in ALL:
+        assert mistakes(document) == [], document["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (["spec", "template", "spec", "containerz"], [], "no such field"),
+        (["spec", "backoffLimit"], "3", "int is needed"),
+        (["spec", "template", "spec", "containers"], None, "list is needed"),
+        (["spec", "template", "spec", "volumes", 0, "name"], None, "str is needed"),
+    ],
+)
+def test_a_document_that_the_api_does_not_know_is_found(
+    path: list[Any], value: Any, told: str
+) -> None:
+    document = copy.deepcopy(named(ALL, "Job")["ddpm-sample"])
+    place: Any = document
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    assert any(told in mistake for mistake in mistakes(document))
+
+
+def test_one_apply_is_enough_for_an_empty_cluster() -> None:
+    """Documents are made in the order of the files: the namespace comes first."""
+    assert ALL[0]["kind"] == "Namespace"
+    place = ALL[0]["metadata"]["name"]
+    assert {d["metadata"].get("namespace") for d in ALL[1:]} == {place}
+    labels = ALL[0]["metadata"]["labels"]
+    modes = ("enforce", "audit", "warn")
+    assert {labels[f"pod-security.kubernetes.io/{mode}"] for mode in modes} == {"restricted"}
+    for folder in (PLATFORM, JOBS):
+        listed = yaml.safe_load((folder / "Kustomization").read_text())["resources"]
+        assert listed == sorted(file.name for file in folder.glob("*.yaml"))
+
+
+def test_every_container_is_restricted_and_runs_the_image_that_is_named_once() -> None:
+    image = yaml.safe_load((PLATFORM / "image" / "Kustomization").read_text())["images"][0]
+    wanted = f"{image['name']}:{image['newTag']}"
+    assert image["name"] == image["newName"]
+    for name, template, _ in PODS:
+        pod = template["spec"]
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"] is True and security["runAsUser"] == 1000, name
+        assert security["fsGroup"] == 1000, name
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        writable = {v["name"] for v in pod["volumes"] if "configMap" not in v}
+        for container in containers(template):
+            own = container["securityContext"]
+            assert own["allowPrivilegeEscalation"] is False, name
+            assert own["readOnlyRootFilesystem"] is True, name
+            assert own["capabilities"] == {"drop": ["ALL"]}, name
+            assert container["image"] == wanted, name
+            assert container["imagePullPolicy"] == "IfNotPresent", name
+            mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+            assert mounts["/tmp"] in writable, name
+
+
+def test_only_the_launcher_has_a_token_and_just_its_verbs() -> None:
+    accounts = named(ALL, "ServiceAccount")
+    with_token = {n for n, a in accounts.items() if a["automountServiceAccountToken"]}
+    assert with_token == {"ddpm-launcher"}
+    assert all(t["spec"]["automountServiceAccountToken"] is False for _, t, _ in PODS)
+    [role] = named(ALL, "Role").values()
+    [binding] = named(ALL, "RoleBinding").values()
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert [s["name"] for s in binding["subjects"]] == ["ddpm-launcher"]
+    told = [set(rule[key]) for rule in role["rules"] for key in ("resources", "verbs", "apiGroups")]
+    assert not {"*", "secrets"} & set().union(*told)
+
+
+def test_whatever_a_pod_names_is_there() -> None:
+    there = {kind: set(named(ALL, kind)) for kind in ("ServiceAccount", "ConfigMap", "Service")}
+    claims = set(named(ALL, "PersistentVolumeClaim"))
+    for name, template, _ in PODS:
+        pod = template["spec"]
+        assert pod["serviceAccountName"] in there["ServiceAccount"], name
+        volumes = {v["name"]: v for v in pod["volumes"]}
+        for volume in volumes.values():
+            assert volume.get("configMap", {}).get("name", "ddpm-params") in there["ConfigMap"]
+            assert volume.get("persistentVolumeClaim", {}).get("claimName", "mlflow") in claims
+        for container in containers(template):
+            assert {m["name"] for m in container["volumeMounts"]} == set(volumes), name
+            for variable in container.get("env", []):
+                if source := variable.get("valueFrom"):
+                    assert source["configMapKeyRef"]["key"] in configmap(), name
+            for source in container.get("envFrom", []):
+                assert source["secretRef"] == {"name": "ddpm-s3", "optional": True}, name
+    for service in named(ALL, "Service").values():
+        chosen = [t for _, t, _ in PODS if selects(service["spec"]["selector"], t)]
+        assert len(chosen) == 1, service["metadata"]
+        ports = {p["name"] for c in containers(chosen[0]) for p in c.get("ports", [])}
+        assert {p["targetPort"] for p in service["spec"]["ports"]} <= ports
+
+
+def selects(wanted: dict[str, str], template: Document) -> bool:
+    labels = template["metadata"]["labels"]
+    return all(labels.get(key) == value for key, value in wanted.items())
+
+
+def test_policies_deny_all_and_open_what_some_pod_uses() -> None:
+    policies = named(ALL, "NetworkPolicy")
+    deny = policies.pop("ddpm-deny-all")["spec"]
+    assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    carried = set(itertools.chain(*(t["metadata"]["labels"].items() for _, t, _ in PODS)))
+    # What the operator writes on its pods, and the launcher of a PyTorchJob, which is KFP's pod.
+    carried |= {("training.kubeflow.org/operator-name", "pytorchjob-controller")}
+    carried |= {("ddpm.io/uses-api", "true")}
+    for name, policy in policies.items():
+        rules = [r for key in ("ingress", "egress") for r in policy["spec"].get(key, [])]
+        peers = [p for rule in rules for key in ("from", "to") for p in rule.get(key, [])]
+        own = [
+            p["podSelector"] for p in peers if "namespaceSelector" not in p and "ipBlock" not in p
+        ]
+        for selector in [policy["spec"]["podSelector"], *own]:
+            assert set(selector.get("matchLabels", {}).items()) <= carried, name
+        assert rules and all(
+            rule.get("ports") or rule.get("to") or rule.get("from") for rule in rules
+        )
+
+
+def test_who_tracks_may_reach_mlflow_and_nobody_else() -> None:
+    track = {"ddpm-champion", "ddpm-train", "ddpm-evaluate"}
+    labelled = {n for n, t, _ in PODS if t["metadata"]["labels"].get("ddpm.io/uses-mlflow")}
+    assert labelled == track
+    service = named(ALL, "Service")["mlflow"]
+    port = service["spec"]["ports"][0]["port"]
+    assert config().tracking.uri == f"http://{service['metadata']['name']}:{port}"
+
+
+def test_all_together_fit_a_node_of_two_cores_and_the_quota() -> None:
+    total = {
+        f"{kind}.{what}": sum(n * requested(t, what, kind) for _, t, n in PODS)
+        for kind in ("requests", "limits")
+        for what in ("cpu", "memory")
+    }
+    assert total["requests.cpu"] <= 1.0
+    assert total["requests.memory"] <= 6 * 2**30
+    hard = named(ALL, "ResourceQuota")["ddpm"]["spec"]["hard"]
+    for name, taken in total.items():
+        # Twice: jobs that are replaced are still ending when the new ones start.
+        assert 2 * taken <= quantity(hard[name]), name
+    assert 2 * sum(n for _, _, n in PODS) <= quantity(hard["pods"])
+
+
+def test_the_jobs_are_of_the_params() -> None:
+    """Every shard has images, each pod draws one, and nodes of other kinds draw the same."""
+    sample = config().sample
+    job = named(ALL, "Job")["ddpm-sample"]["spec"]
+    assert job["completions"] == job["parallelism"] == sample.shards
+    assert (
+        f"--shard=$(JOB_COMPLETION_INDEX)/{sample.shards}"
+        in job["template"]["spec"]["containers"][0]["args"]
+    )
+    assert all(shard.chunks for shard in shards(sample))
+    assert sample.precision != "auto" and sample.checkpoints != "best"
+
+
+def test_jobs_wait_for_what_they_need_with_a_limit() -> None:
+    waits = {"ddpm-train": "prepare", "ddpm-sample": "train", "ddpm-evaluate": "sample"}
+    for name, template, _ in PODS:
+        first = containers(template)[0]
+        if name in waits:
+            assert first["args"][:3] == ["wait", waits[name], "--limit"], name
+        else:
+            assert "wait" not in first["args"], name
+
+
+def test_training_starts_again_and_has_time_to_save() -> None:
+    spec = named(ALL, "PyTorchJob")["ddpm-train"]["spec"]
+    elastic = spec["elasticPolicy"]
+    assert set(spec["pytorchReplicaSpecs"]) == {"Worker"}
+    assert elastic["rdzvBackend"] == "c10d" and elastic["rdzvId"] and elastic["maxRestarts"] > 0
+    worker = spec["pytorchReplicaSpecs"]["Worker"]
+    assert elastic["minReplicas"] < elastic["maxReplicas"] == worker["replicas"]
+    [trainer] = worker["template"]["spec"]["containers"]
+    assert trainer["name"] == "pytorch"
+    environment = {v["name"]: v.get("value") for v in trainer["env"]}
+    shutdown = float(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    assert 30 < shutdown < worker["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
