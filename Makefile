@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults lint lock clean
+.PHONY: help demo test test-cluster test-faults image lint lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,14 @@ demo: .venv/installed  ## digits from nothing to a registered model, in a few mi
 
 test: lint  ## lint, types, then every test that needs no cluster
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-cluster: .venv/installed  ## the tests on the Kubernetes that KUBECONFIG names
+	$(BIN)/pytest tests/cluster -n 3 --dist loadfile --no-loadscope-reorder --timeout 900
+
+IMAGE ?= ddpm:dev
+BUILDER ?= docker
+image:  ## build IMAGE with BUILDER: docker, podman or buildah
+	$(BUILDER) build -t $(IMAGE) --build-arg REVISION=$$(git rev-parse HEAD) .
 
 COUNT ?= 120
 SEED ?= 0

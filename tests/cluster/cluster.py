@@ -1,0 +1,229 @@
+"""The cluster that KUBECONFIG names, through kubectl: a namespace, and what happens in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+IMAGE = os.environ.get("DDPM_IMAGE", "ddpm:dev")
+
+Document = dict[str, Any]
+
+# What Pod Security `restricted` asks of a pod and its container, and a root that stays as it is.
+POD_SECURITY = {
+    "runAsNonRoot": True,
+    "runAsUser": 1000,
+    "runAsGroup": 1000,
+    "fsGroup": 1000,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+CONTAINER_SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+class KubectlFailed(AssertionError):
+    """kubectl ended with an error; the text is what it said."""
+
+
+def kubectl(*arguments: str, given: str | None = None, seconds: float = 120) -> str:
+    """What kubectl prints."""
+    done = subprocess.run(
+        ["kubectl", *arguments], input=given, capture_output=True, text=True, timeout=seconds
+    )
+    if done.returncode:
+        raise KubectlFailed(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def documents(*paths: Path) -> list[Document]:
+    """The documents of YAML files, or of the YAML files that lie directly in folders, in order."""
+    files = [f for p in paths for f in (sorted(p.glob("*.yaml")) if p.is_dir() else [p])]
+    return [d for f in files for d in yaml.safe_load_all(f.read_text(encoding="utf-8")) if d]
+
+
+def wait_until(
+    condition: Callable[[], Any], what: str | Callable[[], str], seconds: float, pause: float = 1.0
+) -> Any:
+    """Ask again and again; the first answer that is true. A question that fails is asked again."""
+    deadline, rest, trouble = time.monotonic() + seconds, threading.Event(), ""
+    while True:
+        try:
+            if answer := condition():
+                return answer
+            trouble = ""
+        except KubectlFailed as error:
+            trouble = f" ({error})"
+        if time.monotonic() > deadline:
+            shown = what() if callable(what) else what
+            raise AssertionError(f"{shown}: not within {seconds:.0f} s{trouble}")
+        rest.wait(pause)
+
+
+class Namespace:
+    """A namespace with the platform of `manifests/`, gone with the tests that used it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    # -- making and ending
+
+    def create(self, platform: bool = True) -> None:
+        """The namespace as manifests/ has it, and with `platform` all else that lies there."""
+        everything = documents(ROOT / "manifests")
+        (own,) = [d for d in everything if d["kind"] == "Namespace"]
+        own["metadata"]["name"] = self.name
+        kubectl("apply", "-f", "-", given=yaml.safe_dump(own))
+        if platform:
+            self.apply(d for d in everything if d["kind"] != "Namespace")
+
+    def delete(self, wait: bool = False) -> None:
+        kubectl("delete", "namespace", self.name, "--ignore-not-found", f"--wait={wait}".lower())
+
+    # -- objects
+
+    def kubectl(self, *arguments: str, given: str | None = None, seconds: float = 120) -> str:
+        return kubectl("--namespace", self.name, *arguments, given=given, seconds=seconds)
+
+    def apply(self, wanted: Iterable[Document] | Document) -> None:
+        """Apply documents here, with the image under test, whatever namespace they name."""
+        given = [wanted] if isinstance(wanted, dict) else list(wanted)
+        for document in given:
+            document.get("metadata", {}).pop("namespace", None)
+            for subject in document.get("subjects", []):
+                subject["namespace"] = self.name
+        text = yaml.safe_dump_all(given).replace("ddpm:dev", IMAGE)
+        self.kubectl("apply", "-f", "-", given=text)
+
+    def get(self, kind: str, name: str) -> Document:
+        return dict(json.loads(self.kubectl("get", kind, name, "-o", "json")))
+
+    def list(self, kind: str, selector: str = "") -> list[Document]:
+        told = self.kubectl("get", kind, "-o", "json", *(["-l", selector] if selector else []))
+        return list(json.loads(told)["items"])
+
+    def exists(self, kind: str, name: str) -> bool:
+        return bool(self.kubectl("get", kind, name, "--ignore-not-found", "-o", "name").strip())
+
+    # -- pods
+
+    def pod(
+        self,
+        name: str,
+        command: list[str] | None = None,
+        args: list[str] | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        secret: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        account: str | None = None,
+        claims: Mapping[str, str] | None = None,
+        config_maps: Mapping[str, str] | None = None,
+        memory: str = "1500Mi",
+        restart: str = "Never",
+    ) -> str:
+        """Start a pod of our image under `restricted`; command None: `ddpm` with the args.
+
+        `claims` and `config_maps` say which PersistentVolumeClaim or ConfigMap is mounted at
+        which path; `secret` is put into the environment.
+        """
+        volumes: list[Document] = [
+            {"name": "tmp", "emptyDir": {}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Mi"}},
+        ]
+        mounts = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "shm", "mountPath": "/dev/shm"}]
+        for claim, path in (claims or {}).items():
+            volumes.append({"name": claim, "persistentVolumeClaim": {"claimName": claim}})
+            mounts.append({"name": claim, "mountPath": path})
+        for config_map, path in (config_maps or {}).items():
+            volumes.append({"name": config_map, "configMap": {"name": config_map}})
+            mounts.append({"name": config_map, "mountPath": path})
+        container: Document = {
+            "name": "main",
+            "image": IMAGE,
+            "imagePullPolicy": "IfNotPresent",
+            "env": [{"name": key, "value": value} for key, value in (env or {}).items()],
+            "resources": {
+                "requests": {"cpu": "50m", "memory": "256Mi"},
+                "limits": {"cpu": "2", "memory": memory},
+            },
+            "securityContext": CONTAINER_SECURITY,
+            "volumeMounts": mounts,
+        }
+        container |= {"command": command} if command else {}
+        container |= {"args": args} if args else {}
+        container |= {"envFrom": [{"secretRef": {"name": secret}}]} if secret else {}
+        spec: Document = {
+            "restartPolicy": restart,
+            "securityContext": POD_SECURITY,
+            "automountServiceAccountToken": account is not None,
+            "containers": [container],
+            "volumes": volumes,
+            "terminationGracePeriodSeconds": 5,
+        }
+        spec |= {"serviceAccountName": account} if account else {}
+        meta = {"name": name, "labels": dict(labels or {})}
+        self.apply({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec})
+        return name
+
+    def phase(self, pod: str) -> str:
+        return str(self.get("pod", pod)["status"].get("phase"))
+
+    def finished(self, pod: str, seconds: float = 300) -> str:
+        """The log of a pod that has to succeed."""
+        ended = ("Succeeded", "Failed")
+        wait_until(lambda: self.phase(pod) in ended, f"pod {pod} ends", seconds)
+        log = self.logs(pod)
+        assert self.phase(pod) == "Succeeded", f"pod {pod} failed:\n{log}"
+        return log
+
+    def run(self, name: str, seconds: float = 300, **options: Any) -> str:
+        """Start a pod, wait until it has succeeded, and return its log."""
+        return self.finished(self.pod(name, **options), seconds)
+
+    def logs(self, pod: str, *more: str) -> str:
+        return self.kubectl("logs", pod, "--all-containers", *more)
+
+    def exec(self, pod: str, *command: str) -> str:
+        return self.kubectl("exec", pod, "--", *command)
+
+    def ready(self, deployment: str, seconds: float = 180) -> None:
+        """Wait until all pods of a Deployment are ready."""
+
+        def holds() -> bool:
+            found = self.get("deployment", deployment)
+            wanted, status = found["spec"]["replicas"], found["status"]
+            seen = status.get("observedGeneration", 0) >= found["metadata"]["generation"]
+            return bool(seen and status.get("readyReplicas", 0) == wanted)
+
+        wait_until(holds, f"deployment {deployment} is ready", seconds)
+
+    # -- when something failed
+
+    def explain(self, lines: int = 40) -> str:
+        """Events, the state of each pod, and the end of its logs."""
+        told = [self._asked("get", "pods,jobs,pytorchjobs", "-o", "wide")]
+        told.append(self._asked("get", "events", "--sort-by=.lastTimestamp"))
+        for pod in self._asked("get", "pods", "-o", "name").split():
+            log = self._asked(
+                "logs", pod, "--all-containers", "--prefix", f"--tail={lines}", "--ignore-errors"
+            )
+            told.append(f"--- {pod}\n{log}")
+        return "\n".join(told)
+
+    def _asked(self, *arguments: str) -> str:
+        try:
+            return self.kubectl(*arguments)
+        except (KubectlFailed, subprocess.TimeoutExpired) as error:
+            return str(error)

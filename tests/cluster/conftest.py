@@ -1,0 +1,46 @@
+"""What the tests of a cluster share: a namespace a file, and its story when a test failed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+
+import pytest
+from cluster import Namespace, kubectl
+
+HOW = (
+    "These tests need a Kubernetes cluster with the Training Operator: set KUBECONFIG (kind, "
+    "minikube or GKE will do; docs/kubernetes.md says what to install), load the image, "
+    "`docker build -t ddpm:dev .`, and set DDPM_IMAGE if it has another name there."
+)
+
+
+def pytest_sessionstart() -> None:
+    if not os.environ.get("KUBECONFIG"):
+        pytest.exit(HOW, returncode=2)
+    try:
+        kubectl("get", "crd", "pytorchjobs.kubeflow.org")
+    except (AssertionError, OSError) as error:
+        pytest.exit(f"{error}\n{HOW}", returncode=2)
+
+
+@pytest.fixture(scope="module")
+def namespace(request: pytest.FixtureRequest) -> Iterator[Namespace]:
+    """A namespace of this file with the platform applied; removed with all that is in it."""
+    about = request.module.__name__.removeprefix("test_").replace("_", "-")
+    made = Namespace(f"ddpm-test-{about}-{secrets.token_hex(3)}")
+    made.create()
+    yield made
+    made.delete()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Events, pod states and logs of the namespaces that a failed test used."""
+    report = yield
+    if report.failed:
+        for value in getattr(item, "funcargs", {}).values():
+            if isinstance(value, Namespace):
+                report.sections.append((f"namespace {value.name}", value.explain()))
+    return report
