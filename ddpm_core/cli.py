@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import os
 import signal
@@ -305,6 +306,12 @@ def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
+def join_commands() -> None:
+    """Add the commands of packages that are installed beside this one."""
+    for found in importlib.metadata.entry_points(group="ddpm.commands"):
+        app.add_typer(found.load(), name=found.name)
+
+
 def main() -> None:
     """The installed program."""
     # The first process of a container has no default action: SIGTERM would do nothing, and the
@@ -315,6 +322,7 @@ def main() -> None:
     # runs: on two cores beside one busy process a training step took 4 times as long. Those that
     # sleep at once, with 0, wake late: on two quiet cores it took 1.7 times as long.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    join_commands()
     app()
 
 

@@ -1,0 +1,199 @@
+"""A job, its pods and events as they change: a list, then a watch that goes on where it broke."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+
+import urllib3
+from kubernetes.client.exceptions import ApiException
+
+from ddpm_core.console import Outage
+from ddpm_core.errors import UserError
+from ddpm_kube.cluster import PATIENCE, Cluster, passing, plain, refused, said
+from ddpm_kube.job import GROUP, PLURAL, VERSION
+
+ROUND = 50  # seconds after which a watch that heard nothing begins anew
+TIMES = (5, ROUND + 15)
+JOB_LABEL = "training.kubeflow.org/job-name"
+
+Plain = dict[str, Any]
+
+
+class LostSight(UserError):
+    """The API server is away; the job may well be at work."""
+
+
+@dataclass
+class View:
+    """What is known; `events` are those of this very job and its pods, gone ones included."""
+
+    job: Plain | None = None
+    pods: dict[str, Plain] = field(default_factory=dict)
+    events: list[Plain] = field(default_factory=list)
+    _uids: set[str] = field(default_factory=set)
+    _others: list[Plain] = field(default_factory=list)
+
+    def take(self, kind: str, change: str, thing: Plain) -> None:
+        if kind == "events":
+            self._others.append(thing)
+        elif kind == "jobs":
+            self.job = None if change == "DELETED" else thing
+        elif change == "DELETED":
+            self.pods.pop(thing["metadata"]["name"], None)
+        else:
+            self.pods[thing["metadata"]["name"]] = thing
+        if kind != "events":
+            self._uids.add(thing["metadata"]["uid"])
+        self._sort_events()
+
+    def forget_absent(self, kind: str, there: set[str]) -> None:
+        """A list has come, in which some that were known are missing."""
+        if kind == "pods":
+            self.pods = {name: pod for name, pod in self.pods.items() if name in there}
+        if kind == "jobs" and not there:
+            self.job = None
+
+    def _sort_events(self) -> None:
+        """An event may come before the pod that it is about."""
+        mine = [e for e in self._others if e["involvedObject"].get("uid") in self._uids]
+        known = {event["metadata"]["uid"]: at for at, event in enumerate(self.events)}
+        for event in mine:
+            at = known.get(event["metadata"]["uid"])
+            if at is None:
+                self.events.append(event)
+            else:
+                self.events[at] = event
+        if mine:
+            self._others = [e for e in self._others if e not in mine]
+
+
+class Feed:
+    """Follows one job into a View, by a thread for each kind of thing."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.view = View()
+        self._name = name
+        self._changes: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        space = cluster.namespace
+        self._sources: dict[str, Callable[..., Any]] = {
+            "jobs": partial(
+                cluster.jobs.list_namespaced_custom_object,
+                *(GROUP, VERSION, space, PLURAL),
+                field_selector=f"metadata.name={name}",
+            ),
+            "pods": partial(
+                cluster.core.list_namespaced_pod, space, label_selector=f"{JOB_LABEL}={name}"
+            ),
+            "events": partial(cluster.core.list_namespaced_event, space),
+        }
+
+    def __enter__(self) -> Self:
+        for kind in self._sources:
+            threading.Thread(target=self._follow, args=(kind,), name=kind, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+
+    def wait(self, seconds: float) -> View:
+        """The view after the changes that came within a while. Raises UserError."""
+        with_limit: dict[str, Any] = {"timeout": seconds}
+        try:
+            while True:
+                kind, change, thing = self._changes.get(**with_limit)
+                with_limit = {"block": False}
+                if change == "FAILED":
+                    raise thing
+                if change == "LISTED":
+                    self.view.forget_absent(kind, thing)
+                else:
+                    self.view.take(kind, change, thing)
+        except queue.Empty:
+            return self.view
+
+    def _follow(self, kind: str) -> None:
+        """List, watch; list again when what was known is too old. Ends with what does not pass."""
+        call, outage, since, pause = self._sources[kind], Outage(), time.monotonic(), 0.5
+        while not self._stopped.is_set():
+            try:
+                version = self._list(kind, call)
+                outage.ends(f"The API server tells of {kind} again.")
+                while not self._stopped.is_set():
+                    since, pause = time.monotonic(), 0.5
+                    version = self._watch(kind, call, version)
+            except (ApiException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+                if isinstance(error, ApiException) and error.status == 410:
+                    continue
+                if not passing(error) or time.monotonic() - since > PATIENCE:
+                    self._changes.put((kind, "FAILED", self._sentence(error, kind)))
+                    return
+                outage.begins(f"The API server tells of {kind} no more: {said(error)}.")
+                self._stopped.wait(pause)
+                pause = min(pause * 2, 8.0)
+
+    def _sentence(self, error: Exception, kind: str) -> Exception:
+        if not passing(error):
+            return refused(error, f"watch {kind}")
+        return LostSight(
+            f"The API server did not answer for {PATIENCE:.0f} s ({said(error)}). Whether the job "
+            f"{self._name} goes on is not known; the same command follows it again."
+        )
+
+    def _list(self, kind: str, call: Callable[..., Any]) -> str:
+        page = plain(call(_preload_content=False, _request_timeout=TIMES))
+        there = set()
+        for thing in page["items"]:
+            if self._concerns(kind, thing):
+                there.add(thing["metadata"]["name"])
+                self._changes.put((kind, "ADDED", thing))
+        self._changes.put((kind, "LISTED", there))
+        return str(page["metadata"]["resourceVersion"])
+
+    def _watch(self, kind: str, call: Callable[..., Any], version: str) -> str:
+        """Pass on what happens until the server ends the watch; the version to go on from."""
+        response = call(
+            watch=True,
+            resource_version=version,
+            timeout_seconds=ROUND,
+            allow_watch_bookmarks=True,
+            _preload_content=False,
+            _request_timeout=TIMES,
+        )
+        for line in lines(response):
+            event = json.loads(line)
+            change, thing = event["type"], event["object"]
+            if change == "ERROR":
+                raise ApiException(status=thing.get("code", 500), reason=thing.get("message"))
+            version = thing["metadata"]["resourceVersion"]
+            if change != "BOOKMARK" and self._concerns(kind, thing):
+                self._changes.put((kind, change, thing))
+        return version
+
+    def _concerns(self, kind: str, thing: Plain) -> bool:
+        """Events can't be selected by the start of a name: those of the job and of its pods."""
+        if kind != "events":
+            return True
+        about = str(thing["involvedObject"].get("name", ""))
+        return about == self._name or about.startswith(f"{self._name}-worker-")
+
+
+def lines(response: Any) -> Iterator[bytes]:
+    """The lines of an answer that goes on and on, each as soon as it is whole."""
+    rest = b""
+    try:
+        for part in response.stream(amt=None, decode_content=False):
+            *whole, rest = (rest + part).split(b"\n")
+            yield from whole
+        if rest:
+            yield rest
+    finally:
+        response.close()
+        response.release_conn()
