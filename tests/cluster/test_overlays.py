@@ -1,0 +1,95 @@
+"""Every overlay renders to documents that the API knows, and that the cluster takes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from cluster import Namespace, kubectl
+from documents import JOBS, OVERLAYS, PLATFORM, Document, containers, mistakes, named, templates
+
+RENDERED = [
+    PLATFORM,
+    JOBS,
+    *sorted(file.parent for file in OVERLAYS.glob("*/Kustomization")),
+    *sorted(file.parent for file in OVERLAYS.glob("*/jobs/Kustomization")),
+]
+ELSEWHERE = {"LocalQueue": {"clusterQueue"}}  # Kueue's kinds with their fields
+
+
+@pytest.fixture(scope="module")
+def empty() -> Iterator[Namespace]:
+    made = Namespace(f"ddpm-test-overlays-{secrets.token_hex(3)}")
+    made.create(platform=False)
+    yield made
+    made.delete()
+
+
+def rendered(folder: Path) -> list[Document]:
+    return list(yaml.safe_load_all(kubectl("kustomize", str(folder))))
+
+
+@pytest.mark.parametrize("folder", RENDERED, ids=lambda f: str(f.relative_to(PLATFORM.parent)))
+def test_each_is_valid_and_taken_by_the_cluster(empty: Namespace, folder: Path) -> None:
+    documents = rendered(folder)
+    assert documents
+    own = [d for d in documents if d["kind"] not in ELSEWHERE]
+    for document in own:
+        assert mistakes(document) == []
+    for document in documents:
+        if document not in own:
+            assert set(document["spec"]) == ELSEWHERE[document["kind"]]
+    namespaced = [d for d in own if d["kind"] != "Namespace"]
+    for document in namespaced:
+        document["metadata"]["namespace"] = empty.name
+    given = yaml.safe_dump_all(namespaced)
+    told = kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", given=given)
+    assert told.count("(server dry run)") == len(namespaced)
+
+
+def test_plain_files_and_kustomize_give_the_same() -> None:
+    for folder in (PLATFORM, JOBS):
+        plain = [
+            d for f in sorted(folder.glob("*.yaml")) for d in yaml.safe_load_all(f.read_text())
+        ]
+        key = lambda d: (d["kind"], d["metadata"]["name"])  # noqa: E731
+        assert sorted(rendered(folder), key=key) == sorted(plain, key=key)
+
+
+def test_another_image_is_named_once(tmp_path: Path) -> None:
+    """In a Kustomization of one's own, with the overlays that it combines."""
+    up = Path("../" * len(tmp_path.resolve().parts[1:]))
+    (tmp_path / "Kustomization").write_text(
+        yaml.safe_dump(
+            {
+                "resources": [str(up / str(JOBS)[1:])],
+                "components": [
+                    str(up / str(OVERLAYS / "components" / name)[1:])
+                    for name in ("gpu", "kueue", "s3")
+                ],
+                "images": [{"name": "ddpm", "newName": "registry.example/ddpm", "newTag": "1"}],
+            }
+        )
+    )
+    documents = rendered(tmp_path)
+    pods = [t for d in documents for t, _ in templates(d)]
+    assert {c["image"] for t in pods for c in containers(t)} == {"registry.example/ddpm:1"}
+    assert not any("persistentVolumeClaim" in v for t in pods for v in t["spec"]["volumes"])
+    assert all("kueue.x-k8s.io/queue-name" in d["metadata"]["labels"] for d in documents)
+    gpus = [c["resources"]["limits"].get("nvidia.com/gpu", 0) for t in pods for c in containers(t)]
+    assert gpus.count(1) == 3
+
+
+def test_in_kubeflow_only_our_own_pods_are_bound() -> None:
+    documents = rendered(OVERLAYS / "in-kubeflow") + rendered(OVERLAYS / "in-kubeflow/jobs")
+    assert {d["metadata"]["namespace"] for d in documents} == {"kubeflow"}
+    kinds = {d["kind"] for d in documents}
+    assert not kinds & {"Namespace", "ResourceQuota", "LimitRange"}
+    assert all(d["metadata"]["name"].startswith(("ddpm", "mlflow")) for d in documents)
+    for name, policy in named(documents, "NetworkPolicy").items():
+        chosen = policy["spec"]["podSelector"]["matchLabels"]
+        ours = chosen.get("app.kubernetes.io/name") in ("mlflow", "ddpm-champion")
+        assert ours or chosen["app.kubernetes.io/part-of"] == "ddpm", name
