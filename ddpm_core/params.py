@@ -40,12 +40,24 @@ def load(
     `overrides` are `section.key=value`, the value in YAML. Raises UserError with every mistake.
     """
     given = _read(path) if path is not None else {}
+    return _resolve(given, overrides, workspace, f" in {path}" if path is not None else "")
+
+
+def load_text(
+    text: str, name: str, overrides: Sequence[str] = (), workspace: str | None = None
+) -> Config:
+    """The Config of a params file's text, which errors call by `name`; otherwise as `load`."""
+    return _resolve(_parse(text, name), overrides, workspace, f" in {name}")
+
+
+def _resolve(
+    given: dict[str, Any], overrides: Sequence[str], workspace: str | None, origin: str
+) -> Config:
     mistakes = [mistake for item in overrides if (mistake := _override(given, item))]
     if mistakes:
         raise UserError("\n".join(mistakes))
     if workspace is not None:
         given["workspace"] = workspace
-    origin = f" in {path}" if path is not None else ""
     return _absolute(validate(given, origin))
 
 
@@ -61,18 +73,24 @@ def validate(given: dict[str, Any], origin: str = "") -> Config:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        given = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"Cannot read the params file {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}).") from error
+    return _parse(text, str(path))
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    try:
+        given = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
     if given is None:
         return {}
     if not isinstance(given, dict):
         raise UserError(
-            f"{path} holds a {type(given).__name__}; sections such as `train:` are needed."
+            f"{name} holds a {type(given).__name__}; sections such as `train:` are needed."
         )
     return {str(key): _numbers(value) for key, value in given.items()}
 

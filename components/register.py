@@ -1,0 +1,22 @@
+"""The best checkpoint as a version of the registered model."""
+
+from kfp import dsl
+from kfp.dsl import Markdown, Model, Output
+
+from components import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def register(settings: str, registered: Output[Model], decision: Output[Markdown]) -> str:
+    """Make a version, and champion of it if it beats the last; `models:/NAME/VERSION`."""
+    from ddpm_core.registry.register import register
+    from ddpm_kube import artifacts, steps
+
+    with steps.telling("register"):
+        config, place = steps.opened(settings)
+        record = register(config, place)
+        facts = {**artifacts.model_facts(place, record["step"]), **record}
+        artifacts.put_json(registered, record, facts)
+        name = f"models:/{record['name']}/{record['version']}"
+        artifacts.put(decision, f"**{name}**, step {record['step']}. {record['why']}\n", facts)
+    return name

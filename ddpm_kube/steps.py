@@ -1,0 +1,206 @@
+"""What the components of the pipeline share: settings, what is to be drawn, the gate, the end.
+
+It is installed with the program, so that a component finds it in a pod of the image. It knows
+nothing of KFP: a component is the few lines between the two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ddpm_core import params
+from ddpm_core.config import Config
+from ddpm_core.console import say
+from ddpm_core.errors import Interrupted, UserError
+from ddpm_core.workspace import Workspace
+from ddpm_kube import options
+from ddpm_kube.options import Options
+
+MOUNTED = Path("/etc/ddpm/params.yaml")  # of the ConfigMap ddpm-params
+PASS = "pass"  # what `gate` returns of an evaluation that may be registered
+
+
+@contextmanager
+def telling(step: str) -> Iterator[None]:
+    """Turn our errors into one sentence at the end of a pod's log, and its exit status."""
+    try:
+        yield
+    except UserError as error:
+        say(f"{step}: {error}")
+        raise SystemExit(1) from None
+    except Interrupted as stop:
+        say(str(stop))
+        raise SystemExit(stop.status) from None
+
+
+def settings(
+    text: str, overrides: Sequence[str], workspace: str, source: str = "", tracking: str = ""
+) -> Config:
+    """One Config of the pipeline's inputs; an empty one leaves what the params say.
+
+    `text` is that of a params file; empty: that of the ConfigMap where there is one, else the
+    built-in defaults. `overrides` are `section.key=value` and win over all. Raises UserError with
+    every mistake.
+    """
+    named = {"prepare.source": source, "tracking.uri": tracking}
+    given = [f"{key}={json.dumps(value)}" for key, value in named.items() if value]
+    # What is mounted is read as text too: a link to a path that changes means little in an error.
+    name = "the pipeline's params" if text.strip() else "the ConfigMap's params"
+    if not text.strip() and MOUNTED.is_file():
+        text = MOUNTED.read_text(encoding="utf-8")
+    config = params.load_text(text, name, [*given, *overrides], workspace or None)
+    if config.sample.checkpoints == "best":
+        raise UserError(
+            "sample.checkpoints: best given, but in the pipeline evaluate depends on sample: give "
+            "all, latest or a list of steps."
+        )
+    return config
+
+
+def text(config: Config) -> str:
+    """A Config as the text that the steps hand on."""
+    return json.dumps(config.dump())
+
+
+def opened(settings: str) -> tuple[Config, Workspace]:
+    """What `text` made, and the workspace that it names."""
+    config = params.validate(json.loads(settings))
+    return config, Workspace.open(config.workspace)
+
+
+def train_here(config: Config) -> None:
+    """`ddpm train` in this pod; with `train.processes` in as many workers."""
+    from ddpm_core.training import launcher
+
+    with tempfile.TemporaryDirectory(prefix="ddpm-train-") as folder:
+        file = Path(folder) / "params.yaml"
+        file.write_text(text(config), encoding="utf-8")
+        launcher.train(config, os.environ, ["train", "-p", str(file)])
+
+
+def train(config: Config, backend: str, job: dict[str, Any], run_id: str) -> None:
+    """Train by a PyTorchJob of KFP's run `run_id`, or here. Raises UserError."""
+    check_backend(backend, job, config)
+    if backend == "process":
+        train_here(config)
+        return
+    from ddpm_kube import launch
+
+    launch.train(config, job_options(job, config), run_id, os.environ)
+
+
+def job_options(job: dict[str, Any], config: Config | None) -> Options:
+    """The options of a PyTorchJob: what is given, else what the manifests have."""
+    usual: dict[str, Any] = {"optional_secrets": ["ddpm-s3"]}
+    if config is None or "://" not in config.workspace:
+        usual["volumes"] = [{"claim": "ddpm-workspace", "path": "/workspace"}]
+    return options.read({**usual, **job})
+
+
+def check_backend(backend: str, job: dict[str, Any], config: Config | None) -> None:
+    """Refuse what could not be trained. Without a Config less can be told. Raises UserError."""
+    if backend not in ("pytorchjob", "process"):
+        raise UserError(f"backend: {backend!r} given; pytorchjob or process is needed.")
+    if backend == "process":
+        return
+    read = job_options(job, config)
+    if config is not None:
+        from ddpm_kube.spec import JobSpec
+
+        JobSpec(config, read, "a-run", "a-namespace", read.image or "an-image")
+
+
+def clean_up(backend: str, run_id: str) -> str:
+    """Remove the PyTorchJob of a run if it is still there; what was removed, as a sentence."""
+    if backend != "pytorchjob":
+        return ""
+    from ddpm_kube.gc import remove_run
+    from ddpm_kube.here import find
+
+    try:
+        names = remove_run(find(os.environ).cluster, run_id)
+    except UserError as error:
+        return f"Whether a PyTorchJob is left could not be found out. {error}"
+    return f"Removed the PyTorchJob {', '.join(names)}." if names else ""
+
+
+def parts(config: Config, workspace: Workspace) -> list[str]:
+    """What sampling pods are to do, each `STEP:I/N`: every shard that lacks, or is damaged.
+
+    A checkpoint whose samples are there has one part all the same, which checks them, so that each
+    checkpoint is in the lineage and the loop is never empty.
+    """
+    from ddpm_core.distributed import choose_device
+    from ddpm_core.generate import gather, plan
+    from ddpm_core.generate.parts import Parts
+    from ddpm_core.precision import choose
+
+    precision = choose(config.sample.precision, choose_device(config.device))
+    listed = []
+    for checkpoint in plan.look_at_chosen(config, workspace):
+        recipe = plan.recipe(config, checkpoint, precision)
+        drawn = Parts(workspace, recipe)
+        shards = plan.shards(config.sample)
+        lacking = [shard for shard in shards if drawn.problem(shard)]
+        if gather.complete(workspace, recipe) or not lacking:
+            lacking = shards[:1]
+        listed += [f"{checkpoint.step}:{shard.number}/{shard.of}" for shard in lacking]
+    return listed
+
+
+def draw(config: Config, workspace: Workspace, part: str) -> int:
+    """Draw one of `parts`; the step of its checkpoint."""
+    from ddpm_core.distributed import world
+    from ddpm_core.generate.plan import parse_shard
+    from ddpm_core.generate.sample import sample
+
+    step, _, shard = part.partition(":")
+    chosen = config.sample.model_copy(update={"checkpoints": (int(step),)})
+    one = config.model_copy(update={"sample": chosen})
+    with world(config.device, os.environ) as here:
+        sample(one, workspace, here, parse_shard(shard))
+    return int(step)
+
+
+def gate(results: dict[str, Any], worst: float) -> str:
+    """PASS where the best checkpoint of results.json may be registered, or why not.
+
+    `worst` is the score above which it may not; 0: there is no such limit. The champion is the
+    matter of `register`, which alone knows it.
+    """
+    row: dict[str, Any] = next(
+        (r for r in results["rows"] if r["step"] == results["best"]["step"]), {}
+    )
+    if (row.get("memorisation") or {}).get("verdict") == "copies":
+        return f"The best checkpoint, step {row['step']}, copies training images."
+    if 0 < worst < row["score"]:
+        return (
+            f"The best checkpoint, step {row['step']}, has {row['score_name']} "
+            f"{row['score']:.4g}; at most {worst:g} is wanted."
+        )
+    return PASS
+
+
+def ending(state: str, message: str, inputs: Sequence[Any], cleaned: str = "") -> str:
+    """What became of a run, in Markdown, for its last artifact and log.
+
+    `inputs` are those of `settings`; a mistake in them may be why the run failed.
+    """
+    lines = [f"# The run {state.lower()}", message, cleaned]
+    try:
+        config = settings(*inputs)
+        from ddpm_core import chain
+
+        status = chain.status(config, Workspace.open(config.workspace))
+        lines.append(f"```\n{status}\n```")
+    except (UserError, OSError) as error:
+        lines.append(str(error))
+    if state != "SUCCEEDED":
+        lines.append("Run the pipeline again with the same inputs: what is up to date is skipped.")
+    return "\n\n".join(line for line in lines if line) + "\n"

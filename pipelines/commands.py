@@ -1,0 +1,185 @@
+"""compile, submit, local: what can be done with the pipeline."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from ddpm_core.errors import UserError
+from ddpm_kube import steps
+
+COMPILED = Path(__file__).resolve().parent / "ddpm.yaml"
+
+app = typer.Typer(
+    help="The pipeline for Kubeflow Pipelines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+ImageOption = Annotated[
+    str | None, typer.Option(help="The image of all pods; default: that of components/__init__.py.")
+]
+ParamsOption = Annotated[
+    Path | None, typer.Option("--params", "-p", help="A params file; its text is an input.")
+]
+WorkspaceOption = Annotated[
+    str, typer.Option("--workspace", "-w", help="Where the run lives: a directory, or s3://...")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-S", metavar="SECTION.KEY=VALUE", help="Override one setting."),
+]
+SourceOption = Annotated[str, typer.Option(help="prepare.source; default: that of the params.")]
+WorstOption = Annotated[
+    float, typer.Option(help="The score above which nothing is registered; 0: no limit.")
+]
+
+
+@app.command(name="compile")
+def compile_(
+    context: typer.Context,
+    output: Annotated[Path, typer.Option("--output", "-o")] = COMPILED,
+    image: ImageOption = None,
+) -> None:
+    """Write pipelines/ddpm.yaml."""
+    compiled(context.obj, output, image)
+    typer.echo(output)
+
+
+@app.command()
+def local(
+    context: typer.Context,
+    p: ParamsOption = None,
+    w: WorkspaceOption = "workspace",
+    s: SetOption = None,
+    source: SourceOption = "",
+    worst: WorstOption = 0.0,
+) -> None:
+    """Run the same pipeline here, each task a process; its artifacts lie in WORKSPACE/kfp."""
+    from local import PROCESS, run
+
+    with steps.telling("local"):
+        place = Path(w).absolute()
+        inputs = given(p, s, str(place), source, worst) | PROCESS
+        check(inputs)
+        raise SystemExit(run(context.obj, place / "kfp", inputs))
+
+
+@app.command()
+def submit(
+    context: typer.Context,
+    host: Annotated[
+        str,
+        typer.Option(
+            envvar="KF_PIPELINES_ENDPOINT",
+            help="The KFP server, as in http://localhost:8888 after "
+            "`kubectl port-forward -n kubeflow svc/ml-pipeline 8888`.",
+        ),
+    ],
+    p: ParamsOption = None,
+    w: WorkspaceOption = "/workspace/run",
+    s: SetOption = None,
+    source: SourceOption = "",
+    worst: WorstOption = 0.0,
+    tracking: Annotated[str, typer.Option(help='MLflow\'s URI; "": that of the params.')] = (
+        "http://mlflow:5000"
+    ),
+    backend: Annotated[str, typer.Option(help="pytorchjob, or process.")] = "pytorchjob",
+    job: Annotated[
+        Path | None, typer.Option(help="A YAML file of what the PyTorchJob is to be like.")
+    ] = None,
+    image: ImageOption = None,
+    experiment: Annotated[str, typer.Option(help="KFP's experiment.")] = "ddpm",
+    name: Annotated[str, typer.Option(help="Of the run.")] = "ddpm",
+    namespace: Annotated[str, typer.Option(help="Of a multi-user KFP.")] = "kubeflow",
+    token_file: Annotated[
+        Path | None, typer.Option(help="A file with a bearer token; else $KFP_TOKEN.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
+) -> None:
+    """Run the pipeline on a KFP server."""
+    from submission import Server, follow
+
+    with steps.telling("submit"):
+        inputs = given(p, s, w, source, worst, read_yaml(job) if job else {})
+        inputs |= {"tracking": tracking, "backend": backend}
+        check(inputs)
+        server = Server(host, namespace, token(token_file))
+        run_id = server.create(context.obj, image, experiment, name, inputs)
+        if wait:
+            raise SystemExit(follow(server, run_id))
+
+
+def compiled(pipeline: Any, target: Path, image: str | None = None) -> None:
+    """Write the pipeline as KFP takes it, the same text each time; `image` in place of IMAGE.
+
+    The PyTorchJob's workers have the image of the pod that starts them.
+    """
+    from kfp import compiler
+
+    compiler.Compiler().compile(pipeline, str(target))
+    if image:
+        spec, *platforms = yaml.safe_load_all(target.read_text(encoding="utf-8"))
+        for executor in spec["deploymentSpec"]["executors"].values():
+            executor["container"]["image"] = image
+        target.write_text(yaml.safe_dump_all([spec, *platforms]), encoding="utf-8")
+
+
+def given(
+    params: Path | None,
+    overrides: list[str] | None,
+    workspace: str,
+    source: str,
+    worst: float,
+    job: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The pipeline's inputs, as its signature names them."""
+    try:
+        text = params.read_text(encoding="utf-8") if params else ""
+    except OSError as error:
+        raise UserError(f"Cannot read the params file {params}: {error.strerror}.") from error
+    return {
+        "workspace": workspace,
+        "params": text,
+        "overrides": overrides or [],
+        "source": source,
+        "worst": worst,
+        "job": job or {},
+    }
+
+
+def check(inputs: dict[str, Any]) -> None:
+    """Refuse here what would fail in a pod. Raises UserError.
+
+    Without a params file the ConfigMap in the cluster decides, which is not known here.
+    """
+    names = ("overrides", "workspace", "source", "tracking")
+    config = None
+    if inputs["params"]:
+        config = steps.settings(inputs["params"], *(inputs[name] for name in names))
+    steps.check_backend(inputs["backend"], inputs["job"], config)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no `key: value` pairs.")
+    return found
+
+
+def token(file: Path | None) -> str | None:
+    """A bearer token; it is never an argument, which other users of the machine could see."""
+    if file is None:
+        return os.environ.get("KFP_TOKEN")
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise UserError(f"Cannot read the token in {file}: {error.strerror}.") from error

@@ -1,0 +1,106 @@
+"""The pipeline for Kubeflow Pipelines: prepare, train, sample in parallel, evaluate, register.
+
+python pipelines/ddpm.py compile          # writes pipelines/ddpm.yaml
+python pipelines/ddpm.py submit --help    # runs it on a KFP server
+python pipelines/ddpm.py local            # runs it here, in processes
+"""
+
+import sys
+from pathlib import Path
+
+from kfp import dsl
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # `components` lies beside this folder and is not installed
+    sys.path.insert(0, str(ROOT))
+
+from pods import VOLUME, place  # noqa: E402
+
+from components.evaluate import evaluate  # noqa: E402
+from components.finish import finish  # noqa: E402
+from components.plan import plan  # noqa: E402
+from components.prepare import prepare  # noqa: E402
+from components.register import register  # noqa: E402
+from components.sample import sample  # noqa: E402
+from components.train import train  # noqa: E402
+
+SAMPLERS = 4  # sampling pods at once
+
+
+@dsl.pipeline(name="score", description="Samples of each checkpoint, their scores, and the best.")
+def score(settings: str, worst: float, model: dsl.Input[dsl.Model]) -> None:
+    """A pipeline of its own, whose loop gets `settings` as an input: kfp.local (2.17) gives the
+    item of a loop in place of any other task's output."""
+    planned = plan(settings=settings, model=model)
+    place(planned, cpu="50m", memory="512Mi", hours=1, retries=1, uses=("s3",))
+
+    with dsl.ParallelFor(planned.output, name="sampling", parallelism=SAMPLERS) as part:
+        drawn = sample(settings=settings, part=part)
+        place(drawn, cpu="200m", memory="512Mi", limit="4Gi", hours=24, retries=2, uses=("s3",))
+
+    samples = dsl.Collected(drawn.outputs["samples"])
+    scored = evaluate(settings=settings, worst=worst, samples=samples)
+    tracked = ("s3", "mlflow")
+    place(scored, cpu="200m", memory="1Gi", limit="6Gi", hours=24, retries=1, uses=tracked)
+
+    with dsl.If(scored.outputs["Output"] == "pass", name="gate"):
+        made = register(settings=settings)
+        place(made, cpu="100m", memory="1Gi", limit="4Gi", hours=12, retries=1, uses=tracked)
+
+
+@dsl.pipeline(
+    name="ddpm",
+    description="From a folder of images to a registered diffusion model, with the evidence.",
+)
+def ddpm(
+    workspace: str = f"{VOLUME}/run",
+    params: str = "",
+    overrides: list = [],  # noqa: B006
+    source: str = "",
+    tracking: str = "http://mlflow:5000",
+    backend: str = "pytorchjob",
+    job: dict = {},  # noqa: B006
+    worst: float = 0.0,
+) -> None:
+    """Prepare, train, sample, evaluate and register; at the end, whatever happened, clean up.
+
+    Args:
+        workspace: Where the run lives: a directory of the claim ddpm-workspace, or
+            s3://bucket/prefix.
+        params: The text of a params file; empty: the ConfigMap ddpm-params, else the digits.
+        overrides: `section.key=value`, which win over all.
+        source: prepare.source, for example dvc:REPO#PATH@REV; empty: that of the params.
+        tracking: The URI of MLflow; empty: that of the params.
+        backend: pytorchjob, or process: training in the component's own pod.
+        job: What the PyTorchJob is to be like: workers, resources and so on; empty: the defaults.
+        worst: The score above which the best checkpoint is not registered; 0: no limit.
+    """
+    run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+    inputs = {
+        "workspace": workspace,
+        "params": params,
+        "overrides": overrides,
+        "source": source,
+        "tracking": tracking,
+    }
+    end = finish(**inputs, backend=backend, run_id=run_id)
+    place(end, cpu="50m", memory="512Mi", hours=1, uses=("s3", "api"))
+    with dsl.ExitHandler(end, name="ddpm"):
+        data = prepare(**inputs)
+        place(data, cpu="100m", memory="512Mi", hours=12, retries=1, uses=("s3",))
+        settings = data.outputs["Output"]
+
+        trained = train(
+            settings=settings, backend=backend, job=job, run_id=run_id, data=data.outputs["data"]
+        )
+        # It follows a PyTorchJob, or trains by itself.
+        reached = ("s3", "mlflow", "api")
+        place(trained, cpu="100m", memory="512Mi", limit="4Gi", hours=240, retries=2, uses=reached)
+
+        score(settings=settings, worst=worst, model=trained.outputs["model"])
+
+
+if __name__ == "__main__":
+    from commands import app
+
+    app(obj=ddpm)

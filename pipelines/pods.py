@@ -1,0 +1,45 @@
+"""How a task's pod is set up on Kubernetes; `local` ignores all of it."""
+
+from kfp import dsl, kubernetes
+
+HOUR = 3600
+
+# Fixed names: KFP can't mount a claim that a parameter names only where the workspace is a path.
+CLAIM, VOLUME = "ddpm-workspace", "/workspace"
+PARAMS = "/etc/ddpm"
+S3_KEYS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
+
+
+def place(
+    task: dsl.PipelineTask,
+    cpu: str,
+    memory: str,
+    hours: int,
+    limit: str = "2Gi",
+    retries: int = 0,
+    uses: tuple[str, ...] = (),
+) -> None:
+    """Where and how a task's pod runs.
+
+    `cpu` and `memory` are requested, `limit` is that of memory. `uses` names what the network
+    policies open. The pod runs as uid 1000; that its root is read-only cannot be said to KFP.
+    """
+    # A cache hit would be told by the inputs alone, and serve what is gone from the workspace; the
+    # verbs look into it, and skip what is up to date.
+    task.set_caching_options(False)
+    task.set_cpu_request(cpu).set_cpu_limit("2").set_memory_request(memory)
+    task.set_memory_limit(limit)
+    if retries:
+        task.set_retry(
+            retries, backoff_duration="5s", backoff_factor=2, backoff_max_duration="300s"
+        )
+    kubernetes.set_timeout(task, hours * HOUR)
+    kubernetes.set_security_context(task, run_as_user=1000, run_as_group=1000, run_as_non_root=True)
+    kubernetes.set_image_pull_policy(task, "IfNotPresent")
+    kubernetes.mount_pvc(task, pvc_name=CLAIM, mount_path=VOLUME)
+    kubernetes.use_config_map_as_volume(task, "ddpm-params", mount_path=PARAMS, optional=True)
+    kubernetes.use_secret_as_env(task, "ddpm-s3", {key: key for key in S3_KEYS}, optional=True)
+    kubernetes.empty_dir_mount(task, volume_name="tmp", mount_path="/tmp")
+    kubernetes.empty_dir_mount(task, volume_name="shm", mount_path="/dev/shm", medium="Memory")
+    for used in uses:
+        kubernetes.add_pod_label(task, f"ddpm.io/uses-{used}", "true")
