@@ -32,10 +32,14 @@ class LostSight(UserError):
 
 @dataclass
 class View:
-    """What is known; `events` are those of this very job and its pods, gone ones included."""
+    """What is known; `events` are those of this very job and its pods, gone ones included.
+
+    `last` is how each pod was seen last: the operator deletes those of a job that failed.
+    """
 
     job: Plain | None = None
     pods: dict[str, Plain] = field(default_factory=dict)
+    last: dict[str, Plain] = field(default_factory=dict)
     events: list[Plain] = field(default_factory=list)
     _uids: set[str] = field(default_factory=set)
     _others: list[Plain] = field(default_factory=list)
@@ -48,7 +52,7 @@ class View:
         elif change == "DELETED":
             self.pods.pop(thing["metadata"]["name"], None)
         else:
-            self.pods[thing["metadata"]["name"]] = thing
+            self.pods[thing["metadata"]["name"]] = self.last[thing["metadata"]["name"]] = thing
         if kind != "events":
             self._uids.add(thing["metadata"]["uid"])
         self._sort_events()

@@ -73,7 +73,7 @@ class Judge:
         own = [s for sentences in logs.sentences.values() for s in sentences]
         if own:
             return f"The workers ended with: {own[-1]}"
-        parts = [f"{short(name)}: {ended(pod)}" for name, pod in sorted(view.pods.items())]
+        parts = [f"{short(name)}: {ended(pod)}" for name, pod in sorted(view.last.items())]
         return f"The job failed: {message}. {'; '.join(parts)}".rstrip(". ") + "."
 
     def _problem(self, view: View, found: list[Problem], now: float) -> str:

@@ -85,14 +85,6 @@ def preview(
     return build(specify(config, options, run_id, here, stage), here.owner)
 
 
-def check(config: Config, options: Options, run_id: str = "run") -> None:
-    """Refuse what can't work, before anything runs. Raises UserError with every mistake.
-
-    The image is not asked for: that of the launcher's pod may serve.
-    """
-    JobSpec(config, options, run_id, "default", options.image or "that of the launcher")
-
-
 def specify(config: Config, options: Options, run_id: str, here: Here, stage: str) -> JobSpec:
     image = options.image or here.image
     return JobSpec(config, options, run_id, here.cluster.namespace, image, stage)
@@ -169,7 +161,7 @@ def follow(cluster: Cluster, spec: JobSpec, patience: float) -> None:
 
 def explain(view: View, logs: Logs) -> None:
     """All that is known of a failed job, before it is gone."""
-    for name, pod in sorted(view.pods.items()):
+    for name, pod in sorted(view.last.items()):
         say(f"--- {short(name)}: {ended(pod)}; its last lines:")
         for line in logs.tails.get(name, ()):
             say(f"    {line}")

@@ -61,7 +61,7 @@ class Options(Section):
     min_replicas: Positive = Field(1, description="training goes on while this many workers run")
     max_replicas: Positive = Field(1, description="how many are asked for, and may ever be")
     processes: Positive | None = Field(
-        None, description="in each worker's pod; empty: train.processes, auto being one a GPU"
+        None, description="in each worker's pod; empty: one a GPU, else train.processes"
     )
     cpu: Quantity = "500m"
     cpu_limit: Quantity | None = Field(None, description="empty: as much as cpu")

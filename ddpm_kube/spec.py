@@ -48,8 +48,8 @@ class JobSpec:
     @property
     def processes(self) -> int:
         """In each pod."""
-        wanted = self.options.processes or self.config.train.processes
-        return max(1, self.options.gpu) if wanted == "auto" else int(wanted)
+        wanted = self.options.processes or self.options.gpu or self.config.train.processes
+        return 1 if wanted == "auto" else int(wanted)
 
     @property
     def tracks_by_http(self) -> bool:
