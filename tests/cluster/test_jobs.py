@@ -1,0 +1,227 @@
+"""The chain of manifests/jobs: to a registered model, by pods that wait, killed or not."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from cluster import IMAGE, ROOT, Document, Namespace, documents, wait_until
+
+TINY = """
+seed: 3
+prepare: {source: digits, image_size: 8, workers: 1}
+model: {channels: 8, multipliers: [1, 2], blocks: 1, attention: [4]}
+diffusion: {timesteps: 100}
+train: {steps: 12, batch_size: 8, precision: fp32, snapshot_every: 6, milestone_every: 6,
+        log_every: 2, grid: 4, ema: [0.9], optimizer: {warmup: 2}}
+sample: {count: 240, batch_size: 6, steps: 60, shards: 4, precision: fp32, checkpoints: latest}
+tracking: {uri: "http://mlflow:5000", experiment: ddpm}
+"""
+JOBS = ("ddpm-prepare", "ddpm-sample", "ddpm-evaluate")
+# Who a process is, and where it may write.
+WHO = """
+import json, os, pathlib
+def writes(folder):
+    try:
+        file = pathlib.Path(folder, ".probe")
+        file.write_text("x")
+        file.unlink()
+    except OSError:
+        return False
+    return True
+folders = ("/", "/opt", "/usr/local", "/etc/ddpm", "/tmp", "/dev/shm", "/workspace")
+told = {folder: writes(folder) for folder in folders if os.path.isdir(folder)}
+print(json.dumps({"uid": os.getuid(), "gid": os.getgid(), "writes": told,
+                  "token": os.path.exists("/var/run/secrets/kubernetes.io")}))
+"""
+# The bytes of all images of a workspace, in order, whoever drew them.
+DIGEST = """
+import hashlib, pathlib, sys
+import numpy as np
+for root in sys.argv[1:]:
+    digest, count = hashlib.sha256(), 0
+    for folder in sorted(pathlib.Path(root, "samples").glob("step-*")):
+        assert (folder / "manifest.json").exists(), folder
+        for shard in sorted(folder.glob("shard-*.npy")):
+            images = np.load(shard)
+            digest.update(images.tobytes())
+            count += len(images)
+    print(count, digest.hexdigest(), sep=":")
+"""
+ALIAS = """
+import json, urllib.request
+url = "http://127.0.0.1:5000/api/2.0/mlflow/registered-models/alias?name=ddpm&alias=champion"
+print(json.load(urllib.request.urlopen(url, timeout=30))["model_version"]["version"])
+"""
+# `ddpm sample` by one process alone, from the same snapshots.
+ALONE = """
+import pathlib, shutil, sys
+for name in ("data", "snapshots"):
+    shutil.copytree(f"/workspace/run/{name}", f"/workspace/alone/{name}", dirs_exist_ok=True)
+from ddpm_core.cli import main
+sys.argv = ["ddpm", "sample", "-p", "/etc/ddpm/params.yaml", "-w", "/workspace/alone"]
+main()
+"""
+
+
+def rendered(*names: str) -> list[Document]:
+    """The documents of manifests/jobs, of these names or all, for a namespace of tests."""
+    found = [d for d in documents(ROOT / "manifests" / "jobs") if not names or of(d) in names]
+    for document in found:
+        document["metadata"].pop("namespace")
+    return found
+
+
+def of(document: Document) -> str:
+    return str(document["metadata"]["name"])
+
+
+def configure(namespace: Namespace, **sample: Any) -> None:
+    settings = yaml.safe_load(TINY)
+    settings["sample"] |= sample
+    [configmap] = documents(ROOT / "manifests" / "20-params.yaml")
+    configmap["data"]["params.yaml"] = yaml.safe_dump(settings)
+    namespace.apply(configmap)
+
+
+def pods(namespace: Namespace, job: str) -> list[Document]:
+    return namespace.list("pods", f"app.kubernetes.io/name={job}")
+
+
+def waiting(namespace: Namespace) -> list[tuple[str, str]]:
+    """(pod, what it says) of the pods whose init container waits."""
+    names = [of(p) for job in ("ddpm-train", *JOBS) for p in pods(namespace, job)]
+    return [(name, namespace.kubectl("logs", name, "-c", "wait")) for name in names]
+
+
+def done(namespace: Namespace, job: str) -> bool:
+    """Whether a Job is complete. Fails at once where it has failed."""
+    conditions = namespace.get("job", job).get("status", {}).get("conditions", [])
+    held = {c["type"] for c in conditions if c["status"] == "True"}
+    assert "Failed" not in held, conditions
+    return "Complete" in held
+
+
+def finish(namespace: Namespace, seconds: float = 420) -> None:
+    for job in JOBS:
+        wait_until(lambda job=job: done(namespace, job), f"job {job} completes", seconds)
+
+
+def trained(namespace: Namespace) -> bool:
+    conditions = namespace.get("pytorchjob", "ddpm-train").get("status", {}).get("conditions", [])
+    held = {c["type"] for c in conditions if c["status"] == "True"}
+    assert "Failed" not in held, conditions
+    return "Succeeded" in held
+
+
+def ask(namespace: Namespace, name: str, program: str, *arguments: str) -> str:
+    """What a pod with the workspace and the params says."""
+    return namespace.run(
+        name,
+        command=["python", "-c", program, *arguments],
+        env={"OMP_NUM_THREADS": "1"},
+        claims={"ddpm-workspace": "/workspace"},
+        config_maps={"ddpm-params": "/etc/ddpm"},
+        seconds=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def chain(namespace: Namespace) -> Iterator[Namespace]:
+    """All but the first job applied, so that they wait."""
+    configure(namespace)
+    namespace.apply(rendered("ddpm-train", "ddpm-sample", "ddpm-evaluate"))
+    wait_until(
+        lambda: len(said := waiting(namespace)) == 7 and all("wait: " in log for _, log in said),
+        "seven pods wait",
+        240,
+    )
+    yield namespace
+
+
+def test_each_waits_for_its_input_and_says_so_as_user_1000_on_a_root_that_stays(
+    chain: Namespace,
+) -> None:
+    for name, log in waiting(chain):
+        assert ": prepare: there are no data yet." in log, name
+        found = json.loads(chain.kubectl("exec", name, "-c", "wait", "--", "python", "-c", WHO))
+        writable = {folder for folder, may in found["writes"].items() if may}
+        assert writable == {"/tmp", "/dev/shm", "/workspace"}, name
+        assert {"/", "/etc/ddpm"} <= set(found["writes"]), name
+        assert (found["uid"], found["gid"], found["token"]) == (1000, 1000, False), name
+
+
+def test_a_waiting_pod_ends_when_it_is_told_to(chain: Namespace) -> None:
+    """At once, not at the end of its grace period of 30 s; and another takes its place."""
+    [evaluate] = pods(chain, "ddpm-evaluate")
+    began = time.monotonic()
+    chain.kubectl("delete", "pod", of(evaluate))
+    assert time.monotonic() - began < 20
+
+
+def test_a_killed_sampling_pod_is_drawn_again_alone_and_a_model_is_registered(
+    chain: Namespace,
+) -> None:
+    chain.apply(rendered("ddpm-prepare"))
+    victim = wait_until(lambda: drawing(chain), "a sampling pod draws", 420, pause=0.2)
+    before = {index_of(p): p["metadata"]["uid"] for p in pods(chain, "ddpm-sample")}
+    chain.kubectl("delete", "pod", of(victim), "--grace-period=1", "--wait=false")
+    finish(chain)
+    assert trained(chain)
+    after: dict[str, list[str]] = {}
+    for pod in pods(chain, "ddpm-sample"):
+        after.setdefault(index_of(pod), []).append(pod["metadata"]["uid"])
+    killed = index_of(victim)
+    assert after.keys() == before.keys()
+    assert after[killed] and before[killed] not in after[killed]
+    assert all(after[i] == [before[i]] for i in before if i != killed)
+    server = wait_until(lambda: pods(chain, "mlflow"), "MLflow's pod", 60)[0]
+    assert chain.exec(of(server), "python", "-c", ALIAS).strip() == "1"
+    chain.ready("ddpm-champion", 180)
+
+
+def index_of(pod: Document) -> str:
+    return str(pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"])
+
+
+def drawing(namespace: Namespace) -> Document | None:
+    """A sampling pod that has drawn some of its ten batches and not all."""
+    for pod in pods(namespace, "ddpm-sample"):
+        if pod["status"]["phase"] == "Running":
+            mine = f"/workspace/run/samples/*/parts-*/chunk-0000{index_of(pod)}*"
+            command = ("sh", "-c", f"ls {mine} 2>/dev/null | wc -l")
+            listed = namespace.kubectl("exec", of(pod), "-c", "sample", "--", *command)
+            if 1 <= int(listed) <= 7:
+                return pod
+    return None
+
+
+def test_four_pods_of_which_one_was_killed_draw_the_bytes_of_one(chain: Namespace) -> None:
+    finish(chain)
+    ask(chain, "alone", ALONE)
+    four, one = ask(chain, "digest", DIGEST, "/workspace/run", "/workspace/alone").split()
+    assert four == one and four.startswith("240:")
+
+
+def test_running_again_with_other_settings_makes_what_depends_on_them_and_waits_for_that(
+    chain: Namespace,
+) -> None:
+    """As docs/kubernetes.md says; the samples of the run before are those of nobody now."""
+    finish(chain)
+    old = ask(chain, "digest-before", DIGEST, "/workspace/run").strip()
+    configure(chain, seed=8)
+    given = yaml.safe_dump_all(rendered()).replace("ddpm:dev", IMAGE)
+    chain.kubectl("replace", "--force", "-f", "-", given=given, seconds=240)
+    finish(chain)
+    assert trained(chain)
+    [evaluate] = pods(chain, "ddpm-evaluate")
+    assert ": sample: " in chain.kubectl("logs", of(evaluate), "-c", "wait")
+    [prepare] = pods(chain, "ddpm-prepare")
+    assert "up to date" in chain.kubectl("logs", of(prepare))
+    ask(chain, "alone-again", ALONE)
+    four, one = ask(chain, "digest-after", DIGEST, "/workspace/run", "/workspace/alone").split()
+    assert four == one and four.startswith("240:") and four != old
