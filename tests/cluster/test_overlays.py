@@ -79,8 +79,8 @@ def test_another_image_is_named_once(tmp_path: Path) -> None:
     assert {c["image"] for t in pods for c in containers(t)} == {"registry.example/ddpm:1"}
     assert not any("persistentVolumeClaim" in v for t in pods for v in t["spec"]["volumes"])
     assert all("kueue.x-k8s.io/queue-name" in d["metadata"]["labels"] for d in documents)
-    gpus = [c["resources"]["limits"].get("nvidia.com/gpu", 0) for t in pods for c in containers(t)]
-    assert gpus.count(1) == 3
+    gpus = [c["resources"]["limits"].get("nvidia.com/gpu") for t in pods for c in containers(t)]
+    assert gpus.count("1") == 3
 
 
 def test_in_kubeflow_only_our_own_pods_are_bound() -> None:
