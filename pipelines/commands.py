@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import yaml
 from ddpm_core.errors import UserError
 from ddpm_kube import steps
 
+LARGEST = 10_000  # bytes that KFP takes as the inputs of a run
 COMPILED = Path(__file__).resolve().parent / "ddpm.yaml"
 
 app = typer.Typer(
@@ -158,6 +160,11 @@ def check(inputs: dict[str, Any]) -> None:
 
     Without a params file the ConfigMap in the cluster decides, which is not known here.
     """
+    if len(json.dumps(inputs).encode()) > LARGEST:
+        raise UserError(
+            f"The inputs are more than the {LARGEST:,} bytes that KFP takes: leave comments out of "
+            "the params file, or make it the ConfigMap ddpm-params and give none."
+        )
     names = ("overrides", "workspace", "source", "tracking")
     config = None
     if inputs["params"]:

@@ -97,7 +97,8 @@ def ddpm(
         reached = ("s3", "mlflow", "api")
         place(trained, cpu="100m", memory="512Mi", limit="4Gi", hours=240, retries=2, uses=reached)
 
-        score(settings=settings, worst=worst, model=trained.outputs["model"])
+        scored = score(settings=settings, worst=worst, model=trained.outputs["model"])
+        scored.set_caching_options(False)
 
 
 if __name__ == "__main__":

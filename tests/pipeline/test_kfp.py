@@ -1,0 +1,363 @@
+"""The pipeline for KFP: its compiled file, a whole run by kfp.local, and runs that follow it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from components_run import ROOT, Chain  # the next two are found by its path
+
+import commands  # isort: skip
+from ddpm import ddpm  # isort: skip
+from google.protobuf import json_format
+from kfp import components
+from kfp.kubernetes import kubernetes_executor_config_pb2 as platform
+from kfp.pipeline_spec import pipeline_spec_pb2 as spec_pb2
+from mlflow import MlflowClient
+from mlflow_server import QUIET
+from test_dvc import Repository, draw_photos
+
+from ddpm_core.errors import UserError
+
+pytestmark = pytest.mark.timeout(600)  # a whole run, of ten processes that import torch
+COMPILED = ROOT / "pipelines/ddpm.yaml"
+TINY = """
+seed: 3
+device: cpu
+prepare: {image_size: 8, workers: 1}
+model: {channels: 8, multipliers: [1, 2], blocks: 1, attention: [4]}
+diffusion: {timesteps: 50}
+train:
+  steps: 8
+  batch_size: 8
+  log_every: 2
+  snapshot_every: 4
+  milestone_every: 8
+  keep: 2
+  grid: 4
+  optimizer: {warmup: 2}
+  ema: [0.9]
+sample: {count: 20, batch_size: 8, steps: 4, shards: 2}
+evaluate: {metrics: [fid, prdc]}
+"""
+
+
+def pipeline(folder: Path, *arguments: str, status: int = 0) -> str:
+    """What `python pipelines/ddpm.py ARGUMENTS` says; fails on another exit status."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pipelines/ddpm.py"), *arguments],
+        cwd=folder,
+        env={**os.environ, **QUIET, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout[-5000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The pipeline's spec and the platform's, of the checked-in file."""
+    spec, platforms = yaml.safe_load_all(COMPILED.read_text())
+    return spec, platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+
+
+# The compiled file
+
+
+def test_the_checked_in_file_is_what_compile_gives(tmp_path: Path) -> None:
+    made = tmp_path / "ddpm.yaml"
+    commands.compiled(ddpm, made)
+    assert made.read_text() == COMPILED.read_text(), "python pipelines/ddpm.py compile"
+
+
+def test_kfp_loads_it_and_its_schemas_know_every_field(compiled: Any) -> None:
+    spec, platforms = compiled
+    loaded = components.load_component_from_file(str(COMPILED))
+    assert loaded.pipeline_spec.pipeline_info.name == "ddpm"
+    parsed = json_format.ParseDict(spec, spec_pb2.PipelineSpec())
+    assert set(parsed.deployment_spec["executors"].keys()) == set(platforms)
+    for executor in spec["deploymentSpec"]["executors"].values():
+        kind = spec_pb2.PipelineDeploymentConfig.ExecutorSpec()
+        json_format.ParseDict(executor, kind)
+    for config in platforms.values():
+        json_format.ParseDict(config, platform.KubernetesExecutorConfig())
+
+
+def test_every_component_is_ours_installs_nothing_and_is_never_cached(compiled: Any) -> None:
+    spec, platforms = compiled
+    executors = spec["deploymentSpec"]["executors"]
+    wanted = {"evaluate", "finish", "plan", "prepare", "register", "sample", "train"}
+    assert set(executors) == {f"exec-{name}" for name in wanted}
+    assert {e["container"]["image"] for e in executors.values()} == {"ddpm:dev"}
+    for executor in executors.values():
+        assert "pip" not in executor["container"]["command"][2]
+    for task in tasks(spec):
+        assert not task.get("cachingOptions", {}).get("enableCache"), task["taskInfo"]
+    for config in platforms.values():
+        assert config["securityContext"] == {
+            "runAsUser": "1000",
+            "runAsGroup": "1000",
+            "runAsNonRoot": True,
+        }
+        (claim,) = config["pvcMount"]
+        assert (claim["constant"], claim["mountPath"]) == ("ddpm-workspace", "/workspace")
+        assert all(secret["optional"] for secret in config["secretAsEnv"])
+        assert int(config["activeDeadlineSeconds"]) > 0
+
+
+def test_names_types_loops_and_sizes_keep_to_the_limits_of_kfp(compiled: Any) -> None:
+    """Of the API server's length checks, of Kubernetes' labels, and of Argo's workflows in etcd."""
+    spec, platforms = compiled
+    label = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+    assert label.fullmatch(spec["pipelineInfo"]["name"])
+    assert len(spec["pipelineInfo"]["description"]) <= 255
+    for task in tasks(spec):
+        assert label.fullmatch(task["taskInfo"]["name"])
+        assert label.fullmatch(f"exit-hook-root-{task['taskInfo']['name']}")
+    for config in platforms.values():
+        for key, value in config["podMetadata"]["labels"].items():
+            assert len(key) <= 63 and len(value) <= 63
+    loops = [task for task in tasks(spec) if "parameterIterator" in task]
+    assert [loop["iteratorPolicy"]["parallelismLimit"] for loop in loops] == [4]
+    assert not any("artifactIterator" in task for task in tasks(spec))
+    known = set(spec_pb2.ParameterType.ParameterTypeEnum.keys())
+    for component in [*spec["components"].values(), spec["root"]]:
+        for side in ("inputDefinitions", "outputDefinitions"):
+            for given in component.get(side, {}).get("parameters", {}).values():
+                assert given["parameterType"] in known
+    # A task's spec stands in the workflow about three times, and etcd takes 1.5 MB.
+    assert len(json.dumps([spec, platforms])) < 200_000
+
+
+def tasks(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    graphs = [spec["root"], *spec["components"].values()]
+    return [task for graph in graphs for task in graph.get("dag", {}).get("tasks", {}).values()]
+
+
+def test_another_image_is_in_every_component(tmp_path: Path) -> None:
+    made = tmp_path / "ddpm.yaml"
+    commands.compiled(ddpm, made, "registry.local/ddpm:7")
+    text = made.read_text()
+    assert text.count("image: registry.local/ddpm:7") == 7
+    assert "ddpm:dev" not in text
+    components.load_component_from_file(str(made))
+
+
+# Submitting
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"overrides": ["train.stepz=4"]}, "train.stepz: unknown key in train; did you mean steps"),
+        ({"overrides": ["sample.checkpoints=best"]}, "in the pipeline evaluate depends on sample"),
+        ({"job": {"memory": "much"}}, "memory: 'much' given"),
+        ({"job": {"max_replicas": 9}}, "more than the 8 images of a batch"),
+        ({"workspace": "/elsewhere"}, "/elsewhere lies on no volume"),
+        ({"backend": "slurm"}, "pytorchjob or process is needed"),
+        ({"params": TINY + "#" * 10_000}, "more than the 10,000 bytes that KFP takes"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_it_is_submitted(
+    tmp_path: Path, changed: dict[str, Any], told: str
+) -> None:
+    (tmp_path / "params.yaml").write_text(TINY)
+    inputs = commands.given(tmp_path / "params.yaml", None, "/workspace/run", "", 0.0)
+    inputs |= {"backend": "pytorchjob", "tracking": "http://mlflow:5000"}
+    commands.check(inputs)
+    with pytest.raises(UserError, match=re.escape(told)):
+        commands.check({**inputs, **changed})
+
+
+def test_an_absent_server_is_one_sentence(tmp_path: Path) -> None:
+    told = pipeline(tmp_path, "submit", "--host", "http://127.0.0.1:9", status=1)
+    assert told.startswith("submit: No KFP server answers at http://127.0.0.1:9")
+    assert "Traceback" not in told
+
+
+# Running, and running again
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a workspace that `local` has run to its end."""
+    folder = tmp_path_factory.mktemp("local")
+    (folder / "params.yaml").write_text(TINY)
+    told = pipeline(folder, "local", "-p", "params.yaml")
+    (folder / "told.txt").write_text(told)
+    return folder
+
+
+def chain(folder: Path, **inputs: Any) -> Chain:
+    given = {"workspace": str(folder / "workspace"), "params": TINY}
+    given["tracking"] = f"sqlite:///{folder}/mlflow.db"
+    return Chain(folder / "artifacts", {**given, **inputs})
+
+
+def outputs(folder: Path, task: str) -> dict[str, Any]:
+    """What a task of the run told KFP: its artifacts by name, and its parameters."""
+    (found,) = (folder / "workspace/kfp").glob(f"*/**/{task}/executor_output.json")
+    told = json.loads(found.read_text())
+    artifacts = {name: a["artifacts"][0] for name, a in told["artifacts"].items()}
+    return {**artifacts, **told.get("parameterValues", {})}
+
+
+def test_local_runs_the_whole_pipeline_to_a_registered_champion(finished: Path) -> None:
+    record = json.loads((finished / "workspace/registered.json").read_text())
+    assert record["promoted"] is True
+    assert outputs(finished, "register")["Output"] == "models:/ddpm/1"
+    assert outputs(finished, "evaluate")["Output"] == "pass"
+    told = (finished / "told.txt").read_text()
+    assert "# The run succeeded" in told
+    assert told.count("│ up to date │") == 5
+
+
+def test_artifacts_are_small_and_say_where_and_of_what_they_are(finished: Path) -> None:
+    workspace = str(finished / "workspace")
+    manifest = json.loads((finished / "workspace/data/manifest.json").read_text())
+    made = {
+        (task, name): artifact
+        for task in ("prepare", "train", "evaluate", "register")
+        for name, artifact in outputs(finished, task).items()
+        if isinstance(artifact, dict)
+    }
+    for (task, name), artifact in made.items():
+        assert artifact["metadata"]["workspace"] == workspace, (task, name)
+        assert Path(artifact["uri"]).stat().st_size < 2_000_000
+    data, model = made["prepare", "data"]["metadata"], made["train", "model"]["metadata"]
+    assert data["data_fingerprint"] == model["data_fingerprint"] == manifest["fingerprint"]
+    assert model["snapshot"] == f"{workspace}/snapshots/step-00000008"
+    champion = made["register", "registered"]["metadata"]
+    assert champion["weights"] == model["weights"]
+    assert made["train", "metrics"]["metadata"]["loss"] > 0
+    scores = made["evaluate", "metrics"]["metadata"]
+    assert scores["fd_in_domain_20"] == champion["score"]
+
+
+def test_pages_for_the_ui_hold_pictures_and_fetch_nothing(finished: Path) -> None:
+    for task, name in (("prepare", "contact"), ("train", "preview"), ("evaluate", "report")):
+        page = Path(outputs(finished, task)[name]["uri"]).read_text()
+        assert "data:image/png;base64," in page
+        assert not re.search(r"(src|href)=[\"']?(https?:|//|\./|/)", page), (task, name)
+
+
+def test_running_again_skips_what_is_unchanged(
+    finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(finished)
+    again = chain(finished)
+    assert again.run() == "models:/ddpm/1"
+    assert again.parts == ["8:0/2"]
+    assert contents(finished) == before
+    told = capfd.readouterr().err
+    assert "Preparing" not in told
+    for sentence in ("data in .* are up to date", "train: up to date", "sample: up to date"):
+        assert re.search(sentence, told)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What must be the same after a run that had nothing to do, and after one that made it anew."""
+    kept = ("data", "snapshots", "samples")
+    files = [p for k in kept for p in (folder / "workspace" / k).rglob("*") if p.is_file()]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files if p.suffix == ".npy"} | {
+        str(p.relative_to(folder)): p.read_bytes() for p in files if p.name == "model.safetensors"
+    }
+
+
+def test_what_is_gone_is_made_anew_and_never_served(finished: Path) -> None:
+    before = contents(finished)
+    shutil.rmtree(finished / "workspace/snapshots")
+    shutil.rmtree(finished / "workspace/samples")
+    again = chain(finished)
+    assert again.run() == "models:/ddpm/1"
+    assert again.parts == ["8:0/2", "8:1/2"]
+    after = contents(finished)
+    assert {k: v for k, v in after.items() if k in before} == before
+    (finished / "workspace/samples/step-00000008/shard-001-of-002.npy").unlink()
+    again.score()
+    assert again.parts == ["8:1/2"]
+    assert contents(finished) == after
+
+
+def test_the_gate_keeps_a_bad_checkpoint_from_the_registry(finished: Path) -> None:
+    strict = chain(finished)
+    strict.worst = 1e-6
+    strict.prepare()
+    strict.train()
+    assert re.search(r"step 8, has fd_in_domain_20 .*; at most 1e-06 is wanted", strict.score())
+    assert "register" not in strict.made
+
+
+def test_an_unknown_setting_ends_a_component_with_one_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        chain(tmp_path, overrides=["train.stepz=3"]).prepare()
+    assert ended.value.code == 1
+    told = capfd.readouterr().err
+    assert told.startswith("prepare: 1 mistake in the pipeline's params:")
+
+
+# A data set that DVC tracks
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Repository:
+    """A repository with photos at v1, one photo less at v2, and another file at v3."""
+    root = tmp_path_factory.mktemp("registry")
+    made = Repository(root / "repo")
+    settings = made.folder / ".dvc/config"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(f"[core]\nremote = store\n['remote \"store\"']\nurl = {root}/store\n")
+    made.git("init", "--quiet", "--initial-branch=main")
+    draw_photos(made.folder / "photos")
+    commit(made, "v1", "photos")
+    (made.folder / "photos/disc/0.png").unlink()
+    commit(made, "v2", "photos")
+    (made.folder / "notes.txt").write_text("of no photo")
+    commit(made, "v3")
+    return made
+
+
+def commit(repository: Repository, tag: str, *tracked: str) -> None:
+    for path in tracked:
+        repository.dvc("add", "--quiet", path)
+        repository.dvc("push", "--quiet")
+    repository.git("add", ".")
+    repository.git("commit", "--quiet", "-m", tag)
+    repository.git("tag", tag)
+
+
+def test_another_revision_of_the_data_reruns_what_depends_on_it_and_nothing_else(
+    registry: Repository, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = {}
+    for tag in ("v1", "v2", "v3"):
+        source = f"dvc:{registry.folder}#photos@{tag}"
+        one = chain(tmp_path, source=source, overrides=["sample.shards=1"])
+        one.run()
+        revision = registry.git("rev-parse", tag).strip()
+        facts = one.made["prepare"]["data"].metadata
+        assert facts["revision"] == one.made["train"]["model"].metadata["revision"] == revision
+        made[tag] = (facts["data_fingerprint"], contents(tmp_path), capfd.readouterr().err)
+    assert made["v1"][0] != made["v2"][0] == made["v3"][0]
+    for tag in ("v1", "v2"):
+        assert "Preparing" in made[tag][2] and "up to date" not in made[tag][2]
+    # v3 has the photos of v2: they are fetched, and all that was made of them stands.
+    assert "Preparing" in made["v3"][2]
+    assert "train: up to date" in made["v3"][2] and "sample: up to date" in made["v3"][2]
+    assert made["v3"][1] == made["v2"][1]
+    run = json.loads((tmp_path / "workspace/run.json").read_text())["mlflow"]
+    tags = MlflowClient(run["uri"]).get_run(run["run_id"]).data.tags
+    assert tags["source.revision"] == registry.git("rev-parse", "v2").strip()
