@@ -1,0 +1,118 @@
+"""Launchers as pods: how they are started, what they said and when, what they left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+
+from cluster import Document, Namespace, wait_until
+
+API = {"ddpm.io/uses-api": "true"}
+PARAMS = "test-params"
+JOB_LABEL = "training.kubeflow.org/job-name"
+# What a worker of a tiny network needs; little is asked for, so that many fit on two cores.
+SMALL = ("cpu=100m", "cpu_limit=2", "memory=1Gi", "shm=64Mi", "join_seconds=5")
+
+
+class Launching:
+    """A namespace with a claim of prepared data, a pod to look at it, and settings."""
+
+    def __init__(self, namespace: Namespace, params: str) -> None:
+        """Start the pod and prepare data at /workspace/data-only."""
+        self.namespace, self.params = namespace, params
+        metadata = {"name": PARAMS}
+        namespace.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": metadata,
+                "data": {"params.yaml": params},
+            }
+        )
+        namespace.pod(
+            "shell",
+            command=["python", "-c", "import signal; signal.pause()"],
+            env={"OMP_NUM_THREADS": "1"},
+            claims={"ddpm-workspace": "/workspace"},
+            config_maps={PARAMS: "/etc/ddpm"},
+        )
+        wait_until(lambda: namespace.phase("shell") == "Running", "the shell runs", 180)
+        self.shell("ddpm", "prepare", "-p", "/etc/ddpm/params.yaml", "-w", "/workspace/data-only")
+
+    def shell(self, *command: str) -> str:
+        return self.namespace.kubectl("exec", "shell", "--", *command, seconds=300)
+
+    def workspace(self, name: str) -> str:
+        """A new run's, with data."""
+        self.shell("mkdir", f"/workspace/{name}")
+        self.shell("cp", "-r", "/workspace/data-only/data", f"/workspace/{name}/data")
+        return f"/workspace/{name}"
+
+    def arguments(self, workspace: str, *more: str, options: Iterable[str] = ()) -> list[str]:
+        """Those of `ddpm jobs train` in a pod; `options` are OPTION=VALUE."""
+        given = [part for option in (*SMALL, *options) for part in ("-K", option)]
+        fixed = ["jobs", "train", "-p", "/etc/ddpm/params.yaml", "-w", workspace]
+        return [*fixed, "--volume", "ddpm-workspace:/workspace", *given, *more]
+
+    def launch(
+        self,
+        pod: str,
+        arguments: list[str],
+        command: list[str] | None = None,
+        account: str = "ddpm-launcher",
+    ) -> str:
+        """Start a launcher; the name of its pod."""
+        return self.namespace.pod(
+            pod,
+            command=command,
+            args=arguments,
+            labels=API,
+            account=account,
+            claims={"ddpm-workspace": "/workspace"},
+            config_maps={PARAMS: "/etc/ddpm"},
+            memory="500Mi",
+        )
+
+    def said(self, pod: str) -> str:
+        """What a launcher has said so far; nothing before its container runs."""
+        running = self.namespace.phase(pod) != "Pending"
+        return self.namespace.logs(pod) if running else ""
+
+    def hears(self, pod: str, part: str, seconds: float = 180) -> str:
+        """Wait until a launcher has said this; all that it said."""
+
+        def holds() -> str:
+            said = self.said(pod)
+            if part not in said:
+                ended = self.namespace.phase(pod) in ("Succeeded", "Failed")
+                assert not ended or part in self.said(pod), f"{pod} ended without {part!r}:\n{said}"
+                return ""
+            return said
+
+        return str(wait_until(holds, f"{pod} says {part!r}", seconds))
+
+    def ends(self, pod: str, seconds: float = 240) -> str:
+        """Wait until a launcher has ended; its phase."""
+        wait_until(
+            lambda: self.namespace.phase(pod) in ("Succeeded", "Failed"), f"{pod} ends", seconds
+        )
+        return self.namespace.phase(pod)
+
+    def jobs(self) -> dict[str, Document]:
+        return {job["metadata"]["name"]: job for job in self.namespace.list("pytorchjobs")}
+
+    def left(self, job: str) -> list[str]:
+        """Everything that exists of a job, by kind and name."""
+        kinds = "pytorchjobs,pods,services,configmaps,secrets"
+        found = self.namespace.kubectl("get", kinds, "-o", "name").split()
+        return [name for name in found if f"/{job}" in name]
+
+    def seconds_between(self, pod: str, first: str, then: str) -> float:
+        """From a launcher's first line with one text to its first line with another."""
+        lines = self.namespace.logs(pod, "--timestamps").splitlines()
+        return (_moment(lines, then) - _moment(lines, first)).total_seconds()
+
+
+def _moment(lines: list[str], part: str) -> datetime:
+    line = next(line for line in lines if part in line)
+    return datetime.fromisoformat(line[:19])
