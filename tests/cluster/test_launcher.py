@@ -27,7 +27,7 @@ from ddpm_kube.job import build
 from ddpm_kube.names import job_name
 from ddpm_kube.spec import JobSpec
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 TINY = """
 seed: 3

@@ -1,0 +1,184 @@
+"""Elastic training on a cluster: workers go and come, MLflow goes and comes, the result stays."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import sys
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Namespace, wait_until
+from launching import Launching
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import runs
+from program import ddpm, write_params
+
+from ddpm_kube.names import job_name
+
+pytestmark = pytest.mark.timeout(900)
+
+STEPS = 400
+# Heavy enough that a few things can happen while one thread trains it.
+SETTINGS = f"""
+seed: 3
+workspace: workspace
+prepare: {{source: digits, image_size: 16, workers: 1}}
+model: {{channels: 16, multipliers: [1, 2], blocks: 1, attention: [8], dropout: 0.1}}
+diffusion: {{timesteps: 100}}
+train:
+  steps: {STEPS}
+  batch_size: 32
+  precision: fp32
+  worker_timeout: 120
+  log_every: 5
+  snapshot_every: 20
+  milestone_every: {STEPS}
+  keep: 2
+  grid: 0
+  ema: [0.9]
+  optimizer: {{warmup: 20}}
+tracking: {{uri: "", experiment: elastic}}
+device: cpu
+"""
+SAME_MODEL = 1e-3  # of how far it moved
+HISTORY = """
+import json
+from mlflow import MlflowClient
+client = MlflowClient("http://127.0.0.1:5000")
+(experiment,) = client.search_experiments(filter_string="name = 'elastic'")
+(run,) = client.search_runs([experiment.experiment_id])
+history = client.get_metric_history(run.info.run_id, "loss")
+print(json.dumps(sorted([m.step, m.value] for m in history)))
+"""
+
+
+@pytest.fixture(scope="module")
+def launching(namespace: Namespace) -> Launching:
+    return Launching(namespace, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Path]]:
+    """The folder of a run on this machine, which trains while the cluster does."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_params(folder, SETTINGS)
+
+    def train() -> Path:
+        ddpm(folder, "prepare")
+        ddpm(folder, "train")
+        return folder
+
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(train)
+
+
+def rows(launching: Launching, name: str) -> list[dict[str, Any]]:
+    """The whole rows of a log that is being written."""
+    text = launching.shell("sh", "-c", f"cat /workspace/{name}/log.jsonl 2>/dev/null || true")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def grows(launching: Launching, name: str, world: int, by: int = 2) -> int:
+    """Wait for some more rows that a world of this size made; the step of the last one."""
+    begun = len(rows(launching, name))
+
+    def holds() -> int:
+        new = [row for row in rows(launching, name)[begun:] if row["world_size"] == world]
+        return int(new[-1]["step"]) if len(new) >= by else 0
+
+    return int(wait_until(holds, f"{name} goes on with {world} workers", 240))
+
+
+def tensors(launching: Launching, folder: str) -> runs.Tensors:
+    """Those of a snapshot on the claim."""
+    packed = launching.shell("sh", "-c", f"tar -C {folder} -c . | base64")
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed))) as archive:
+        members = {Path(m.name).name: archive.extractfile(m) for m in archive.getmembers()}
+        return runs.tensors((name, file.read()) for name, file in members.items() if file)
+
+
+def pod(namespace: Namespace, name: str) -> str:
+    """What tells this pod from others of its name; empty where there is none."""
+    told = ("--ignore-not-found", "-o", "jsonpath={.metadata.uid}")
+    return namespace.kubectl("get", "pod", name, *told).strip()
+
+
+def delete(namespace: Namespace, name: str) -> None:
+    """Delete a worker, and wait until there is another one of its name."""
+    gone = pod(namespace, name)
+    namespace.kubectl("delete", "pod", name, "--wait=false")
+    wait_until(lambda: pod(namespace, name) not in ("", gone), f"{name} is there again", 180)
+
+
+def scale(namespace: Namespace, job: str, workers: int) -> None:
+    patch = {"spec": {"pytorchReplicaSpecs": {"Worker": {"replicas": workers}}}}
+    namespace.kubectl("patch", "pytorchjob", job, "--type=merge", "-p", json.dumps(patch))
+
+
+def test_workers_that_are_deleted_and_scaled_train_the_model_of_an_undisturbed_run(
+    launching: Launching, namespace: Namespace, undisturbed: Future[Path]
+) -> None:
+    workspace, job = launching.workspace("elastic"), job_name("/workspace/elastic", "train")
+    launching.launch("launcher", launching.arguments(workspace, "--min", "1", "--max", "2"))
+    grows(launching, "elastic", world=2)
+    delete(namespace, f"{job}-worker-1")
+    grows(launching, "elastic", world=2)
+    delete(namespace, f"{job}-worker-0")
+    grows(launching, "elastic", world=2)
+    scale(namespace, job, 1)
+    grows(launching, "elastic", world=1)
+    scale(namespace, job, 2)
+    grows(launching, "elastic", world=2)
+    assert launching.ends("launcher", 420) == "Succeeded", launching.said("launcher")
+
+    worlds = [row["world_size"] for row in rows(launching, "elastic")]
+    assert {1, 2} == set(worlds)
+    changes = [b for a, b in zip([0, *worlds], worlds, strict=False) if a != b]
+    said = launching.said("launcher")
+    assert f"by {', then '.join(str(world) for world in changes)} processes" in said
+    assert not launching.left(job)
+
+    folder = undisturbed.result(600)
+    here = runs.of_file(runs.final(folder, STEPS))
+    snapshot = f"/workspace/elastic/snapshots/step-{STEPS:08d}"
+    there = runs.of_file(tensors(launching, snapshot))
+    start = folder.parent / "start"
+    (start / "workspace").mkdir(parents=True)
+    (start / "workspace" / "data").symlink_to(folder / "workspace" / "data")
+    write_params(start, SETTINGS)
+    assert runs.distance(there, here, runs.of_file(runs.at_start(start))) <= SAME_MODEL
+    steps = [row["step"] for row in runs.rows(folder)]
+    assert [row["step"] for row in rows(launching, "elastic")] == steps
+
+
+def test_mlflow_deleted_and_back_has_every_row_of_a_training_that_went_on(
+    launching: Launching, namespace: Namespace
+) -> None:
+    namespace.ready("mlflow")
+    workspace = launching.workspace("tracked")
+    tracked = ("-S", "tracking.uri=http://mlflow:5000", "-S", "train.steps=200")
+    launching.launch("launcher-tracked", launching.arguments(workspace, *tracked))
+    grows(launching, "tracked", world=1)
+    namespace.kubectl("scale", "deployment", "mlflow", "--replicas=0")
+    wait_until(
+        lambda: not namespace.list("pods", "app.kubernetes.io/name=mlflow"), "MLflow is gone", 120
+    )
+    grows(launching, "tracked", world=1, by=4)
+    namespace.kubectl("scale", "deployment", "mlflow", "--replicas=1")
+    assert launching.ends("launcher-tracked", 420) == "Succeeded"
+    said = launching.said("launcher-tracked")
+    assert "restarts" not in said
+    namespace.ready("mlflow")
+    (server,) = namespace.list("pods", "app.kubernetes.io/name=mlflow")
+    name = server["metadata"]["name"]
+    logged = [[row["step"], row["loss"]] for row in rows(launching, "tracked")]
+    assert json.loads(namespace.exec(name, "python", "-c", HISTORY)) == logged
+    assert len(logged) == 40
