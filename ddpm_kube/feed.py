@@ -14,7 +14,7 @@ from typing import Any, Self
 import urllib3
 from kubernetes.client.exceptions import ApiException
 
-from ddpm_core.console import Outage
+from ddpm_core.console import Outage, warn
 from ddpm_core.errors import UserError
 from ddpm_kube.cluster import PATIENCE, Cluster, passing, plain, refused, said
 from ddpm_kube.job import GROUP, PLURAL, VERSION
@@ -41,6 +41,7 @@ class View:
     pods: dict[str, Plain] = field(default_factory=dict)
     last: dict[str, Plain] = field(default_factory=dict)
     events: list[Plain] = field(default_factory=list)
+    events_shown: bool = True  # the launcher may read them
     _uids: set[str] = field(default_factory=set)
     _others: list[Plain] = field(default_factory=list)
 
@@ -114,9 +115,12 @@ class Feed:
             while True:
                 kind, change, thing = self._changes.get(**with_limit)
                 with_limit = {"block": False}
-                if change == "FAILED":
+                if change == "FAILED" and kind == "events" and not isinstance(thing, LostSight):
+                    self.view.events_shown = False
+                    warn(f"{thing} Without them a refused pod can't be explained.")
+                elif change == "FAILED":
                     raise thing
-                if change == "LISTED":
+                elif change == "LISTED":
                     self.view.forget_absent(kind, thing)
                 else:
                     self.view.take(kind, change, thing)

@@ -10,21 +10,26 @@ from ddpm_core.console import say
 from ddpm_kube.feed import View
 from ddpm_kube.job import HASH
 from ddpm_kube.logs import Logs, short
-from ddpm_kube.reasons import Problem, condition, ended, of_event, of_pod, running
+from ddpm_kube.reasons import (
+    Problem,
+    condition,
+    ended,
+    of_event,
+    of_pod,
+    running,
+    said,
+    whose,
+)
 from ddpm_kube.spec import JobSpec
 
 SAME = 3  # times that a worker may end with the same sentence
 
+NOBODY = 45.0  # seconds that the operator may take until it does anything
 FRESH = 60.0  # seconds, beside the patience, after which a refusal counts as over
 
 # Warnings that are sentences of reasons.py, or states of a pod.
-_TOLD_ELSEWHERE = {
-    "FailedScheduling",
-    "Failed",
-    "BackOff",
-    "FailedCreatePod",
-    "FailedCreateService",
-}
+_TOLD_ELSEWHERE = {"FailedScheduling", "Unschedulable", "Failed", "BackOff"}
+_TOLD_ELSEWHERE |= {"FailedCreatePod", "FailedCreateService"}
 # Told in this order, the cause before its consequences.
 _ORDER = ("OOMKilled", "InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff")
 
@@ -43,6 +48,7 @@ class Judge:
         self._told: set[str] = set()
         self._states: dict[str, str] = {}
         self._untouched: float | None = None
+        self._podless: float | None = None
         self._suspended = False
         self._seen: dict[str, tuple[int, float]] = {}
 
@@ -77,14 +83,9 @@ class Judge:
         return f"The job failed: {message}. {'; '.join(parts)}".rstrip(". ") + "."
 
     def _problem(self, view: View, found: list[Problem], now: float) -> str:
-        keys = {(p.worker, p.reason) for p in found}
-        self._since = {key: self._since.get(key, now) for key in keys}
+        self._since = {p.key: self._since.get(p.key, now) for p in found}
         alive = sum(running(pod) for pod in view.pods.values())
-        lasting = [
-            p
-            for p in found
-            if p.at_once or now - self._since[(p.worker, p.reason)] >= self._patience
-        ]
+        lasting = [p for p in found if p.at_once or now - self._since[p.key] >= self._patience]
         for problem in found:
             self._once(problem.sentence)
         first = _foremost([p for p in lasting if p.at_once]) or _foremost(lasting)
@@ -103,12 +104,26 @@ class Judge:
             self._untouched = None
             return ""
         self._untouched = self._untouched or now
-        if now - self._untouched < self._patience:
+        if now - self._untouched < NOBODY:
             return ""
         return (
-            f"Nobody has taken up the job for {self._patience:.0f} s: the Training Operator does "
-            "not run, or does not look after this namespace. See "
+            f"Nobody has taken up the job for {NOBODY:.0f} s: the Training Operator does not run, "
+            "or does not look after this namespace. See "
             "`kubectl -n kubeflow get deployment training-operator`."
+        )
+
+    def _not_made(self, view: View, now: float) -> str:
+        """For want of events, which say why, that there are no pods has to do."""
+        if view.events_shown or len(view.pods) >= self._spec.options.min_replicas:
+            self._podless = None
+            return ""
+        self._podless = self._podless or now
+        if now - self._podless < NOBODY:
+            return ""
+        return (
+            f"The operator has made no pods for {NOBODY:.0f} s. The events say why (a quota, Pod "
+            "Security, a ServiceAccount that is not there), and this launcher may not read them: "
+            f"kubectl -n {self._spec.namespace} describe pytorchjob {self._spec.name}"
         )
 
     def _fresh(self, view: View, now: float) -> list[dict[str, Any]]:
@@ -134,8 +149,7 @@ class Judge:
         self._states = now
         for event in view.events:
             if event.get("type") == "Warning" and event["reason"] not in _TOLD_ELSEWHERE:
-                who = short(event["involvedObject"]["name"])
-                self._once(f"{who}: {event['reason']}: {' '.join(event['message'].split())}")
+                self._once(f"{whose(event)}: {event['reason']}: {said(event)}")
 
     def _once(self, sentence: str) -> None:
         """A number in a message may grow while it stays the same message."""

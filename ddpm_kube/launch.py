@@ -24,7 +24,7 @@ from ddpm_kube.judge import Judge, differs
 from ddpm_kube.logs import Logs, short
 from ddpm_kube.options import Options
 from ddpm_kube.outcome import Outcome, outcome
-from ddpm_kube.reasons import condition, ended, finished
+from ddpm_kube.reasons import condition, ended, finished, said, whose
 from ddpm_kube.spec import JobSpec
 
 PATIENCE = 30.0  # seconds that a worker may have no room, no quota or no image
@@ -162,15 +162,14 @@ def follow(cluster: Cluster, spec: JobSpec, patience: float) -> None:
 def explain(view: View, logs: Logs) -> None:
     """All that is known of a failed job, before it is gone."""
     for name, pod in sorted(view.last.items()):
-        say(f"--- {short(name)}: {ended(pod)}; its last lines:")
-        for line in logs.tails.get(name, ()):
+        lines = logs.tails.get(name, ())
+        say(f"--- {short(name)}: {ended(pod)}; {'its last lines' if lines else 'it said nothing'}")
+        for line in lines:
             say(f"    {line}")
     say("--- events:")
     for event in view.events:
-        about = event["involvedObject"]
-        who = short(about["name"]) if about["kind"] == "Pod" else about["kind"]
-        text = " ".join(str(event.get("message", "")).split())
-        say(f"    {event.get('type', '')} {event.get('reason', '')} {who}: {text}")
+        kind, reason = event.get("type", ""), event.get("reason", "")
+        say(f"    {kind} {reason} {whose(event)}: {said(event)}")
 
 
 def cancel(cluster: Cluster, job: Plain) -> None:

@@ -31,6 +31,12 @@ class Problem:
     sentence: str
     at_once: bool = False
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """The same for what takes turns, such as pulling an image and waiting to do so again."""
+        kinds = (("image", IMAGE), ("start", START))
+        return self.worker, next((k for k, reasons in kinds if self.reason in reasons), self.reason)
+
 
 def of_pod(name: str, pod: Plain) -> Iterator[Problem]:
     """What keeps a worker's pod from running."""
@@ -98,6 +104,16 @@ def of_event(event: Plain) -> Iterator[Problem]:
         )
     else:
         yield Problem(worker, event["reason"], f"{worker} could not be made: {message}.")
+
+
+def whose(event: Plain) -> str:
+    """The worker that an event is about, or the kind of thing."""
+    about = event["involvedObject"]
+    return short(about["name"]) if about.get("kind") == "Pod" else str(about.get("kind"))
+
+
+def said(event: Plain) -> str:
+    return _line(event.get("message"))
 
 
 def ended(pod: Plain) -> str:
