@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import repeat
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -33,48 +31,56 @@ class Norm(nn.GroupNorm):
         if _by_pixels(x):
             batch, channels, height, width = x.shape
             pixels = x.permute(0, 2, 3, 1).view(batch, height * width, channels)
-            normed = self._in_cache(pixels, shift)
+            normed = self._pixels(pixels, shift)
             return normed.view(batch, height, width, channels).permute(0, 3, 1, 2)
         if shift is not None:
             x = x + shift[:, :, None, None]
         x = functional.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
         return functional.silu(x) if self.active else x
 
-    def _in_cache(self, x: Tensor, shift: Tensor | None) -> Tensor:
-        """`_pixels` on as many images at a time as keep what it computes near the processor."""
-        images = max(1, CACHED // (x.shape[1] * x.shape[2]))
-        if images >= len(x):
-            return self._pixels(x, shift)
-        shifts = repeat(None) if shift is None else torch.split(shift, images)
-        normed = torch.empty_like(x)
-        for part, given, moved in zip(
-            torch.split(normed, images), torch.split(x, images), shifts, strict=False
-        ):
-            part.copy_(self._pixels(given, moved))
-        return normed
-
     def _pixels(self, x: Tensor, shift: Tensor | None) -> Tensor:
-        """The same for (B, N, C), as sums and products in float32; it has no gradient.
+        """The same for (B, N, C), computed in float32; it has no gradient.
 
-        With m and r the mean and 1 / standard deviation of a group, the result is SiLU(a x + b),
-        a = r weight, b = bias + (shift - m) a.
+        Both times that the images are gone through, `wide` holds as many as stay near the
+        processor; what is smaller than they are is computed once for all. 1.2 to 1.5 times as fast
+        as a computation of its own for each handful, in new memory at each operation.
         """
         batch, pixels, channels = x.shape
-        grouped = batch, self.num_groups, channels // self.num_groups
-        wide = x.float()
-        y = wide * wide
-        sums, squares = wide.sum(1).view(grouped), y.sum(1).view(grouped)
+        images = min(batch, max(1, CACHED // (pixels * channels)))
+        wide = x.new_empty((images, pixels, channels), dtype=torch.float32)
+        totals = x.new_empty((2, batch, channels), dtype=torch.float32)
+        normed = torch.empty_like(x)
+        parts = [slice(first, first + images) for first in range(0, batch, images)]
+        for part in parts:
+            y = wide[: len(x[part])].copy_(x[part])
+            torch.sum(y, 1, out=totals[0, part])
+            torch.sum(y.square_(), 1, out=totals[1, part])
+        scale, offset = self._affine(totals, shift, pixels)
+        for part in parts:
+            y = wide[: len(x[part])].copy_(x[part])
+            torch.addcmul(offset[part], y, scale[part], out=y)
+            normed[part] = functional.silu(y, inplace=True) if self.active else y
+        return normed
+
+    def _affine(self, totals: Tensor, shift: Tensor | None, pixels: int) -> tuple[Tensor, Tensor]:
+        """a and b, (B, 1, C), of the norm a x + b, from the sums of x and of its squares (2, B, C).
+
+        With m and r the mean and 1 / standard deviation of a group of x + shift, a = r weight and
+        b = bias + (shift - m) a. Changes `totals`.
+        """
+        _, batch, channels = totals.shape
+        grouped = self.num_groups, channels // self.num_groups
         if shift is not None:
-            shift = shift.float().reshape(grouped)
-            moved = torch.add(sums, shift, alpha=pixels)
-            sums, squares = moved, squares.addcmul_(shift, sums + moved)
-        mean = sums.mean(2, keepdim=True).div_(pixels)
-        variance = squares.mean(2, keepdim=True).div_(pixels).addcmul_(mean, mean, value=-1)
-        scale = variance.clamp_(min=0.0).add_(self.eps).rsqrt_() * self.weight.view(grouped[1:])
-        centre = -mean if shift is None else shift - mean
-        offset = torch.addcmul(self.bias.view(grouped[1:]), centre, scale)
-        torch.addcmul(offset.view(batch, 1, -1), wide, scale.view(batch, 1, -1), out=y)
-        return (functional.silu(y, inplace=True) if self.active else y).to(x.dtype)
+            shift = shift.float()
+            moved = torch.add(totals[0], shift, alpha=pixels)
+            totals[1].addcmul_(shift, totals[0] + moved)
+            totals[0] = moved
+        means = totals.view(2, batch, *grouped).sum(3, keepdim=True).div_(pixels * grouped[1])
+        mean, variance = means[0], means[1].addcmul_(means[0], means[0], value=-1)
+        scale = variance.clamp_(min=0.0).add_(self.eps).rsqrt_() * self.weight.view(grouped)
+        centre = -mean if shift is None else shift.view(batch, *grouped) - mean
+        offset = torch.addcmul(self.bias.view(grouped), centre, scale)
+        return scale.view(batch, 1, channels), offset.view(batch, 1, channels)
 
 
 def _by_pixels(x: Tensor) -> bool:
