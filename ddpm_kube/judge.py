@@ -100,7 +100,7 @@ class Judge:
         return first.sentence
 
     def _nobody_acts(self, view: View, state: str, now: float) -> str:
-        if view.job is None or state:
+        if view.job is None or state or view.pods or view.events or not view.events_shown:
             self._untouched = None
             return ""
         self._untouched = self._untouched or now
@@ -121,9 +121,9 @@ class Judge:
         if now - self._podless < NOBODY:
             return ""
         return (
-            f"The operator has made no pods for {NOBODY:.0f} s. The events say why (a quota, Pod "
-            "Security, a ServiceAccount that is not there), and this launcher may not read them: "
-            f"kubectl -n {self._spec.namespace} describe pytorchjob {self._spec.name}"
+            f"The operator has made no pods for {NOBODY:.0f} s. It does not run, or a quota, Pod "
+            "Security or the like refuses them; this launcher may not read the events, which say "
+            f"so: kubectl -n {self._spec.namespace} describe pytorchjob {self._spec.name}"
         )
 
     def _fresh(self, view: View, now: float) -> list[dict[str, Any]]:

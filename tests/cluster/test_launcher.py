@@ -48,6 +48,8 @@ QUOTA = {
     "metadata": {"name": "no-gpu"},
     "spec": {"hard": {"requests.nvidia.com/gpu": "0"}},
 }
+# May do what ddpm-launcher may, but read events, as KFP's own pipeline-runner may not.
+BLIND = "launcher-blind"
 GPU = ("-S", "device=cuda", "-K", "gpu=1")
 # What is wrong, how the launcher is started, and what it has to say.
 CASES: dict[str, tuple[tuple[str, ...], str]] = {
@@ -58,6 +60,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "quota": (GPU, "exceeded quota: no-gpu"),
     "account": (("-K", "service_account=absent"), 'serviceaccount "absent" not found'),
     "secret": (("-K", "secrets=[absent]"), "CreateContainerConfigError"),
+    "blind": (GPU, "The operator has made no pods for 45 s."),
 }
 
 
@@ -68,7 +71,7 @@ def launching() -> Iterator[Launching]:
     namespace.create(platform=False)
     files = ("10-access.yaml", "10-network.yaml", "20-storage.yaml")
     namespace.apply(documents(*(ROOT / "manifests" / name for name in files)))
-    namespace.apply(QUOTA)
+    namespace.apply([QUOTA, *blind()])
     try:
         yield Launching(namespace, TINY)
     finally:
@@ -79,6 +82,20 @@ def launching() -> Iterator[Launching]:
 def namespace(launching: Launching) -> Namespace:
     """So that a failed test's story is told."""
     return launching.namespace
+
+
+def blind() -> list[Document]:
+    """A ServiceAccount with the Role of the launcher, less the events."""
+    found = {d["kind"]: d for d in documents(ROOT / "manifests" / "10-access.yaml")}
+    role, binding = found["Role"], found["RoleBinding"]
+    for rule in role["rules"]:
+        rule["resources"] = [name for name in rule["resources"] if name != "events"]
+    for document in (role, binding):
+        document["metadata"]["name"] = BLIND
+    binding["roleRef"]["name"] = BLIND
+    binding["subjects"] = [{"kind": "ServiceAccount", "name": BLIND}]
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": BLIND}}
+    return [account, role, binding]
 
 
 def made_here(launching: Launching, workspace: str, *more: str) -> Document:
@@ -102,7 +119,8 @@ def told(launching: Launching) -> dict[str, str]:
 
     def play(case: str) -> str:
         arguments = launching.arguments(f"/workspace/{case}", *CASES[case][0])
-        launching.launch(f"launcher-{case}", arguments)
+        account = BLIND if case == "blind" else "ddpm-launcher"
+        launching.launch(f"launcher-{case}", arguments, account=account)
         launching.ends(f"launcher-{case}", 240)
         return launching.said(f"launcher-{case}")
 
