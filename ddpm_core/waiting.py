@@ -26,8 +26,8 @@ CHECKS = {
     "evaluate": "ddpm_core.evaluation.freshness",
     "register": "ddpm_core.registry.register",
 }
-REMIND = 60.0  # seconds after which what is waited for is said again
-EASE = 10.0  # pauses are at least so many times as long as a look took
+REMIND = 60.0  # seconds after which what is waited for is said again; no pause is longer
+EASE = 10.0  # pauses are so many times as long as a look took, where that is more than `interval`
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -51,7 +51,6 @@ def wait(config: Config, verb: str, limit: float, interval: float) -> None:
     start = time.monotonic()
     told, told_at = "", start
     while True:
-        began = time.monotonic()
         reason = looker.reason()
         now = time.monotonic()
         if reason is None:
@@ -66,7 +65,7 @@ def wait(config: Config, verb: str, limit: float, interval: float) -> None:
         if reason != told or now - told_at >= REMIND:
             say(f"wait: for {verb} in {config.workspace}, {_shown(now - start)} so far: {reason}.")
             told, told_at = reason, now
-        time.sleep(min(left, max(interval, EASE * (now - began))))
+        time.sleep(min(left, max(interval, min(EASE * looker.took, REMIND))))
 
 
 class Looker:
@@ -78,6 +77,7 @@ class Looker:
         self._verbs = verbs[: verbs.index(verb) + 1]
         self._workspace: Workspace | None = None
         self._passed = 0
+        self.took = 0.0  # seconds of the latest look, without what was imported for it
 
     def reason(self) -> str | None:
         """What is still lacking, `VERB: REASON`; None once nothing is.
@@ -85,6 +85,7 @@ class Looker:
         A place that does not answer, or changes while it is looked at, is a reason too: only what
         can never be a workspace raises UserError.
         """
+        self.took = 0.0
         try:
             self._workspace = self._workspace or Workspace.open(self._config.workspace)
         except Unreachable as error:
@@ -101,10 +102,12 @@ class Looker:
         assert self._workspace is not None
         stale: Callable[[Config, Workspace], str | None]
         stale = importlib.import_module(CHECKS[verb]).stale
+        began = time.monotonic()
         try:
             reason = stale(self._config, self._workspace)
         except (UserError, OSError) as error:
             reason = str(error)
+        self.took += time.monotonic() - began
         return f"{verb}: {reason.rstrip('.')}" if reason else ""
 
 
