@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ddpm_core.errors import UserError
 from ddpm_core.training.runlog import read_rows
 from ddpm_core.workspace import LOG, SNAPSHOTS, Workspace
 
@@ -32,13 +33,17 @@ class Outcome:
 
 
 def outcome(job: str, seconds: float, uri: str) -> Outcome:
-    """Read the workspace, if it is there."""
-    workspace = Workspace.open(uri)
-    snapshots = workspace.steps(SNAPSHOTS)
+    """Read the workspace, if it can be read here: a job that succeeded has succeeded."""
+    try:
+        workspace = Workspace.open(uri)
+        snapshots = workspace.steps(SNAPSHOTS)
+        rows = list(read_rows(workspace.path(LOG))) if snapshots else []
+    except (UserError, OSError):
+        return Outcome(job, seconds)
     if not snapshots:
         return Outcome(job, seconds)
     worlds: list[int] = []
-    for row in read_rows(workspace.path(LOG)):
+    for row in rows:
         size = row.get("world_size")
         if isinstance(size, int) and worlds[-1:] != [size]:
             worlds.append(size)
