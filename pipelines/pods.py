@@ -3,6 +3,7 @@
 from kfp import dsl, kubernetes
 
 HOUR = 3600
+CORES = "1"  # of a pod, at most: sampling pods are many, a PyTorchJob's workers have their own
 
 # Fixed names: KFP can't mount a claim that a parameter names only where the workspace is a path.
 CLAIM, VOLUME = "ddpm-workspace", "/workspace"
@@ -27,7 +28,9 @@ def place(
     # A cache hit would be told by the inputs alone, and serve what is gone from the workspace; the
     # verbs look into it, and skip what is up to date.
     task.set_caching_options(False)
-    task.set_cpu_request(cpu).set_cpu_limit("2").set_memory_request(memory)
+    task.set_cpu_request(cpu).set_cpu_limit(CORES).set_memory_request(memory)
+    # Else torch starts a thread for each core of the node, and they wait for each other.
+    task.set_env_variable("OMP_NUM_THREADS", CORES)
     task.set_memory_limit(limit)
     if retries:
         task.set_retry(

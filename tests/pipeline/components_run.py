@@ -49,13 +49,19 @@ class Chain:
             train, settings=self.settings, backend="process", job={}, run_id="here", data=data
         )
 
-    def score(self) -> str:
+    def draw(self) -> list[Any]:
+        """The artifacts of all parts."""
         self.parts = self._call(plan, settings=self.settings, model=self.made["train"]["model"])
         samples = []
         for part in self.parts:
             self._call(sample, settings=self.settings, part=part)
             samples.append(self.made["sample"]["samples"])
-        verdict = self._call(evaluate, settings=self.settings, worst=self.worst, samples=samples)
+        return samples
+
+    def score(self) -> str:
+        verdict = self._call(
+            evaluate, settings=self.settings, worst=self.worst, samples=self.draw()
+        )
         return str(self._call(register, settings=self.settings) if verdict == "pass" else verdict)
 
     def _call(self, component: Any, **given: Any) -> Any:

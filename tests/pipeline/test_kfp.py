@@ -17,13 +17,13 @@ from components_run import ROOT, Chain  # the next two are found by its path
 
 import commands  # isort: skip
 from ddpm import ddpm  # isort: skip
+from dvc_registry import Registry
 from google.protobuf import json_format
 from kfp import components
 from kfp.kubernetes import kubernetes_executor_config_pb2 as platform
 from kfp.pipeline_spec import pipeline_spec_pb2 as spec_pb2
 from mlflow import MlflowClient
 from mlflow_server import QUIET
-from test_dvc import Repository, draw_photos
 
 from ddpm_core.errors import UserError
 
@@ -313,51 +313,40 @@ def test_an_unknown_setting_ends_a_component_with_one_sentence(
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Repository:
-    """A repository with photos at v1, one photo less at v2, and another file at v3."""
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Registry:
+    """Photos at v1, more of them at v2, and another file at v3."""
     root = tmp_path_factory.mktemp("registry")
-    made = Repository(root / "repo")
-    settings = made.folder / ".dvc/config"
-    settings.parent.mkdir(parents=True)
-    settings.write_text(f"[core]\nremote = store\n['remote \"store\"']\nurl = {root}/store\n")
-    made.git("init", "--quiet", "--initial-branch=main")
-    draw_photos(made.folder / "photos")
-    commit(made, "v1", "photos")
-    (made.folder / "photos/disc/0.png").unlink()
-    commit(made, "v2", "photos")
+    made = Registry(root / "repo", str(root / "store"))
+    made.photos("v1", each=6)
+    made.photos("v2", each=8)
     (made.folder / "notes.txt").write_text("of no photo")
-    commit(made, "v3")
+    made.commit("v3")
     return made
 
 
-def commit(repository: Repository, tag: str, *tracked: str) -> None:
-    for path in tracked:
-        repository.dvc("add", "--quiet", path)
-        repository.dvc("push", "--quiet")
-    repository.git("add", ".")
-    repository.git("commit", "--quiet", "-m", tag)
-    repository.git("tag", tag)
-
-
 def test_another_revision_of_the_data_reruns_what_depends_on_it_and_nothing_else(
-    registry: Repository, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    registry: Registry, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     made = {}
-    for tag in ("v1", "v2", "v3"):
+    commits = {tag: registry.git("rev-parse", tag) for tag in ("v1", "v2", "v3")}
+    for tag in commits:
         source = f"dvc:{registry.folder}#photos@{tag}"
         one = chain(tmp_path, source=source, overrides=["sample.shards=1"])
-        one.run()
-        revision = registry.git("rev-parse", tag).strip()
-        facts = one.made["prepare"]["data"].metadata
-        assert facts["revision"] == one.made["train"]["model"].metadata["revision"] == revision
-        made[tag] = (facts["data_fingerprint"], contents(tmp_path), capfd.readouterr().err)
-    assert made["v1"][0] != made["v2"][0] == made["v3"][0]
+        one.prepare()
+        one.train()
+        one.draw()
+        assert one.made["prepare"]["data"].metadata["revision"] == commits[tag]
+        manifest = json.loads((tmp_path / "workspace/data/manifest.json").read_text())
+        assert manifest["source"]["revision"] == commits[tag]
+        trained_on = one.made["train"]["model"].metadata["revision"]
+        made[tag] = (trained_on, contents(tmp_path), capfd.readouterr().err)
     for tag in ("v1", "v2"):
+        assert made[tag][0] == commits[tag]
         assert "Preparing" in made[tag][2] and "up to date" not in made[tag][2]
     # v3 has the photos of v2: they are fetched, and all that was made of them stands.
     assert "Preparing" in made["v3"][2]
     assert "train: up to date" in made["v3"][2] and "sample: up to date" in made["v3"][2]
-    assert made["v3"][1] == made["v2"][1]
+    assert made["v3"][:2] == made["v2"][:2] != made["v1"][:2]
     run = json.loads((tmp_path / "workspace/run.json").read_text())["mlflow"]
     tags = MlflowClient(run["uri"]).get_run(run["run_id"]).data.tags
-    assert tags["source.revision"] == registry.git("rev-parse", "v2").strip()
+    assert tags["source.revision"] == commits["v2"]

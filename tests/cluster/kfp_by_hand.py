@@ -1,0 +1,364 @@
+"""A compiled pipeline run as KFP 2.17 runs it: what its driver, Argo and its launcher do, by hand.
+
+The driver resolves the inputs of a task from the DAG and makes the pod of executor and platform
+spec (backend/src/v2/driver and compiler/argocompiler in kubeflow/pipelines). The launcher, which is
+the pod's command, puts the ExecutorInput into the executor's command, runs it, and takes from files
+what came out. Here too the pod starts a launcher, a few lines of Python; all else is the compiled
+file's. A whole KFP is no part of the test cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import uuid
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from cluster import Document, Namespace
+
+ROOT = "s3://mlpipeline/v2/artifacts"  # a pipeline root; pods see it at /s3/mlpipeline/...
+OUTPUT = "/tmp/kfp_outputs/output_metadata.json"
+MARK = "KFP-LAUNCHER "
+
+# The launcher: makes the folders of outputs, runs the command, and says what it left.
+LAUNCHER = """
+import hashlib, json, pathlib, subprocess, sys
+given, *command = sys.argv[1:]
+outputs = json.loads(given)["outputs"]
+uris = {name: a["artifacts"][0]["uri"] for name, a in outputs.get("artifacts", {}).items()}
+paths = {name: pathlib.Path("/s3/" + uri.removeprefix("s3://")) for name, uri in uris.items()}
+for path in [*paths.values(), pathlib.Path(outputs["outputFile"])]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+status = subprocess.run(command).returncode
+if status:
+    sys.exit(status)
+told = json.loads(pathlib.Path(outputs["outputFile"]).read_text())
+sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
+print("KFP-LAUNCHER " + json.dumps({"output": told, "sizes": sizes}), flush=True)
+"""
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Inside a DAG: its inputs, and the outputs of its tasks so far."""
+
+    parameters: Values
+    artifacts: dict[str, list[Values]]
+    outputs: dict[str, Outputs] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    parameters: Values = field(default_factory=dict)
+    artifacts: dict[str, list[Values]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A pod that ended well."""
+
+    pod: str
+    log: str
+    outputs: Outputs
+    sizes: dict[str, int]
+
+
+class Failed(AssertionError):
+    """A task's pod ended badly."""
+
+
+class Backend:
+    """Runs a compiled pipeline once; `ran` has what each component's pods left, in order."""
+
+    def __init__(
+        self, namespace: Namespace, compiled: Path, account: str, claims: bool = True
+    ) -> None:
+        """Without `claims` no volume is mounted, whatever the file says."""
+        self._namespace, self._account, self._claims = namespace, account, claims
+        spec, platforms = yaml.safe_load_all(compiled.read_text(encoding="utf-8"))
+        self._spec = spec
+        self._platforms = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+        self.run_id = str(uuid.uuid4())
+        self.root = f"{ROOT}/{spec['pipelineInfo']['name']}/{self.run_id}"
+        self.ran: dict[str, list[Ran]] = {}
+        self._states: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def run(self, **inputs: Any) -> None:
+        """The whole pipeline. Raises Failed where a task fails, the exit handler having run."""
+        root = self._spec["root"]
+        scope = Scope(_with_defaults(root, inputs), {})
+        self._dag(root, scope)
+
+    # -- the driver
+
+    def _dag(self, component: Document, scope: Scope) -> Outputs:
+        """The tasks of a DAG in order; exit handlers last, also when a task before them failed."""
+        tasks = component["dag"]["tasks"]
+        failure: Failed | None = None
+        for name in _ordered(tasks):
+            last = tasks[name].get("triggerPolicy", {}).get("strategy")
+            if failure and last != "ALL_UPSTREAM_TASKS_COMPLETED":
+                continue
+            try:
+                scope.outputs[name] = self._task(tasks[name], scope)
+                self._states[name] = "SUCCEEDED"
+            except Failed as error:
+                failure, self._states[name] = error, "FAILED"
+        if failure:
+            raise failure
+        selected = component["dag"].get("outputs", {}).get("artifacts", {})
+        return Outputs(artifacts={
+            key: [a for s in one["artifactSelectors"] for a in _selected(scope, s)]
+            for key, one in selected.items()
+        })  # fmt: skip
+
+    def _task(self, task: Document, scope: Scope) -> Outputs:
+        if not _holds(task, parameters := self._parameters(task, scope)):
+            return Outputs()
+        artifacts = {
+            name: _artifacts(given, scope)
+            for name, given in task.get("inputs", {}).get("artifacts", {}).items()
+        }
+        component = self._spec["components"][task["componentRef"]["name"]]
+        iterator = task.get("parameterIterator")
+        if iterator is None:
+            return self._component(task, component, parameters, artifacts)
+        items = parameters[iterator["items"]["inputParameter"]]
+        with ThreadPoolExecutor(task["iteratorPolicy"]["parallelismLimit"]) as pool:
+            done = list(
+                pool.map(
+                    lambda item: self._component(
+                        task, component, {**parameters, iterator["itemInput"]: item}, artifacts
+                    ),
+                    items,
+                )
+            )
+        keys = {key for one in done for key in one.artifacts}
+        return Outputs(artifacts={k: [a for one in done for a in one.artifacts[k]] for k in keys})
+
+    def _component(
+        self, task: Document, component: Document, parameters: Values, artifacts: Values
+    ) -> Outputs:
+        given = _with_defaults(component, parameters)
+        if "dag" in component:
+            return self._dag(component, Scope(given, artifacts))
+        return self._execute(task["componentRef"]["name"], component, given, artifacts)
+
+    def _parameters(self, task: Document, scope: Scope) -> Values:
+        given = task.get("inputs", {}).get("parameters", {})
+        return {name: self._parameter(one, scope) for name, one in given.items()}
+
+    def _parameter(self, given: Document, scope: Scope) -> Any:
+        assert "parameterExpressionSelector" not in given
+        if "componentInputParameter" in given:
+            return scope.parameters[given["componentInputParameter"]]
+        if "taskOutputParameter" in given:
+            of = given["taskOutputParameter"]
+            return scope.outputs[of["producerTask"]].parameters[of["outputParameterKey"]]
+        if "taskFinalStatus" in given:
+            task = given["taskFinalStatus"]["producerTask"]
+            state = self._states[task]
+            error = {} if state == "SUCCEEDED" else {"code": 9, "message": f"{task} failed"}
+            return {"state": state, "pipelineTaskName": task, "error": error}
+        constant = given["runtimeValue"]["constant"]
+        known = {"{{$.pipeline_job_uuid}}": self.run_id}
+        assert "{{" not in str(constant) or constant in known
+        return known.get(constant, constant) if isinstance(constant, str) else constant
+
+    # -- a task's pod
+
+    def _execute(
+        self, component: str, spec: Document, parameters: Values, artifacts: Values
+    ) -> Outputs:
+        label, name = spec["executorLabel"], component.removeprefix("comp-")
+        container = self._spec["deploymentSpec"]["executors"][label]["container"]
+        place = f"{self.root}/{name}/{uuid.uuid4()}"
+        given = executor_input(spec, parameters, artifacts, place)
+        pod = f"{name}-{uuid.uuid4().hex[:8]}"
+        self._namespace.apply(self._pod(pod, container, self._platforms[label], given))
+        try:
+            log = self._namespace.finished(pod, 600)
+        except AssertionError as error:
+            raise Failed(str(error)) from error
+        (told,) = (line for line in log.splitlines() if line.startswith(MARK))
+        ran = Ran(pod, log, *outputs(spec, json.loads(told.removeprefix(MARK)), given, place))
+        with self._lock:
+            self.ran.setdefault(name, []).append(ran)
+        return ran.outputs
+
+    def _pod(self, name: str, container: Document, config: Document, given: str) -> Document:
+        """The pod as Argo makes it from the driver's patch."""
+        security, resources = config["securityContext"], container["resources"]
+        volumes, mounts = _volumes(config, self._claims)
+        command = [*container["command"], *container["args"]]
+        main = {
+            "name": "main",
+            "image": container["image"],
+            "imagePullPolicy": config["imagePullPolicy"],
+            "command": ["python3", "-c", LAUNCHER, given],
+            "args": [part.replace("{{$}}", given) for part in command],
+            "env": [
+                _of_pod("KFP_POD_NAME", "metadata.name"),
+                _of_pod("KFP_POD_UID", "metadata.uid"),
+                *container.get("env", []),
+                *_secrets(config),
+            ],
+            "resources": {
+                kind: {
+                    "cpu": resources[f"resourceCpu{kind[:-1].capitalize()}"],
+                    "memory": resources[f"resourceMemory{kind[:-1].capitalize()}"],
+                }
+                for kind in ("requests", "limits")
+            },
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "seccompProfile": {"type": "RuntimeDefault"},
+                "runAsNonRoot": security["runAsNonRoot"],
+                "runAsUser": int(security["runAsUser"]),
+                "runAsGroup": int(security["runAsGroup"]),
+            },
+            "volumeMounts": mounts,
+        }
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "labels": config["podMetadata"]["labels"]},
+            "spec": {
+                "restartPolicy": "Never",
+                "serviceAccountName": self._account,
+                "activeDeadlineSeconds": int(config["activeDeadlineSeconds"]),
+                "containers": [main],
+                "volumes": volumes,
+            },
+        }
+
+
+def executor_input(spec: Document, parameters: Values, artifacts: Values, place: str) -> str:
+    """The ExecutorInput of a task whose outputs go below `place`, as JSON."""
+    definitions = spec.get("outputDefinitions", {})
+    made = {
+        name: {"artifacts": [
+            {"name": name, "type": one["artifactType"], "uri": f"{place}/{name}", "metadata": {}}
+        ]}
+        for name, one in definitions.get("artifacts", {}).items()
+    }  # fmt: skip
+    told = {
+        name: {"outputFile": f"/tmp/kfp/outputs/{name}"}
+        for name in definitions.get("parameters", {})
+    }
+    return json.dumps(
+        {
+            "inputs": {
+                "parameterValues": parameters,
+                "artifacts": {name: {"artifacts": some} for name, some in artifacts.items()},
+            },
+            "outputs": {"parameters": told, "artifacts": made, "outputFile": OUTPUT},
+        }
+    )
+
+
+def outputs(
+    spec: Document, told: Document, given: str, place: str
+) -> tuple[Outputs, dict[str, int]]:
+    """What a task has made. Fails where an artifact left the root, as the launcher does."""
+    made = {}
+    for name, asked in json.loads(given)["outputs"]["artifacts"].items():
+        (answer,) = told["output"]["artifacts"][name]["artifacts"]
+        (wanted,) = asked["artifacts"]
+        assert answer["uri"] == wanted["uri"] == f"{place}/{name}"
+        assert "custom_path" not in answer
+        made[name] = [{**wanted, "metadata": answer["metadata"]}]
+    assert set(told["sizes"]) == set(made), "an artifact without its file"
+    parameters = told["output"].get("parameterValues", {})
+    assert set(parameters) == set(spec.get("outputDefinitions", {}).get("parameters", {}))
+    return Outputs(parameters, made), told["sizes"]
+
+
+def _ordered(tasks: Mapping[str, Document]) -> Iterable[str]:
+    """Names, each after those that it depends on."""
+    left = dict(tasks)
+    while left:
+        ready = [n for n, t in left.items() if not set(t.get("dependentTasks", ())) & set(left)]
+        assert ready, f"a circle: {sorted(left)}"
+        for name in ready:
+            del left[name]
+            yield name
+
+
+def _holds(task: Document, parameters: Values) -> bool:
+    """The task's condition, in the form that ours has."""
+    condition = task.get("triggerPolicy", {}).get("condition")
+    if condition is None:
+        return True
+    pattern = r"inputs\.parameter_values\['([^']+)'\] == '([^']*)'"
+    match = re.fullmatch(pattern, " ".join(condition.split()))
+    assert match, condition
+    return bool(parameters[match[1]] == match[2])
+
+
+def _artifacts(given: Document, scope: Scope) -> list[Values]:
+    if "componentInputArtifact" in given:
+        return scope.artifacts[given["componentInputArtifact"]]
+    of = given["taskOutputArtifact"]
+    return scope.outputs[of["producerTask"]].artifacts[of["outputArtifactKey"]]
+
+
+def _selected(scope: Scope, selector: Document) -> list[Values]:
+    return scope.outputs[selector["producerSubtask"]].artifacts[selector["outputArtifactKey"]]
+
+
+def _with_defaults(component: Document, given: Values) -> Values:
+    known = component.get("inputDefinitions", {}).get("parameters", {})
+    assert set(given) <= set(known), set(given) - set(known)
+    defaults = {n: one["defaultValue"] for n, one in known.items() if "defaultValue" in one}
+    return {**defaults, **given}
+
+
+def _volumes(config: Document, claims: bool) -> tuple[list[Document], list[Document]]:
+    """Those that KFP gives every pod for artifacts, and those of the platform's spec."""
+    volumes: list[Document] = [{"name": "s3-scratch", "emptyDir": {}}]
+    mounts: list[Document] = [{"name": "s3-scratch", "mountPath": "/s3"}]
+    for one in config["emptyDirMounts"]:
+        medium = {"medium": one["medium"]} if "medium" in one else {}
+        volumes.append({"name": one["volumeName"], "emptyDir": medium})
+        mounts.append({"name": one["volumeName"], "mountPath": one["mountPath"]})
+    for one in config["configMapAsVolume"]:
+        source = {"name": one["configMapName"], "optional": one["optional"]}
+        volumes.append({"name": one["configMapName"], "configMap": source})
+        mounts.append({"name": one["configMapName"], "mountPath": one["mountPath"]})
+    for one in config["pvcMount"] if claims else ():
+        claim = {"claimName": one["constant"]}
+        volumes.append({"name": one["constant"], "persistentVolumeClaim": claim})
+        mounts.append({"name": one["constant"], "mountPath": one["mountPath"]})
+    return volumes, mounts
+
+
+def _secrets(config: Document) -> list[Document]:
+    return [
+        {
+            "name": key["envVar"],
+            "valueFrom": {
+                "secretKeyRef": {
+                    "name": one["secretName"],
+                    "key": key["secretKey"],
+                    "optional": one["optional"],
+                }
+            },
+        }
+        for one in config["secretAsEnv"]
+        for key in one["keyToEnv"]
+    ]
+
+
+def _of_pod(name: str, path: str) -> Document:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
