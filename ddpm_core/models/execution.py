@@ -14,6 +14,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from ddpm_core.models.layers import Derived
+
 Network = TypeVar("Network", bound=nn.Module)
 
 
@@ -29,7 +31,8 @@ def prepare_model(
     """Move the network to the device and lay out its weights there; changes it in place.
 
     For sampling in "bf16" or "fp16", under autocast, the weights of convolutions and linear layers
-    are rounded here, instead of at each evaluation: the output is the same to the last bit.
+    are rounded here, instead of at each evaluation: the output is the same to the last bit. So are
+    the products of weights that layers compute with on CPUs.
     """
     model = model.to(device)
     if device.type == "cuda" or (device.type == "cpu" and not training):
@@ -39,4 +42,8 @@ def prepare_model(
         for module in model.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 module.to(half)
+    if device.type == "cpu" and not training:
+        for module in model.modules():
+            if isinstance(module, Derived):
+                module.fix()
     return model

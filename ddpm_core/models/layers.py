@@ -17,6 +17,24 @@ EXPLICIT_LENGTH = 1024  # on CPUs attention written out is twice as fast, but ta
 Dropout = Callable[[Tensor, int], Tensor]  # (activations, number of the residual block)
 
 
+class Derived(nn.Module):
+    """A layer that computes with products of its weights, made at each evaluation until `fix`."""
+
+    fixed: tuple[Tensor, ...] | None = None
+
+    def derive(self) -> tuple[Tensor, ...]:
+        """What `forward` computes with."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def fix(self) -> None:
+        """Make it once: the weights change no more."""
+        self.fixed = self.derive()
+
+    def derived(self) -> tuple[Tensor, ...]:
+        return self.fixed or self.derive()
+
+
 class JoinedLinear(Linear):
     """Linear layers of one input and `sizes` outputs, as one matrix product."""
 
@@ -79,7 +97,7 @@ class ResidualBlock(nn.Module):
         return added
 
 
-class Attention(nn.Module):
+class Attention(Derived):
     """Self-attention over the pixels, added to its input."""
 
     def __init__(self, channels: int, heads: int) -> None:
@@ -105,15 +123,21 @@ class Attention(nn.Module):
         (x Q + q)(x K + k)^T is (x Q K^T + q K^T) x^T but for terms that are one number for each
         row, which a softmax ignores; and rows of a softmax sum to 1, so biases pass through it.
         """
-        query, key, value = self.qkv.weight.chunk(3)  # transposed, as in nn.Linear
-        of_query, _, of_value = self.qkv.bias.chunk(3)
-        weight = torch.cat([key.T @ query, self.out.weight @ value])
-        through = functional.linear(of_value, self.out.weight, self.out.bias)
-        bias = torch.cat([functional.linear(of_query, key.T), through])
+        weight, bias = self.derived()
         queries, values = functional.linear(x, weight, bias).chunk(2, dim=2)
         scores = (queries * x.shape[2] ** -0.5) @ x.transpose(1, 2)
         mixed: Tensor = scores.softmax(-1).to(values.dtype) @ values
         return mixed
+
+    def derive(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias that give the joined queries and values."""
+        query, key, value = self.qkv.weight.chunk(3)  # transposed, as in nn.Linear
+        of_query, _, of_value = self.qkv.bias.chunk(3)
+        through = functional.linear(of_value, self.out.weight, self.out.bias)
+        return (
+            torch.cat([key.T @ query, self.out.weight @ value]),
+            torch.cat([functional.linear(of_query, key.T), through]),
+        )
 
 
 def _written_out(tokens: Tensor) -> bool:
@@ -165,7 +189,7 @@ class Downsample(nn.Module):
         return halved
 
 
-class Upsample(nn.Module):
+class Upsample(Derived):
     """Twice the resolution: nearest neighbours, then a convolution."""
 
     def __init__(self, channels: int) -> None:
@@ -177,9 +201,11 @@ class Upsample(nn.Module):
         if x.device.type != "cpu":
             doubled: Tensor = self.conv(functional.interpolate(x, scale_factor=2.0))
             return doubled
-        return functional.conv_transpose2d(
-            x, _doubling(self.conv.weight), self.conv.bias, stride=2, padding=1
-        )
+        (doubling,) = self.derived()
+        return functional.conv_transpose2d(x, doubling, self.conv.bias, stride=2, padding=1)
+
+    def derive(self) -> tuple[Tensor]:
+        return (_doubling(self.conv.weight),)
 
 
 def _doubling(weight: Tensor) -> Tensor:
