@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -111,6 +112,7 @@ def submit(
         inputs = given(p, s, w, source, worst, read_yaml(job) if job else {})
         inputs |= {"tracking": tracking, "backend": backend}
         check(inputs)
+        logging.disable()  # of each attempt at a server that does not answer, with a traceback
         server = Server(host, namespace, token(token_file))
         run_id = server.create(context.obj, image, experiment, name, inputs)
         if wait:

@@ -77,7 +77,9 @@ class Server:
             hint = " Give a token by --token-file or $KFP_TOKEN." if error.status == 401 else ""
             told = " ".join(str(error.body or error.reason).split())[:300]
             raise UserError(f"KFP at {self.host} refuses ({error.status}): {told}{hint}") from error
-        except (HTTPError, OSError, ValueError) as error:
+        except ValueError as error:  # what kfp's client says of an answer that it can't use
+            raise UserError(f"KFP at {self.host}: {error}") from error
+        except (HTTPError, OSError) as error:
             raise Away(
                 f"No KFP server answers at {self.host}: forward its port with `kubectl "
                 "port-forward -n kubeflow svc/ml-pipeline 8888` and give --host "

@@ -1,4 +1,7 @@
-"""The chain as DVC stages, by real git and dvc in a clone: killed, varied, skipped; raw data."""
+"""The chain as DVC stages, by real git and dvc in a clone: killed, varied, skipped; raw data.
+
+What is killed is started as it is; the rest is forked, see prefork.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +19,7 @@ import pytest
 import yaml
 from mlflow_server import QUIET, wait_until
 from PIL import Image
+from prefork import Prefork
 
 from ddpm_core import params
 from ddpm_core.config import Config
@@ -23,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 OURS = ("dvc.yaml", "params.yaml", ".gitignore", ".dvcignore", ".dvc/config", ".dvc/.gitignore")
 TINY = {
     "prepare": {"image_size": 8, "workers": 1},
-    "model": {"channels": 8, "multipliers": [1, 2], "blocks": 1, "attention": [4]},
+    "model": {"channels": 8, "multipliers": [1], "blocks": 1, "attention": []},
     "diffusion": {"timesteps": 50},
     "train": {
         "steps": 40,
@@ -43,8 +48,9 @@ TINY = {
 class Repository:
     """A git repository with DVC in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, forked: Path) -> None:
+        """`forked` are the programs for PATH."""
+        self.folder, self.forked = folder, forked
         self.environment = {
             **os.environ,
             **QUIET,
@@ -57,18 +63,18 @@ class Repository:
         }
 
     @classmethod
-    def of_this_project(cls, folder: Path) -> Repository:
+    def of_this_project(cls, folder: Path, forked: Path) -> Repository:
         """Our pipeline files, with tiny params, as a first commit."""
         for name in OURS:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-        repository = cls(folder)
+        repository = cls(folder, forked)
         repository.git("init", "--quiet", "--initial-branch=main")
         return repository
 
     def clone(self, folder: Path) -> Repository:
         self.git("clone", "--quiet", ".", str(folder))
-        return Repository(folder)
+        return Repository(folder, self.forked)
 
     def git(self, *arguments: str) -> str:
         return self.run("git", *arguments)
@@ -77,10 +83,11 @@ class Repository:
         return self.run("dvc", *arguments)
 
     def run(self, *command: str) -> str:
+        path = f"{self.forked}{os.pathsep}{self.environment['PATH']}"
         done = subprocess.run(
-            command,
+            [shutil.which(command[0], path=path) or command[0], *command[1:]],
             cwd=self.folder,
-            env=self.environment,
+            env={**self.environment, "PATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -112,9 +119,17 @@ class Repository:
 
 
 @pytest.fixture(scope="module")
-def origin(tmp_path_factory: pytest.TempPathFactory) -> Repository:
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("forked")
+    server = Prefork(folder, Repository(folder, folder).environment)
+    yield server.folder
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory, forked: Path) -> Repository:
     folder = tmp_path_factory.mktemp("origin")
-    repository = Repository.of_this_project(folder)
+    repository = Repository.of_this_project(folder, forked)
     repository.change_params(**TINY)
     repository.git("add", ".")
     repository.git("commit", "--quiet", "-m", "tiny")
