@@ -11,37 +11,42 @@ RUN awk '/^uv==/ {on=1} on {print} on && !/\\$/ {exit}' requirements.lock > uv.l
     && python3 -m venv /opt/uv \
     && /opt/uv/bin/pip install --quiet --require-hashes --only-binary :all: -r uv.lock
 
-# Our own wheel needs none of the libraries to be built: a change of code builds this stage alone.
+# What is wanted, apart from the rest of pyproject.toml: only a change of it installs all anew.
+FROM tools AS wanted
+ARG EXTRAS=s3,tracking,eval,dvc,pipeline
+COPY pyproject.toml .
+RUN python3 -c "import tomllib; \
+    project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    extras = [project['optional-dependencies'][name] for name in '$EXTRAS'.split(',') if name]; \
+    print(*project['dependencies'], *sum(extras, []), sep='\n')" > wanted.txt
+
+# Our own code needs none of the libraries to be built: a change of it builds this stage alone.
 FROM tools AS code
 COPY . .
-RUN /opt/uv/bin/uv build --quiet --wheel --build-constraint requirements.lock --out-dir /wheel .
+RUN /opt/uv/bin/uv pip install --quiet --system --prefix /code --no-deps --compile-bytecode \
+    --build-constraint requirements.lock .
 
 FROM python:3.11-slim
-ARG EXTRAS=s3,tracking,eval,dvc,pipeline
 # git: a DVC data set is fetched from a repository.
 RUN apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends git \
     && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/* \
     && pip uninstall -qy pip setuptools wheel --root-user-action ignore 2>/dev/null; rm -rf /root/.cache
+COPY --from=wanted /build/wanted.txt /build/requirements.lock /opt/ddpm/
 # The lock names what development needs too: here it only says which version, with which hash.
 # Compiled here, since the root file system of a pod is read-only.
 RUN --mount=type=bind,from=tools,source=/opt/uv,target=/opt/uv \
-    --mount=type=bind,source=pyproject.toml,target=/build/pyproject.toml \
-    --mount=type=bind,source=requirements.lock,target=/build/requirements.lock \
-    cd /build && UV_NO_CACHE=1 UV_SYSTEM_CERTS=1 /opt/uv/bin/uv pip install --quiet --system \
-    --compile-bytecode --constraint requirements.lock -r pyproject.toml \
-    $(echo "$EXTRAS" | sed 's/[^,][^,]*/--extra &/g; s/,/ /g')
+    UV_NO_CACHE=1 UV_SYSTEM_CERTS=1 /opt/uv/bin/uv pip install --quiet --system --compile-bytecode \
+    --constraint /opt/ddpm/requirements.lock -r /opt/ddpm/wanted.txt
 # Only /tmp and /dev/shm need to be writable: caches and the home lie there.
 ENV HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 MPLCONFIGDIR=/tmp/matplotlib \
     XDG_CACHE_HOME=/tmp/cache MLFLOW_DISABLE_TELEMETRY=true DVC_NO_ANALYTICS=true
 WORKDIR /tmp
-RUN --mount=type=bind,from=tools,source=/opt/uv,target=/opt/uv \
-    --mount=type=bind,from=code,source=/wheel,target=/wheel \
-    /opt/uv/bin/uv pip install --quiet --system --no-deps --no-cache --compile-bytecode /wheel/*.whl
+USER 1000:1000
+ENTRYPOINT ["ddpm"]
+CMD ["--help"]
+COPY --from=code /code /usr/local
 ARG VERSION=dev REVISION=unknown
 LABEL org.opencontainers.image.title="ddpm" \
       org.opencontainers.image.description="From a folder of images to a registered, served diffusion model" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION"
-USER 1000:1000
-ENTRYPOINT ["ddpm"]
-CMD ["--help"]
