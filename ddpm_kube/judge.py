@@ -69,7 +69,12 @@ class Judge:
         found = list(problems(view, self._fresh(view, now)))
         if state == "Failed":
             return self.why_failed(view, logs, message, found)
-        return self._nobody_acts(view, state, now) or self._problem(view, found, now) or _same(logs)
+        return (
+            self._nobody_acts(view, state, now)
+            or self._problem(view, found, now)
+            or self._not_made(view, now)
+            or _same(logs)
+        )
 
     def why_failed(self, view: View, logs: Logs, message: str, found: list[Problem]) -> str:
         """The cause of a job's failure, as near to it as can be seen."""

@@ -11,7 +11,7 @@ API = {"ddpm.io/uses-api": "true"}
 PARAMS = "test-params"
 JOB_LABEL = "training.kubeflow.org/job-name"
 # What a worker of a tiny network needs; little is asked for, so that many fit on two cores.
-SMALL = ("cpu=100m", "cpu_limit=2", "memory=1Gi", "shm=64Mi", "join_seconds=5")
+SMALL = ("cpu=200m", "cpu_limit=2", "memory=1Gi", "shm=64Mi", "join_seconds=5")
 
 
 class Launching:

@@ -25,7 +25,7 @@ from ddpm_kube.names import job_name
 
 pytestmark = pytest.mark.timeout(900)
 
-STEPS = 400
+STEPS = 240
 # Heavy enough that a few things can happen while one thread trains it.
 SETTINGS = f"""
 seed: 3
@@ -39,7 +39,7 @@ train:
   precision: fp32
   worker_timeout: 120
   log_every: 5
-  snapshot_every: 20
+  snapshot_every: 10
   milestone_every: {STEPS}
   keep: 2
   grid: 0
@@ -48,6 +48,8 @@ train:
 tracking: {{uri: "", experiment: elastic}}
 device: cpu
 """
+# Long enough that who is left waits for the worker that is started in place of another.
+TWO = ("--min", "1", "--max", "2", "-K", "join_seconds=15")
 SAME_MODEL = 1e-3  # of how far it moved
 HISTORY = """
 import json
@@ -127,7 +129,7 @@ def test_workers_that_are_deleted_and_scaled_train_the_model_of_an_undisturbed_r
     launching: Launching, namespace: Namespace, undisturbed: Future[Path]
 ) -> None:
     workspace, job = launching.workspace("elastic"), job_name("/workspace/elastic", "train")
-    launching.launch("launcher", launching.arguments(workspace, "--min", "1", "--max", "2"))
+    launching.launch("launcher", launching.arguments(workspace, *TWO))
     grows(launching, "elastic", world=2)
     delete(namespace, f"{job}-worker-1")
     grows(launching, "elastic", world=2)
@@ -164,7 +166,7 @@ def test_mlflow_deleted_and_back_has_every_row_of_a_training_that_went_on(
 ) -> None:
     namespace.ready("mlflow")
     workspace = launching.workspace("tracked")
-    tracked = ("-S", "tracking.uri=http://mlflow:5000", "-S", "train.steps=200")
+    tracked = ("-S", "tracking.uri=http://mlflow:5000", "-S", "train.batch_size=64")
     launching.launch("launcher-tracked", launching.arguments(workspace, *tracked))
     grows(launching, "tracked", world=1)
     namespace.kubectl("scale", "deployment", "mlflow", "--replicas=0")
@@ -173,12 +175,13 @@ def test_mlflow_deleted_and_back_has_every_row_of_a_training_that_went_on(
     )
     grows(launching, "tracked", world=1, by=4)
     namespace.kubectl("scale", "deployment", "mlflow", "--replicas=1")
+    namespace.ready("mlflow")
+    grows(launching, "tracked", world=1, by=1)
     assert launching.ends("launcher-tracked", 420) == "Succeeded"
     said = launching.said("launcher-tracked")
     assert "restarts" not in said
-    namespace.ready("mlflow")
     (server,) = namespace.list("pods", "app.kubernetes.io/name=mlflow")
     name = server["metadata"]["name"]
     logged = [[row["step"], row["loss"]] for row in rows(launching, "tracked")]
     assert json.loads(namespace.exec(name, "python", "-c", HISTORY)) == logged
-    assert len(logged) == 40
+    assert len(logged) == STEPS // 5

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ def told(launching: Launching) -> dict[str, str]:
         arguments = launching.arguments(f"/workspace/{case}", *CASES[case][0])
         account = BLIND if case == "blind" else "ddpm-launcher"
         launching.launch(f"launcher-{case}", arguments, account=account)
-        launching.ends(f"launcher-{case}", 240)
+        with suppress(AssertionError):  # the test of this case tells
+            launching.ends(f"launcher-{case}", 180)
         return launching.said(f"launcher-{case}")
 
     with ThreadPoolExecutor(4) as pool:
