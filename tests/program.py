@@ -26,6 +26,7 @@ _context.set_forkserver_preload(
         "ddpm_core.generate.sample",
         "ddpm_core.chain",
         "torch.distributed.run",
+        "boto3",
     ]
 )
 
@@ -33,7 +34,7 @@ TINY = """
 seed: 3
 workspace: workspace
 prepare: {image_size: 8, workers: 1}
-model: {channels: 8, multipliers: [1, 2], blocks: 1, attention: [4]}
+model: {channels: 8, multipliers: [1], blocks: 1, attention: [8]}
 diffusion: {timesteps: 50}
 train:
   steps: 12
@@ -163,11 +164,13 @@ def start(folder: Path, *arguments: str, **environment: str) -> Program:
     return Program(folder, arguments, partial(run_in, environment))
 
 
-def wait_until(condition: Callable[[], bool], program: Program, limit: float = 60.0) -> bool:
+def wait_until(
+    condition: Callable[[], bool], program: Program, limit: float = 60.0, pause: float = 0.004
+) -> bool:
     """Whether the condition came true while the program was alive."""
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
-        if program.wait(0.002):
+        if program.wait(pause):
             return condition()
     return True

@@ -30,7 +30,7 @@ CHOSEN = {
     "term-one": 0,
     "hang": 2,
     "kill-in-snapshot": 1,
-    "kill-agent": 0,
+    "kill-agent": 10,
     "resize": 2,
     "truncated": 4,
     "missing": 7,

@@ -13,8 +13,9 @@ def test_export_import_and_a_warm_start_keep_the_weights(tmp_path: Path) -> None
     write_params(
         tmp_path,
         TINY.replace(
-            "channels: 8, multipliers: [1, 2]", "channels: 128, multipliers: [1, 1], dropout: 0.1"
-        ),
+            "channels: 8, multipliers: [1], blocks: 1, attention: [8]",
+            "channels: 128, multipliers: [1, 1], blocks: 1, attention: [4], dropout: 0.1",
+        ).replace("steps: 12", "steps: 3"),
     )
     ddpm(tmp_path, "prepare")
     ddpm(tmp_path, "train")
@@ -22,7 +23,7 @@ def test_export_import_and_a_warm_start_keep_the_weights(tmp_path: Path) -> None
     assert (tmp_path / "there" / "model_index.json").is_file()
     said = ddpm(tmp_path, "import-diffusers", "there", "back")
     assert "train.init" in said and "'dropout': 0.1" in said
-    average = load_file(tmp_path / "workspace/snapshots/step-00000012/ema-0.9.safetensors")
+    average = load_file(tmp_path / "workspace/snapshots/step-00000003/ema-0.9.safetensors")
     back = load_file(tmp_path / "back/model.safetensors")
     assert set(back) == set(average)
     assert all(torch.allclose(back[name], average[name], atol=1e-6) for name in back)

@@ -14,12 +14,12 @@ from program import TINY, Program, ddpm, wait_until, write_params
 from runs import bits, final, tensors
 from s3_server import Bucket, Gate
 
-STEPS = 40
+STEPS = 30
 PARAMS = (
     TINY.replace("steps: 12", f"steps: {STEPS}")
     .replace("snapshot_every: 4", "snapshot_every: 5")
-    .replace("milestone_every: 6", "milestone_every: 20")
-    .replace("attention: [4]}", "attention: [4], dropout: 0.1, conditioning: class}")
+    .replace("milestone_every: 6", "milestone_every: 15")
+    .replace("attention: [8]}", "attention: [8], dropout: 0.1, conditioning: class}")
 )
 LAST = f"snapshots/step-{STEPS:08d}"
 
@@ -88,7 +88,7 @@ def run(bucket: Bucket, local: Path, tmp_path: Path) -> Run:
 def test_killed_twice_and_resumed_from_s3_alone_equals_a_run_on_disk(run: Run, local: Path) -> None:
     for step in (5, 20):
         process = run.start("train")
-        assert wait_until(run.has(step), process)
+        assert wait_until(run.has(step), process, pause=0.05)
         process.send_signal(signal.SIGKILL)
         process.ended()
     *_, before, newest = run.sealed()
@@ -115,7 +115,7 @@ def test_a_snapshot_that_was_changed_is_named_and_not_resumed(run: Run, local: P
 def test_a_second_run_of_one_workspace_is_refused_with_the_owner_named(run: Run) -> None:
     first = run.start("train", "-S", "train.steps=100000")
     try:
-        assert wait_until(run.has(5), first)
+        assert wait_until(run.has(5), first, pause=0.05)
         said = run.ddpm("train", status=1)
         assert f"is being trained in by process {first.pid} on {socket.gethostname()}" in said
     finally:
@@ -128,7 +128,7 @@ def test_a_server_that_is_away_for_a_while_delays_a_run_and_changes_nothing(
 ) -> None:
     gate = Gate(run.bucket.environment["AWS_ENDPOINT_URL"])
     process = run.start("train", AWS_ENDPOINT_URL=gate.endpoint)
-    assert wait_until(run.has(5), process)
+    assert wait_until(run.has(5), process, pause=0.05)
     gate.shut()
     told = ("Cannot renew the lease", "Cannot write the snapshot")
     assert wait_until(lambda: any(text in process.said() for text in told), process)

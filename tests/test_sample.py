@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from program import TINY, ddpm, environment, new_run, prepare_run, start, wait_until, write_params
+from faults.attempt import together
+from program import TINY, ddpm, new_run, prepare_run, settings, start, wait_until, write_params
 
 from ddpm_core.config import Sample
 from ddpm_core.errors import Corrupt, UserError
@@ -19,7 +18,7 @@ from ddpm_core.generate.gather import open_samples
 from ddpm_core.generate.plan import parse_shard, shards
 from ddpm_core.workspace import Workspace
 
-CLASSES = TINY.replace("attention: [4]}", "attention: [4], conditioning: class}").replace(
+CLASSES = TINY.replace("attention: [8]}", "attention: [8], conditioning: class}").replace(
     "count: 20, batch_size: 8", "count: 37, batch_size: 10, checkpoints: latest, shards: 3"
 )
 
@@ -84,11 +83,11 @@ def test_a_killed_run_goes_on_with_the_chunks_it_has(trained: Path, images: np.n
 
 
 def test_a_killed_shard_loses_one_batch_at_most(trained: Path) -> None:
-    slow = ("-S", "sample.shards=1", "-S", "sample.steps=50", "-S", "sample.batch_size=2")
+    slow = settings("sample.shards=1", "sample.steps=25", "sample.batch_size=2", "sample.count=20")
     folder = new_workspace(trained, "bounded")
     place = folder / "workspace/samples/step-00000012"
     kept: dict[str, int] = {}
-    for count in (3, 8):
+    for count in (3, 6):
         process = start(folder, "sample", *slow)
         assert wait_until(functools.partial(has_chunks, place, count), process)
         process.send_signal(signal.SIGKILL)
@@ -110,16 +109,7 @@ def chunks(place: Path) -> dict[str, int]:
 
 def test_workers_of_torchrun_draw_the_same_bytes(trained: Path, images: np.ndarray) -> None:
     folder = new_workspace(trained, "torchrun")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, "ddpm_core.cli", "sample"],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    together(folder, 3, "sample")
     assert np.array_equal(sampled(folder), images)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from program import TINY, ddpm, new_run, prepare_run, settings
+from faults.attempt import together
+from program import TINY, new_run, prepare_run, settings
 from runs import bits, final, rows
 
 from ddpm_core import params
@@ -23,13 +24,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_run(tmp_path_factory.mktemp("prepared"), TINY)
 
 
-def train(prepared: Path, name: str, text: str, *given: str) -> tuple[str, Path]:
+def train(prepared: Path, name: str, text: str, *given: str, size: int = 1) -> tuple[str, Path]:
     folder = new_run(prepared, name, text)
-    return ddpm(folder, "train", *settings(*given)), folder
+    return together(folder, size, "train", *settings(*given)), folder
 
 
 def test_every_row_tells_where_the_time_of_each_worker_went(prepared: Path) -> None:
-    said, folder = train(prepared, "two", TINY, "train.processes=2")
+    said, folder = train(prepared, "two", TINY, size=2)
     for row in rows(folder):
         for owner in ("", "worker-0/", "worker-1/"):
             shares = [row[f"{owner}share/{phase}"] for phase in PHASES]
@@ -74,9 +75,9 @@ def test_a_stopwatch_counts_every_second_once() -> None:
 
 
 def test_snapshots_by_the_clock_come_between_and_change_nothing(prepared: Path) -> None:
-    given = ("train.processes=2", "train.keep=1000")
-    _, timed = train(prepared, "timed", LONG, *given, "train.snapshot_every=1s")
-    _, plain = train(prepared, "plain", LONG, *given, "train.snapshot_every=160")
+    keep, every = "train.keep=1000", "train.snapshot_every"
+    _, timed = train(prepared, "timed", LONG, keep, f"{every}=1s", size=2)
+    _, plain = train(prepared, "plain", LONG, keep, f"{every}=160", size=2)
     steps = sorted(folder.name for folder in (timed / "workspace/snapshots").iterdir())
     assert len(steps) > 1
     assert steps[-1] == "step-00000160"

@@ -24,7 +24,7 @@ from ddpm_core.training.snapshot import prunable
 MODEL = "workspace/snapshots/step-00000012/model.safetensors"
 # In fp32: what is compared to rounding is compared to the finest.
 LIVELY = TINY.replace(
-    "attention: [4]}", "attention: [4], dropout: 0.2, conditioning: class}"
+    "attention: [8]}", "attention: [8], dropout: 0.2, conditioning: class}"
 ).replace("batch_size: 8\n  log", "batch_size: 8\n  precision: fp32\n  log")
 
 

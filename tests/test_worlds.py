@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from program import TINY, ddpm, new_run, prepare_run, settings
+from faults.attempt import together
+from program import TINY, new_run, prepare_run, write_params
 from runs import Tensors, at_start, distance, final, of_file, rows
 
 STEPS = 200
 # The batch is divided by neither 3 nor 4. Warm-up, since rounding chooses the sign of Adam's
 # first steps where a gradient is all but zero.
 SETTINGS = (
-    TINY.replace("attention: [4]}", "attention: [4], dropout: 0.1, conditioning: class}")
+    TINY.replace("attention: [8]}", "attention: [8], dropout: 0.1, conditioning: class}")
     .replace("batch_size: 8\n  log_every: 2", "batch_size: 10\n  precision: fp32\n  log_every: 10")
     .replace("steps: 12", f"steps: {STEPS}")
     .replace("snapshot_every: 4", "snapshot_every: 50\n  flip: true\n  reduction: flat")
@@ -26,7 +27,8 @@ SAME_LOSS = 1e-6  # relative; 7e-8 was seen
 
 
 def train(folder: Path, size: int, steps: int = STEPS) -> None:
-    ddpm(folder, "train", *settings(f"train.steps={steps}", f"train.processes={size}"))
+    write_params(folder, SETTINGS.replace(f"steps: {STEPS}", f"steps: {steps}"))
+    together(folder, size, "train")
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from cluster import Namespace, wait_until
-
-pytestmark = pytest.mark.cluster
 
 CLIENT = "ddpm-test/asks-the-champion"
 

@@ -41,13 +41,14 @@ class Attempt:
         node: int = 0,
         restarts: int = RESTARTS,
         beside: Callable[[], None] | None = None,
+        arguments: tuple[str, ...] = ("train",),
     ) -> None:
         """`endpoint` is where nodes meet, `node` which one this is; `beside` is called in each
-        forked worker before it begins."""
+        forked worker before it begins; `arguments` are what forked workers are told."""
         self.folder, self.start, self.size, self.node = folder, start, size, node
         self._seen: set[int] = set()
         if start == "forked":
-            given = (str(size), endpoint, str(node), str(restarts), "train")
+            given = (str(size), endpoint, str(node), str(restarts), *arguments)
             self._program: Any = Program(folder, given, partial(_agent, beside=beside))
         else:
             self._program = _Started(folder, _command_line(start, size, restarts))
@@ -105,6 +106,17 @@ class Attempt:
                 if running(pid):
                     found[int(file.name.partition("-")[2])] = pid
         return found
+
+
+def together(folder: Path, size: int, *arguments: str) -> str:
+    """Run `torchrun --nproc-per-node=SIZE -m ddpm_core.cli ARGUMENTS`, forked; what it says."""
+    attempt = Attempt(folder, "forked", size, restarts=0, arguments=arguments)
+    try:
+        assert attempt.wait(120), f"not ended within 120 s:\n{attempt.said()}"
+        assert attempt.returncode == 0, attempt.said()
+        return attempt.said()
+    finally:
+        attempt.close()
 
 
 class _Started:
@@ -238,9 +250,11 @@ def running(pid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], object], what: str, limit: float = 60.0) -> None:
-    """Ask again and again until it is true; AssertionError after `limit` seconds."""
+def until(
+    condition: Callable[[], object], what: str, limit: float = 60.0, pause: float = 0.01
+) -> None:
+    """Ask every `pause` seconds until it is true; AssertionError after `limit` seconds."""
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {limit:g} s"
-        time.sleep(0.001)
+        time.sleep(pause)

@@ -59,7 +59,7 @@ def kill_in_snapshot(run: Playing) -> Worlds:
         assert attempt.returncode is None, "it ended before another snapshot"
         return bool(run.staged())
 
-    until(writing, "a snapshot is being written")
+    until(writing, "a snapshot is being written", pause=0.001)
     run.hit(signal.SIGKILL, attempt)
     return _started_again(run, attempt)
 
@@ -73,7 +73,7 @@ def kill_agent(run: Playing) -> Worlds:
     until(lambda: not attempt.left(), "the workers that nobody watches leave", 30)
     assert "torchrun is gone" in attempt.said(), "the workers did not say why they left"
     newest = max(run.snapshots())
-    run.finish(run.begin(second))
+    run.finish(run.begin(second, start="forked"))  # whoever starts it: what is left counts
     assert f"going on from step {int(newest.partition('-')[2])}" in run.said()
     return {first, second}
 

@@ -20,7 +20,7 @@ PARAMS = (
     TINY.replace("steps: 12", f"steps: {STEPS}\n  precision: fp32\n  worker_timeout: 5")
     .replace("snapshot_every: 4", f"snapshot_every: {SNAPSHOT_EVERY}")
     .replace("milestone_every: 6", f"milestone_every: {STEPS // 2}")
-    .replace("attention: [4]}", "attention: [4], dropout: 0.1, conditioning: class}")
+    .replace("attention: [8]}", "attention: [8], dropout: 0.1, conditioning: class}")
     .replace("ema: [0.9]", "ema: [0.9]\n  flip: true")
     # Adam's first steps have the gradient's sign: where that is next to nothing, rounding chooses
     # it, and at the full rate one weight that goes the other way is 0.001 of so short a run.
@@ -80,9 +80,10 @@ class Playing:
         self.attempts: list[Attempt] = []
         self.undo: list[Callable[[], object]] = []
 
-    def begin(self, size: int, **more: object) -> Attempt:
+    def begin(self, size: int, start: str = "", **more: object) -> Attempt:
         """Start the run, or start it again."""
-        attempt = Attempt(self.folder, self.schedule.start, size, **more)  # type: ignore[arg-type]
+        start = start or self.schedule.start
+        attempt = Attempt(self.folder, start, size, **more)  # type: ignore[arg-type]
         self.attempts.append(attempt)
         return attempt
 
