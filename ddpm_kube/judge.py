@@ -24,6 +24,7 @@ from ddpm_kube.spec import JobSpec
 
 SAME = 3  # times that a worker may end with the same sentence
 
+LONGEST = 300  # characters of an event that is passed on; the operator quotes whole logs
 NOBODY = 45.0  # seconds that the operator may take until it does anything
 FRESH = 60.0  # seconds, beside the patience, after which a refusal counts as over
 
@@ -145,7 +146,8 @@ class Judge:
     def _tell_changes(self, view: View) -> None:
         state = condition(view.job)[0]
         now = {short(name): ended(pod) for name, pod in view.pods.items()}
-        now |= {"job": state} if state else {}
+        # A job that is resumed has no state for a moment.
+        now |= {"job": last} if (last := state or self._states.get("job", "")) else {}
         for name, what in sorted(now.items()):
             if self._states.get(name) != what:
                 self._tell(f"{name}: {what}")
@@ -154,7 +156,7 @@ class Judge:
         self._states = now
         for event in view.events:
             if event.get("type") == "Warning" and event["reason"] not in _TOLD_ELSEWHERE:
-                self._once(f"{whose(event)}: {event['reason']}: {said(event)}")
+                self._once(f"{whose(event)}: {event['reason']}: {said(event)[:LONGEST]}")
 
     def _once(self, sentence: str) -> None:
         """A number in a message may grow while it stays the same message."""

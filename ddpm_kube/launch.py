@@ -20,7 +20,7 @@ from ddpm_kube.cluster import Cluster, Exists, remove
 from ddpm_kube.feed import Feed, LostSight, View
 from ddpm_kube.here import Here, find
 from ddpm_kube.job import build
-from ddpm_kube.judge import Judge, differs
+from ddpm_kube.judge import LONGEST, Judge, differs
 from ddpm_kube.logs import Logs, short
 from ddpm_kube.options import Options
 from ddpm_kube.outcome import Outcome, outcome
@@ -169,7 +169,7 @@ def explain(view: View, logs: Logs) -> None:
     say("--- events:")
     for event in view.events:
         kind, reason = event.get("type", ""), event.get("reason", "")
-        say(f"    {kind} {reason} {whose(event)}: {said(event)}")
+        say(f"    {kind} {reason} {whose(event)}: {said(event)[:LONGEST]}")
 
 
 def cancel(cluster: Cluster, job: Plain) -> None:

@@ -17,7 +17,7 @@ from ddpm_kube.cluster import PATIENCE, Cluster, passing
 from ddpm_kube.feed import lines
 from ddpm_kube.job import CONTAINER
 
-TAIL = 20  # lines kept of each worker
+TAIL = 40  # lines kept of each worker; torchrun's own report takes 20
 OURS = "ddpm train: "  # begins the sentence with which our program ends
 
 
