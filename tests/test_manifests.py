@@ -146,9 +146,8 @@ def test_policies_deny_all_and_open_what_some_pod_uses() -> None:
     deny = policies.pop("ddpm-deny-all")["spec"]
     assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     carried = set(itertools.chain(*(t["metadata"]["labels"].items() for _, t, _ in PODS)))
-    # What the operator writes on its pods, and the launcher of a PyTorchJob, which is KFP's pod.
-    carried |= {("training.kubeflow.org/operator-name", "pytorchjob-controller")}
-    carried |= {("ddpm.io/uses-api", "true")}
+    carried |= {("training.kubeflow.org/operator-name", "pytorchjob-controller")}  # the operator's
+    carried |= labels_of_tasks()
     for name, policy in policies.items():
         rules = [r for key in ("ingress", "egress") for r in policy["spec"].get(key, [])]
         peers = [p for rule in rules for key in ("from", "to") for p in rule.get(key, [])]
@@ -160,6 +159,15 @@ def test_policies_deny_all_and_open_what_some_pod_uses() -> None:
         assert rules and all(
             rule.get("ports") or rule.get("to") or rule.get("from") for rule in rules
         )
+
+
+def labels_of_tasks() -> set[tuple[str, str]]:
+    """The labels of KFP's pods, such as the one that launches a PyTorchJob."""
+    text = (PLATFORM.parent / "pipelines" / "ddpm.yaml").read_text(encoding="utf-8")
+    _, platforms = yaml.safe_load_all(text)
+    executors = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values()
+    found = (e.get("podMetadata", {}).get("labels", {}).items() for e in executors)
+    return set(itertools.chain(*found))
 
 
 def test_who_tracks_may_reach_mlflow_and_nobody_else() -> None:

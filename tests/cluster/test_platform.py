@@ -9,8 +9,6 @@ from collections.abc import Iterator
 import pytest
 from cluster import KubectlFailed, Namespace, wait_until
 
-pytestmark = pytest.mark.timeout(600)
-
 # Tries until each target is as expected: a policy reaches a new pod up to some seconds after its
 # start. What is closed has to be closed three times in a row.
 PROBE = """
