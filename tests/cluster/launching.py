@@ -91,7 +91,7 @@ class Launching:
 
         return str(wait_until(holds, f"{pod} says {part!r}", seconds))
 
-    def ends(self, pod: str, seconds: float = 240) -> str:
+    def ends(self, pod: str, seconds: float = 400) -> str:
         """Wait until a launcher has ended; its phase."""
         wait_until(
             lambda: self.namespace.phase(pod) in ("Succeeded", "Failed"), f"{pod} ends", seconds
