@@ -30,7 +30,7 @@ class Registry:
         for label, name in enumerate(("disc", "square")):
             (self.folder / "photos" / name).mkdir(parents=True, exist_ok=True)
             for number in range(each):
-                pixels = np.full((10, 10), 20 * number + label, np.uint8)
+                pixels = np.full((10, 10), 5 * number + label, np.uint8)
                 Image.fromarray(pixels).save(self.folder / f"photos/{name}/{number}.png")
         self._run(str(Path(sys.executable).with_name("dvc")), "add", "--quiet", "photos")
         self._run(str(Path(sys.executable).with_name("dvc")), "push", "--quiet")

@@ -42,7 +42,9 @@ def fetch(tracked: Tracked, target: Path) -> None:
     console.say(f"Fetching {tracked.path} from {tracked.repo} with dvc.")
     command = [_program(), "get", tracked.repo, tracked.path, "-o", str(target)]
     command += ["--rev", tracked.rev] if tracked.rev else []
-    quiet = {**os.environ, "DVC_NO_ANALYTICS": "1", "DVC_DAEMON": "0"}
+    # A clone wants to note who made it, and the user of a pod may have no name.
+    who = {} if {"LOGNAME", "USER"} & set(os.environ) else {"LOGNAME": "ddpm"}
+    quiet = {**os.environ, **who, "DVC_NO_ANALYTICS": "1", "DVC_DAEMON": "0"}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=quiet)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
