@@ -153,6 +153,7 @@ def follow(cluster: Cluster, spec: JobSpec, patience: float) -> None:
             if sentence:
                 logs.finish(5.0)
                 explain(view, logs)
+                say(f"Giving up: {sentence}")  # cleaning up may take a while
                 raise UserError(sentence)
             if condition(view.job)[0] == "Succeeded":
                 logs.finish(10.0)

@@ -141,7 +141,7 @@ def test_what_is_wrong_is_told_by_name_within_a_minute_and_nothing_is_left(
     assert "Traceback" not in told[case]
     assert "--- events:" in told[case]
     assert namespace.phase(pod) == "Failed"
-    assert launching.seconds_between(pod, "Made the PyTorchJob", last) <= TOLD_WITHIN
+    assert launching.seconds_between(pod, "Made the PyTorchJob", "Giving up: ") <= TOLD_WITHIN
     assert not launching.left(job_name(f"/workspace/{case}", "train"))
 
 
@@ -185,7 +185,8 @@ def test_a_job_that_nobody_may_or_will_run_is_given_up(
     assert launching.ends(f"launcher-{case}") == "Failed"
     last = launching.said(f"launcher-{case}").strip().splitlines()[-1]
     assert sentence in last
-    assert launching.seconds_between(f"launcher-{case}", "at work already", last) <= TOLD_WITHIN
+    took = launching.seconds_between(f"launcher-{case}", "at work already", "Giving up: ")
+    assert took <= TOLD_WITHIN
     assert not launching.left(job["metadata"]["name"])
 
 
