@@ -37,4 +37,4 @@ def prepare(
         artifacts.put_json(data, manifest, facts)
         sheet = artifacts.picture(place, "data/contact.png")
         artifacts.put_page(contact, "Prepared images", facts, [("Some of every class", sheet)])
-    return steps.text(config)
+    return steps.text_of(config)

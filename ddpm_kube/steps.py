@@ -18,6 +18,7 @@ from ddpm_core import params
 from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.errors import Interrupted, UserError
+from ddpm_core.mlflow_run import shown
 from ddpm_core.workspace import Workspace
 from ddpm_kube import options
 from ddpm_kube.options import Options
@@ -60,16 +61,22 @@ def settings(
             "sample.checkpoints: best given, but in the pipeline evaluate depends on sample: give "
             "all, latest or a list of steps."
         )
+    if shown(dumped := text_of(config)) != dumped:
+        raise UserError(
+            "A URI among the params holds a password, and KFP shows and logs its inputs: leave it "
+            "out, and give it to the pods as a Secret (MLflow: MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD)."
+        )
     return config
 
 
-def text(config: Config) -> str:
+def text_of(config: Config) -> str:
     """A Config as the text that the steps hand on."""
     return json.dumps(config.dump())
 
 
 def opened(settings: str) -> tuple[Config, Workspace]:
-    """What `text` made, and the workspace that it names."""
+    """What `text_of` made, and the workspace that it names."""
     config = params.validate(json.loads(settings))
     return config, Workspace.open(config.workspace)
 
@@ -80,7 +87,7 @@ def train_here(config: Config) -> None:
 
     with tempfile.TemporaryDirectory(prefix="ddpm-train-") as folder:
         file = Path(folder) / "params.yaml"
-        file.write_text(text(config), encoding="utf-8")
+        file.write_text(text_of(config), encoding="utf-8")
         launcher.train(config, os.environ, ["train", "-p", str(file)])
 
 

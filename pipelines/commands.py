@@ -63,12 +63,17 @@ def local(
     source: SourceOption = "",
     worst: WorstOption = 0.0,
 ) -> None:
-    """Run the same pipeline here, each task a process; its artifacts lie in WORKSPACE/kfp."""
+    """Run the same pipeline here, each task a process; its artifacts lie in WORKSPACE/kfp.
+
+    Without -p the params are those of ./params.yaml, else the digits', as for `ddpm run`.
+    """
     from local import PROCESS, run
 
     with steps.telling("local"):
-        place = Path(w).absolute()
-        inputs = given(p, s, str(place), source, worst) | PROCESS
+        place, usual = Path(w).absolute(), Path("params.yaml")
+        inputs = (
+            given(p or (usual if usual.exists() else None), s, str(place), source, worst) | PROCESS
+        )
         check(inputs)
         raise SystemExit(run(context.obj, place / "kfp", inputs))
 
