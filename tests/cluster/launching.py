@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 
-from cluster import Document, Namespace, wait_until
+from cluster import ROOT, Document, Namespace, documents, wait_until
 
 API = {"ddpm.io/uses-api": "true"}
 PARAMS = "test-params"
 JOB_LABEL = "training.kubeflow.org/job-name"
 # What a worker of a tiny network needs; little is asked for, so that many fit on two cores.
 SMALL = ("cpu=200m", "cpu_limit=2", "memory=1Gi", "shm=64Mi", "join_seconds=5")
+
+
+@contextmanager
+def own_namespace(about: str, *more: str) -> Iterator[Namespace]:
+    """What launchers need of manifests/, and these files of it; fewer pods than all of it."""
+    namespace = Namespace(f"ddpm-test-{about}-{secrets.token_hex(3)}")
+    namespace.create(platform=False)
+    try:
+        files = ("10-access.yaml", "10-network.yaml", "20-storage.yaml", *more)
+        namespace.apply(documents(*(ROOT / "manifests" / name for name in files)))
+        yield namespace
+    finally:
+        namespace.delete()
 
 
 class Launching:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cluster import Namespace, wait_until
-from launching import Launching
+from launching import Launching, own_namespace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -60,6 +60,12 @@ client = MlflowClient("http://127.0.0.1:5000")
 history = client.get_metric_history(run.info.run_id, "loss")
 print(json.dumps(sorted([m.step, m.value] for m in history)))
 """
+
+
+@pytest.fixture(scope="module")
+def namespace() -> Iterator[Namespace]:
+    with own_namespace("elastic", "30-mlflow.yaml") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ Each reason of a failure comes from a real pod, quota, policy or node.
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ import bare
 import pytest
 import yaml
 from cluster import IMAGE, ROOT, Document, KubectlFailed, Namespace, documents, wait_until
-from launching import JOB_LABEL, SMALL, Launching
+from launching import JOB_LABEL, SMALL, Launching, own_namespace
 
 from ddpm_core import params
 from ddpm_kube import cli, options
@@ -68,15 +67,9 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
 @pytest.fixture(scope="module")
 def launching() -> Iterator[Launching]:
     """A namespace of its own, with what a launcher needs and no more."""
-    namespace = Namespace(f"ddpm-test-launcher-{secrets.token_hex(3)}")
-    namespace.create(platform=False)
-    files = ("10-access.yaml", "10-network.yaml", "20-storage.yaml")
-    namespace.apply(documents(*(ROOT / "manifests" / name for name in files)))
-    namespace.apply([QUOTA, *blind()])
-    try:
+    with own_namespace("launcher") as namespace:
+        namespace.apply([QUOTA, *blind()])
         yield Launching(namespace, TINY)
-    finally:
-        namespace.delete()
 
 
 @pytest.fixture
