@@ -8,6 +8,8 @@ is started as the program that it is.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import json
 import os
@@ -27,11 +29,8 @@ IMPORTED = (
     "ddpm_core.training.launcher",
     "ddpm_core.generate.sample",
     "ddpm_core.evaluation.evaluate",
-    "ddpm_core.registry.register",
     "matplotlib.pyplot",
-    "mlflow",
     "scipy.stats",
-    "sklearn.datasets",
     "torch_fidelity.metric_fid",
 )
 LONGEST = 2**17  # bytes of a request
@@ -77,6 +76,9 @@ def serve(listener: socket.socket) -> None:
     """Fork for each request, for ever."""
     for name in (*PROGRAMS.values(), *IMPORTED):
         importlib.import_module(name)
+    # What a collection does not touch, a forked process shares.
+    gc.collect()
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     while True:
         connection, _ = listener.accept()
@@ -103,8 +105,10 @@ def become(connection: socket.socket) -> None:
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
         connection.send(str(status).encode())
-    sys.exit(status)
+        os._exit(status)  # to take apart all that was imported would cost more than the work
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ real ones all the same, that have their own memory and can be killed.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -90,6 +91,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def _run(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    gc.freeze()  # what a collection does not touch stays shared with the other processes
     os.setsid()
     os.chdir(folder)
     os.environ.update(environment())

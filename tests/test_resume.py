@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import random
+import resource
 import signal
-import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from program import TINY, command, ddpm, new_run, prepare_run, start, wait_until, write_params
+from program import (
+    TINY,
+    Program,
+    ddpm,
+    new_run,
+    prepare_run,
+    run_in,
+    start,
+    wait_until,
+    write_params,
+)
 from runs import bits, final, rows
 from safetensors.numpy import load_file
 
@@ -177,6 +188,7 @@ def test_a_second_run_is_refused_with_the_owner_named(prepared: Path) -> None:
     assert "taken over" not in ddpm(folder, "train", *SOON)
 
 
+@pytest.mark.usefixtures("undisturbed")
 def test_old_snapshots_go_and_milestones_stay_as_weights(prepared: Path) -> None:
     folder = prepared / "undisturbed"
     assert snapshot_names(folder) == {"step-00000060", "step-00000115", "step-00000120"}
@@ -191,15 +203,9 @@ def test_a_full_disk_keeps_the_previous_snapshot_whole(
 ) -> None:
     folder = new_run(prepared, "full", LONG)
     ddpm(folder, "train", "-S", "train.steps=5")
-    # A limit on the size of a file stands for a disk that is full: the write fails in the middle.
-    limited = subprocess.run(
-        ["bash", "-c", 'trap "" XFSZ; ulimit -f 200; exec "$@"', "-", *command("train")],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    said = limited.stdout + limited.stderr
+    largest = max(file.stat().st_size for file in (folder / "workspace/snapshots").rglob("*"))
+    limited = Program(folder, ("train", *SOON), partial(run_limited, largest // 2))
+    said = limited.ended()
     assert limited.returncode == 1, said
     assert "Cannot write the snapshot of step 15" in said
     assert "that of step 5 is whole" in said
@@ -207,6 +213,12 @@ def test_a_full_disk_keeps_the_previous_snapshot_whole(
     assert snapshot_names(folder) == {"step-00000005"}
     ddpm(folder, "train", *SOON)
     assert final_weights(folder) == soon
+
+
+def run_limited(size: int, folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    """No file may be longer: a disk that is full makes a write fail in the middle like this."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    run_in({}, folder, arguments, output)
 
 
 def test_a_loss_that_is_not_finite_stops_before_it_is_saved(prepared: Path) -> None:

@@ -8,6 +8,7 @@ the seconds that each import takes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing.forkserver
 import os
 import signal
@@ -221,6 +222,7 @@ def _worker(
 
 
 def _move_in(folder: Path, output: Path) -> None:
+    gc.freeze()
     os.chdir(folder)
     os.environ.update(environment())
     written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
