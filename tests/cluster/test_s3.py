@@ -44,6 +44,7 @@ def store() -> Bucket:
     return Bucket({name: os.environ[name] for name in NAMES})
 
 
+@pytest.mark.timeout(1500)
 def test_a_pipeline_without_a_volume_ends_with_a_registered_model(
     namespace: Namespace, store: Bucket, tmp_path: Path
 ) -> None:
