@@ -281,7 +281,7 @@ def test_the_norm_for_channels_last_is_group_norm(shifted: bool, active: bool) -
 
 def test_the_norm_of_a_batch_beyond_the_cache_is_that_of_its_images() -> None:
     norm = Norm(24)
-    x, shift = normals("x", (5, 24, 64, 64)), normals("shift", (5, 24))
+    x, shift = normals("x", (5, 24, 96, 96)), normals("shift", (5, 24))
     assert x.numel() > CACHED > 2 * x[0].numel()
     x = x.to(memory_format=torch.channels_last)
     with torch.no_grad():
