@@ -127,8 +127,10 @@ def delete(namespace: Namespace, name: str) -> None:
 
 
 def scale(namespace: Namespace, job: str, workers: int) -> None:
+    """Patch the number of workers, again where the operator's webhook is too busy to answer."""
     patch = {"spec": {"pytorchReplicaSpecs": {"Worker": {"replicas": workers}}}}
-    namespace.kubectl("patch", "pytorchjob", job, "--type=merge", "-p", json.dumps(patch))
+    arguments = ("patch", "pytorchjob", job, "--type=merge", "-p", json.dumps(patch))
+    wait_until(lambda: namespace.kubectl(*arguments), f"{job} is scaled", 120)
 
 
 def test_workers_that_are_deleted_and_scaled_train_the_model_of_an_undisturbed_run(
