@@ -19,6 +19,7 @@ torch.set_num_threads(1)
 
 # The longest files, which begin, so that none of them is left over for one process.
 LONGEST = (
+    "test_kfp",
     "test_dvc",
     "test_faults",
     "test_s3_workspace",
