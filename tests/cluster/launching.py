@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import secrets
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from pathlib import Path
 
-from cluster import ROOT, Document, Namespace, documents, wait_until
+from cluster import IMAGE, ROOT, Document, Namespace, documents, wait_until
+
+from ddpm_core import params
+from ddpm_kube import cli, options
+from ddpm_kube.job import build
+from ddpm_kube.spec import JobSpec
 
 API = {"ddpm.io/uses-api": "true"}
 PARAMS = "test-params"
 JOB_LABEL = "training.kubeflow.org/job-name"
 # What a worker of a tiny network needs; little is asked for, so that many fit on two cores.
 SMALL = ("cpu=200m", "cpu_limit=2", "memory=1Gi", "shm=64Mi", "join_seconds=5")
+TINY = """
+seed: 3
+prepare: {source: digits, image_size: 8, workers: 1}
+model: {channels: 8, multipliers: [1, 2], blocks: 1, attention: [4]}
+diffusion: {timesteps: 50}
+train: {steps: 40, batch_size: 8, precision: fp32, snapshot_every: 10, milestone_every: 20,
+        log_every: 5, grid: 0, ema: [0.9], optimizer: {warmup: 2}}
+tracking: {uri: ""}
+device: cpu
+"""
 
 
 @contextmanager
@@ -30,10 +47,9 @@ def own_namespace(about: str, *more: str) -> Iterator[Namespace]:
 
 
 class Launching:
-    """A namespace with a claim of prepared data, a pod to look at it, and settings."""
+    """A namespace with settings; and after `prepare` data on its claim, and a pod to look at it."""
 
     def __init__(self, namespace: Namespace, params: str) -> None:
-        """Start the pod and prepare data at /workspace/data-only."""
         self.namespace, self.params = namespace, params
         metadata = {"name": PARAMS}
         namespace.apply(
@@ -44,6 +60,10 @@ class Launching:
                 "data": {"params.yaml": params},
             }
         )
+
+    def prepare(self) -> Launching:
+        """Start the pod, and prepare data at /workspace/data-only."""
+        namespace = self.namespace
         namespace.pod(
             "shell",
             command=["python", "-c", "import signal; signal.pause()"],
@@ -53,6 +73,7 @@ class Launching:
         )
         wait_until(lambda: namespace.phase("shell") == "Running", "the shell runs", 180)
         self.shell("ddpm", "prepare", "-p", "/etc/ddpm/params.yaml", "-w", "/workspace/data-only")
+        return self
 
     def shell(self, *command: str) -> str:
         return self.namespace.kubectl("exec", "shell", "--", *command, seconds=300)
@@ -73,8 +94,8 @@ class Launching:
         self,
         pod: str,
         arguments: list[str],
-        command: list[str] | None = None,
         account: str = "ddpm-launcher",
+        command: list[str] | None = None,
     ) -> str:
         """Start a launcher; the name of its pod."""
         return self.namespace.pod(
@@ -126,6 +147,21 @@ class Launching:
         """From a launcher's first line with one text to its first line with another."""
         lines = self.namespace.logs(pod, "--timestamps").splitlines()
         return (_moment(lines, then) - _moment(lines, first)).total_seconds()
+
+
+def made_here(launching: Launching, workspace: str, *more: str) -> Document:
+    """The job that a launcher with these options would make."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "params.yaml")
+        file.write_text(launching.params, encoding="utf-8")
+        config = params.load(file, (), workspace)
+    given = cli.gathered(None, {"volumes": ["ddpm-workspace:/workspace"]}, [*SMALL, *more])
+    space = launching.namespace.name
+    return build(JobSpec(config, options.read(given), workspace, space, IMAGE))
+
+
+def pod_of(job: Document) -> Document:
+    return dict(job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"])
 
 
 def _moment(lines: list[str], part: str) -> datetime:

@@ -70,7 +70,7 @@ def namespace() -> Iterator[Namespace]:
 
 @pytest.fixture(scope="module")
 def launching(namespace: Namespace) -> Launching:
-    return Launching(namespace, SETTINGS)
+    return Launching(namespace, SETTINGS).prepare()
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +133,10 @@ def scale(namespace: Namespace, job: str, workers: int) -> None:
     wait_until(lambda: namespace.kubectl(*arguments), f"{job} is scaled", 120)
 
 
-def test_workers_that_are_deleted_and_scaled_train_the_model_of_an_undisturbed_run(
-    launching: Launching, namespace: Namespace, undisturbed: Future[Path]
-) -> None:
-    workspace, job = launching.workspace("elastic"), job_name("/workspace/elastic", "train")
-    launching.launch("launcher", launching.arguments(workspace, *TWO))
+def play_elastic(launching: Launching) -> None:
+    """Delete and scale the workers of a training, which has to succeed."""
+    namespace, job = launching.namespace, job_name("/workspace/elastic", "train")
+    launching.launch("launcher", launching.arguments(launching.workspace("elastic"), *TWO))
     grows(launching, "elastic", world=2)
     delete(namespace, f"{job}-worker-1")
     grows(launching, "elastic", world=2)
@@ -149,31 +148,11 @@ def test_workers_that_are_deleted_and_scaled_train_the_model_of_an_undisturbed_r
     grows(launching, "elastic", world=2)
     assert launching.ends("launcher", 600) == "Succeeded", launching.said("launcher")
 
-    worlds = [row["world_size"] for row in rows(launching, "elastic")]
-    assert {1, 2} == set(worlds)
-    changes = [b for a, b in zip([0, *worlds], worlds, strict=False) if a != b]
-    said = launching.said("launcher")
-    assert f"by {', then '.join(str(world) for world in changes)} processes" in said
-    assert not launching.left(job)
 
-    folder = undisturbed.result(600)
-    here = runs.of_file(runs.final(folder, STEPS))
-    snapshot = f"/workspace/elastic/snapshots/step-{STEPS:08d}"
-    there = runs.of_file(tensors(launching, snapshot))
-    start = folder.parent / "start"
-    (start / "workspace").mkdir(parents=True)
-    (start / "workspace" / "data").symlink_to(folder / "workspace" / "data")
-    write_params(start, SETTINGS)
-    assert runs.distance(there, here, runs.of_file(runs.at_start(start))) <= SAME_MODEL
-    steps = [row["step"] for row in runs.rows(folder)]
-    assert [row["step"] for row in rows(launching, "elastic")] == steps
-
-
-def test_mlflow_deleted_and_back_has_every_row_of_a_training_that_went_on(
-    launching: Launching, namespace: Namespace
-) -> None:
+def play_tracked(launching: Launching) -> list[list[float]]:
+    """Take MLflow away from a training for a while; the history of the loss that it has then."""
+    namespace, workspace = launching.namespace, launching.workspace("tracked")
     namespace.ready("mlflow")
-    workspace = launching.workspace("tracked")
     tracked = ("-S", "tracking.uri=http://mlflow:5000", "-S", "train.batch_size=32")
     launching.launch("launcher-tracked", launching.arguments(workspace, *tracked))
     grows(launching, "tracked", world=1)
@@ -181,15 +160,59 @@ def test_mlflow_deleted_and_back_has_every_row_of_a_training_that_went_on(
     wait_until(
         lambda: not namespace.list("pods", "app.kubernetes.io/name=mlflow"), "MLflow is gone", 120
     )
-    grows(launching, "tracked", world=1, by=4)
+    grows(launching, "tracked", world=1)
     namespace.kubectl("scale", "deployment", "mlflow", "--replicas=1")
     namespace.ready("mlflow")
-    grows(launching, "tracked", world=1, by=1)
-    assert launching.ends("launcher-tracked", 600) == "Succeeded"
+    grows(launching, "tracked", world=1, by=1)  # so that it is back in the middle of it
     said = launching.said("launcher-tracked")
-    assert "restarts" not in said
+    assert launching.ends("launcher-tracked", 600) == "Succeeded", said
     (server,) = namespace.list("pods", "app.kubernetes.io/name=mlflow")
-    name = server["metadata"]["name"]
+    told = namespace.exec(server["metadata"]["name"], "python", "-c", HISTORY)
+    return list(json.loads(told))
+
+
+@pytest.fixture(scope="module")
+def stories(launching: Launching) -> Iterator[dict[str, Future[Any]]]:
+    """Both trainings, at the same time."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            "elastic": pool.submit(play_elastic, launching),
+            "tracked": pool.submit(play_tracked, launching),
+        }
+
+
+def test_workers_that_are_deleted_and_scaled_train_the_model_of_an_undisturbed_run(
+    stories: dict[str, Future[Any]],
+    launching: Launching,
+    namespace: Namespace,
+    undisturbed: Future[Path],
+) -> None:
+    stories["elastic"].result()
+    logged = rows(launching, "elastic")
+    worlds = [row["world_size"] for row in logged]
+    assert set(worlds) == {1, 2}
+    changes = [b for a, b in zip([0, *worlds], worlds, strict=False) if a != b]
+    said = launching.said("launcher")
+    assert f"by {', then '.join(str(world) for world in changes)} processes" in said
+    assert not launching.left(job_name("/workspace/elastic", "train"))
+
+    folder = undisturbed.result(600)
+    start = folder.parent / "start"
+    (start / "workspace").mkdir(parents=True)
+    (start / "workspace" / "data").symlink_to(folder / "workspace" / "data")
+    write_params(start, SETTINGS)
+    before = runs.of_file(runs.at_start(start))
+    here = runs.of_file(runs.final(folder, STEPS))
+    there = runs.of_file(tensors(launching, f"/workspace/elastic/snapshots/step-{STEPS:08d}"))
+    assert runs.distance(there, here, before) <= SAME_MODEL
+    assert [row["step"] for row in logged] == [row["step"] for row in runs.rows(folder)]
+
+
+def test_mlflow_deleted_and_back_has_every_row_of_a_training_that_went_on(
+    stories: dict[str, Future[Any]], launching: Launching, namespace: Namespace
+) -> None:
+    history = stories["tracked"].result()
     logged = [[row["step"], row["loss"]] for row in rows(launching, "tracked")]
-    assert json.loads(namespace.exec(name, "python", "-c", HISTORY)) == logged
-    assert len(logged) == STEPS // 2
+    assert history == logged
+    assert [step for step, _ in logged] == list(range(2, STEPS + 1, 2))
+    assert "restarts" not in launching.said("launcher-tracked")
