@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ddpm_core.config import Diffusion, Sample
 from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.diffusion.samplers import SamplerSettings, sample
 from ddpm_core.generate.conditions import Conditions
+from ddpm_core.generate.halves import in_halves
 from ddpm_core.images import Pixels, to_pixels
 from ddpm_core.models.execution import prepare_model
 from ddpm_core.models.unet import UNet
@@ -41,12 +42,15 @@ class Generator:
         self._precision = choose(settings.precision, self._device)
         self._model = prepare_model(model, self._device, self._precision)
 
-    @torch.no_grad()
-    def images(
-        self, indices: Sequence[int], on_step: Callable[[int], None] | None = None
-    ) -> Pixels:
+    def images(self, indices: Sequence[int]) -> Pixels:
         """uint8 (n, H, W, C), the images of these numbers, in one batch."""
         index = torch.as_tensor(list(indices), dtype=torch.int64, device=self._device)
+        pixels: Pixels = in_halves(self._draw, index).cpu().numpy()
+        return pixels
+
+    @torch.inference_mode()
+    def _draw(self, index: Tensor) -> Tensor:
+        """uint8 (n, H, W, C), the images of the numbers `index` (n,)."""
         condition = self._conditions.take(index.cpu())
         if condition is not None:
             condition = condition.to(self._device)
@@ -60,10 +64,8 @@ class Generator:
                 self._prediction,
                 self._sampler,
                 lambda step: rng.normal(key, index, shape, step),
-                on_step,
             )
-        pixels: Pixels = to_pixels(x0).cpu().numpy()
-        return pixels
+        return to_pixels(x0)
 
     def _guided(self, x: Tensor, t: Tensor, condition: Tensor | None) -> Tensor:
         """The network's output; with guidance g, u + g (c - u) (Ho & Salimans 2022, eq. 6)."""
