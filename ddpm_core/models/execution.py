@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ddpm_core.models.layers import Derived
+from ddpm_core.models.undrawn import Conv2d
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -31,8 +32,9 @@ def prepare_model(
     """Move the network to the device and lay out its weights there; changes it in place.
 
     For sampling in "bf16" or "fp16", under autocast, the weights of convolutions and linear layers
-    are rounded here, instead of at each evaluation: the output is the same to the last bit. So are
-    the products of weights that layers compute with on CPUs.
+    are rounded here, instead of at each evaluation: the output is the same to the last bit. On CPUs
+    the products of weights that layers compute with, and the order in memory that oneDNN wants, are
+    made here, too.
     """
     model = model.to(device)
     if device.type == "cuda" or (device.type == "cpu" and not training):
@@ -46,4 +48,6 @@ def prepare_model(
         for module in model.modules():
             if isinstance(module, Derived):
                 module.fix()
+            if isinstance(module, Conv2d) and half is torch.bfloat16:
+                module.pack()
     return model
