@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from cluster import IMAGE, ROOT, Document, Namespace, documents, wait_until
 
@@ -133,6 +135,12 @@ class Launching:
             lambda: self.namespace.phase(pod) in ("Succeeded", "Failed"), f"{pod} ends", seconds
         )
         return self.namespace.phase(pod)
+
+    def patch(self, job: str, **spec: Any) -> None:
+        """Change a job, again where the operator's webhook is too busy to answer."""
+        change = ("--type=merge", "-p", json.dumps({"spec": spec}))
+        asked = ("patch", "pytorchjob", job, *change)
+        wait_until(lambda: self.namespace.kubectl(*asked), f"{job} is patched", 120)
 
     def jobs(self) -> dict[str, Document]:
         return {job["metadata"]["name"]: job for job in self.namespace.list("pytorchjobs")}

@@ -126,11 +126,8 @@ def delete(namespace: Namespace, name: str) -> None:
     wait_until(lambda: pod(namespace, name) not in ("", gone), f"{name} is there again", 180)
 
 
-def scale(namespace: Namespace, job: str, workers: int) -> None:
-    """Patch the number of workers, again where the operator's webhook is too busy to answer."""
-    patch = {"spec": {"pytorchReplicaSpecs": {"Worker": {"replicas": workers}}}}
-    arguments = ("patch", "pytorchjob", job, "--type=merge", "-p", json.dumps(patch))
-    wait_until(lambda: namespace.kubectl(*arguments), f"{job} is scaled", 120)
+def scale(launching: Launching, job: str, workers: int) -> None:
+    launching.patch(job, pytorchReplicaSpecs={"Worker": {"replicas": workers}})
 
 
 def play_elastic(launching: Launching) -> None:
@@ -142,9 +139,9 @@ def play_elastic(launching: Launching) -> None:
     grows(launching, "elastic", world=2)
     delete(namespace, f"{job}-worker-0")
     grows(launching, "elastic", world=2)
-    scale(namespace, job, 1)
+    scale(launching, job, 1)
     grows(launching, "elastic", world=1)
-    scale(namespace, job, 2)
+    scale(launching, job, 2)
     grows(launching, "elastic", world=2)
     assert launching.ends("launcher", 600) == "Succeeded", launching.said("launcher")
 

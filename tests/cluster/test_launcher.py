@@ -58,11 +58,10 @@ def test_suspended_is_waited_for_and_a_finished_job_is_replaced(
     name = job_name("/workspace/whole", "train")
     launching.launch("launcher-whole", [*arguments, "--keep"])
     launching.hears("launcher-whole", "Made the PyTorchJob")
-    patch = "patch", "pytorchjob", name, "--type=merge", "-p"
-    namespace.kubectl(*patch, '{"spec": {"runPolicy": {"suspend": true}}}')
+    launching.patch(name, runPolicy={"suspend": True})
     launching.hears("launcher-whole", "suspended (Kueue's queue research has not admitted it)")
     wait_until(lambda: not pods_of(namespace, name), "no worker is left", 120)
-    namespace.kubectl(*patch, '{"spec": {"runPolicy": {"suspend": false}}}')
+    launching.patch(name, runPolicy={"suspend": False})
     assert launching.ends("launcher-whole") == "Succeeded"
     said = launching.said("launcher-whole")
     assert "[worker-0] train: 40/40 steps" in said
