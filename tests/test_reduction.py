@@ -41,7 +41,7 @@ def test_the_exact_sum_is_the_mean_and_tells_what_it_cannot_hold() -> None:
     layer, world = nn.Linear(1, 1, bias=False), World(0, 1, torch.device("cpu"))
 
     def mean(values: list[float]) -> tuple[float, float]:
-        reduction = Exact(layer, world, 1, len(values))
+        reduction = Exact(list(layer.parameters()), world, 1, len(values))
         for value in values:
             loss = (layer.weight * value).sum() / len(values)
             reduction.add(loss, loss)

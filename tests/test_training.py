@@ -71,7 +71,7 @@ def test_an_average_is_what_its_formula_says_and_takes_buffers_along() -> None:
     for step, value in enumerate((1.0, 2.0, 5.0), start=1):
         torch.nn.init.constant_(model.weight, value)
         model.running_mean.fill_(value)
-        ema.update(model, step)
+        ema.update(step)
     expected = 0.9 * (0.9 * (0.9 * 1 + 0.1 * 1) + 0.1 * 2) + 0.1 * 5
     assert torch.allclose(ema.tensors["weight"], torch.full((2,), expected))
     assert torch.equal(ema.tensors["running_mean"], torch.full((2,), 5.0))
@@ -82,8 +82,8 @@ def test_an_average_warms_up_only_when_asked() -> None:
     torch.nn.init.zeros_(model.weight)
     plain, warm = Ema(model, 0.999, warmup=False), Ema(model, 0.999, warmup=True)
     torch.nn.init.ones_(model.weight)
-    plain.update(model, 1)
-    warm.update(model, 1)
+    plain.update(1)
+    warm.update(1)
     assert float(plain.tensors["weight"]) == pytest.approx(0.001, rel=1e-4)
     assert float(warm.tensors["weight"]) == pytest.approx(1 - 2 / 11, rel=1e-4)
 

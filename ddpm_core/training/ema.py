@@ -17,19 +17,21 @@ class Ema:
         self.decay = decay
         self.warmup = warmup
         self.tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}
-        self._parameters = [name for name, _ in model.named_parameters()]
-        self._buffers = [name for name in self.tensors if name not in set(self._parameters)]
+        weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        # The model's own tensors, which training changes in their place.
+        self._weights = [(self.tensors[name], tensor) for name, tensor in weights.items()]
+        self._buffers = [
+            (average, buffers[name]) for name, average in self.tensors.items() if name in buffers
+        ]
 
     @torch.no_grad()
-    def update(self, model: nn.Module, step: int) -> None:
-        """Take in the weights after step number `step` (the first is 1)."""
+    def update(self, step: int) -> None:
+        """Take in the model's weights after step number `step` (the first is 1)."""
         decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
-        weights = dict(model.named_parameters())
-        averages = [self.tensors[name] for name in self._parameters]
-        torch._foreach_lerp_(averages, [weights[name].data for name in self._parameters], 1 - decay)
-        buffers = dict(model.named_buffers())
-        for name in self._buffers:
-            self.tensors[name].copy_(buffers[name])
+        averages = [average for average, _ in self._weights]
+        torch._foreach_lerp_(averages, [weight.data for _, weight in self._weights], 1 - decay)
+        for average, buffer in self._buffers:
+            average.copy_(buffer)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take over averages of the same names and shapes. Raises ValueError, KeyError."""

@@ -36,9 +36,11 @@ class Flat:
     Fast; another number of workers or microbatches rounds otherwise.
     """
 
-    def __init__(self, model: nn.Module, world: World, microbatches: int, batch_size: int) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], world: World, microbatches: int, batch_size: int
+    ) -> None:
         self._world, self._microbatches = world, microbatches
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = [p for p in parameters if p.requires_grad]
         self._loss = torch.zeros((), device=world.device)
 
     def cut(self, samples: int) -> Iterable[Tensor]:
@@ -71,9 +73,11 @@ class Exact:
     gradient or loss reaches 2^22 / B makes the loss NaN, which stops the run.
     """
 
-    def __init__(self, model: nn.Module, world: World, microbatches: int, batch_size: int) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], world: World, microbatches: int, batch_size: int
+    ) -> None:
         self._world, self._batch_size = world, batch_size
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = [p for p in parameters if p.requires_grad]
         size = sum(p.numel() for p in self._parameters)
         # After the gradients: the loss, how many values were too large, and the wish to stop.
         self._sums = torch.zeros(size + 3, dtype=torch.int64, device=world.device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpm_core.adam import Adam
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
@@ -53,6 +53,7 @@ class TrainState:
     world: World
     execution: Execution
     model: UNet
+    parameters: list[nn.Parameter]  # the model's: to find them anew takes a step's time on a CPU
     noise_levels: NoiseLevels
     alphas_bar: Tensor
     optimizer: Adam
@@ -85,6 +86,7 @@ class TrainState:
             world=world,
             execution=execution,
             model=model,
+            parameters=list(model.parameters()),
             noise_levels=levels,
             alphas_bar=schedule.alphas_bar.to(device, torch.float32),
             optimizer=make_optimizer(config.train.optimizer, model.parameters(), device),

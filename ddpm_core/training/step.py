@@ -43,7 +43,7 @@ def step(state: TrainState, batch: Batch, stop_wish: Tensor) -> None:
     state.optimizer.zero_grad(set_to_none=True)
     train = state.config.train
     reduction = REDUCTIONS[train.reduction](
-        state.model, state.world, train.microbatches, train.batch_size
+        state.parameters, state.world, train.microbatches, train.batch_size
     )
     for rows in reduction.cut(len(batch.index)):
         loss = _loss(state, batch, rows)
@@ -53,7 +53,7 @@ def step(state: TrainState, batch: Batch, stop_wish: Tensor) -> None:
     state.watch.mark("reduce")
     _update(state, loss)
     for ema in state.emas:
-        ema.update(state.model, state.step)
+        ema.update(state.step)
     state.watch.mark("optimizer")
 
 
@@ -115,7 +115,7 @@ def _update(state: TrainState, loss: Tensor) -> None:
         group["lr"] = learning_rate(train.optimizer, state.step, train.steps)
     state.scaler.unscale_(state.optimizer)
     limit = train.optimizer.clip or float("inf")
-    norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), limit, foreach=True)
+    norm = torch.nn.utils.clip_grad_norm_(state.parameters, limit, foreach=True)
     finite = loss.isfinite() & (norm.isfinite() | state.scaler.is_enabled())
     state.bad_step += torch.where((state.bad_step == 0) & ~finite, state.step, 0)
     state.scaler.step(state.optimizer)
