@@ -20,16 +20,25 @@ torch.set_num_threads(1)
 # The longest files, which begin, so that none of them is left over for one process.
 LONGEST = (
     "test_kfp",
-    "test_dvc",
     "test_faults",
-    "test_s3_workspace",
-    "test_evaluate",
     "test_worlds",
+    "test_evaluate",
+    "test_tracking",
     "test_registry",
     "test_resume",
-    "test_tracking",
-    "test_training",
+    "test_extractors",
+    "test_s3_workspace",
+    "test_dvc",
     "test_serving",
+    "test_serve",
+    "test_sample",
+    "test_throughput",
+    "test_s3_chain",
+    "test_scaling",
+    "test_prepare_sources",
+    "test_training",
+    "test_fuzz",
+    "test_samplers",
 )
 
 

@@ -86,7 +86,7 @@ def test_the_champion_draws_images_and_the_next_one_takes_over_without_a_restart
         labels=labels,
         config_maps={"small": "/etc/small"},
     )
-    namespace.ready("mlflow")
+    namespace.ready("mlflow", 300)
     waiting = "has no version with the alias"
     wait_until(
         lambda: waiting in namespace.logs(champion_pod(namespace)["metadata"]["name"]),
@@ -96,7 +96,7 @@ def test_the_champion_draws_images_and_the_next_one_takes_over_without_a_restart
     assert not champion_pod(namespace)["status"]["containerStatuses"][0]["ready"]
     wait_until(lambda: namespace.phase(pod) == "Running", "the user's pod runs", 60)
     train(namespace, pod, "one")
-    namespace.ready("ddpm-champion", 60)
+    namespace.ready("ddpm-champion")
     before = champion_pod(namespace)
     train(namespace, pod, "two", "-S", "seed=4", "-S", "register.alias=candidate")
     told = json.loads(namespace.exec(pod, "python", "-c", CHANGE).splitlines()[-1])
@@ -111,4 +111,4 @@ def test_the_champion_draws_images_and_the_next_one_takes_over_without_a_restart
 def train(namespace: Namespace, pod: str, run: str, *changed: str) -> None:
     """Register a model from nothing, in the pod."""
     command = ["ddpm", "run", "-p", "/etc/small/params.yaml", "-w", f"/tmp/{run}", *changed]
-    namespace.kubectl("exec", pod, "--", *command, seconds=240)
+    namespace.kubectl("exec", pod, "--", *command, seconds=600)
