@@ -1,10 +1,7 @@
-"""A compiled pipeline run as KFP 2.17 runs it: what its driver, Argo and its launcher do, by hand.
+"""A compiled pipeline run as KFP 2.17 runs it, without KFP, which is no part of the test cluster.
 
-The driver resolves the inputs of a task from the DAG and makes the pod of executor and platform
-spec (backend/src/v2/driver and compiler/argocompiler in kubeflow/pipelines). The launcher, which is
-the pod's command, puts the ExecutorInput into the executor's command, runs it, and takes from files
-what came out. Here too the pod starts a launcher, a few lines of Python; all else is the compiled
-file's. A whole KFP is no part of the test cluster.
+As its driver does (backend/src/v2/driver in kubeflow/pipelines), the inputs of a task are resolved
+from the DAG: loops, conditions and exit handlers too. A task's pod is made in kfp_pod.
 """
 
 from __future__ import annotations
@@ -19,31 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import kfp_pod
 import yaml
 from cluster import Document, Namespace
+from kfp_pod import Outputs, Values
 
 ROOT = "s3://mlpipeline/v2/artifacts"  # a pipeline root; pods see it at /s3/mlpipeline/...
-OUTPUT = "/tmp/kfp_outputs/output_metadata.json"
-MARK = "KFP-LAUNCHER "
-
-# The launcher: makes the folders of outputs, runs the command, and says what it left.
-LAUNCHER = """
-import hashlib, json, pathlib, subprocess, sys
-given, *command = sys.argv[1:]
-outputs = json.loads(given)["outputs"]
-uris = {name: a["artifacts"][0]["uri"] for name, a in outputs.get("artifacts", {}).items()}
-paths = {name: pathlib.Path("/s3/" + uri.removeprefix("s3://")) for name, uri in uris.items()}
-for path in [*paths.values(), pathlib.Path(outputs["outputFile"])]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-status = subprocess.run(command).returncode
-if status:
-    sys.exit(status)
-told = json.loads(pathlib.Path(outputs["outputFile"]).read_text())
-sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
-print("KFP-LAUNCHER " + json.dumps({"output": told, "sizes": sizes}), flush=True)
-"""
-
-Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -53,12 +31,6 @@ class Scope:
     parameters: Values
     artifacts: dict[str, list[Values]]
     outputs: dict[str, Outputs] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Outputs:
-    parameters: Values = field(default_factory=dict)
-    artifacts: dict[str, list[Values]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,7 +54,7 @@ class Backend:
         self, namespace: Namespace, compiled: Path, account: str, claims: bool = True
     ) -> None:
         """Without `claims` no volume is mounted, whatever the file says."""
-        self._namespace, self._account, self._claims = namespace, account, claims
+        self._namespace, self._places = namespace, (account, claims)
         spec, platforms = yaml.safe_load_all(compiled.read_text(encoding="utf-8"))
         self._spec = spec
         self._platforms = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
@@ -182,106 +154,23 @@ class Backend:
         label, name = spec["executorLabel"], component.removeprefix("comp-")
         container = self._spec["deploymentSpec"]["executors"][label]["container"]
         place = f"{self.root}/{name}/{uuid.uuid4()}"
-        given = executor_input(spec, parameters, artifacts, place)
+        given = kfp_pod.executor_input(spec, parameters, artifacts, place)
         pod = f"{name}-{uuid.uuid4().hex[:8]}"
-        self._namespace.apply(self._pod(pod, container, self._platforms[label], given))
+        config = self._platforms[label]
+        self._namespace.apply(kfp_pod.pod(pod, container, config, given, *self._places))
         try:
             log = self._namespace.finished(pod, 600)
         except AssertionError as error:
             raise Failed(str(error)) from error
-        (told,) = (line for line in log.splitlines() if line.startswith(MARK))
-        ran = Ran(pod, log, *outputs(spec, json.loads(told.removeprefix(MARK)), given, place))
+        (told,) = (line for line in log.splitlines() if line.startswith(kfp_pod.MARK))
+        ran = Ran(
+            pod,
+            log,
+            *kfp_pod.outputs(spec, json.loads(told.removeprefix(kfp_pod.MARK)), given, place),
+        )
         with self._lock:
             self.ran.setdefault(name, []).append(ran)
         return ran.outputs
-
-    def _pod(self, name: str, container: Document, config: Document, given: str) -> Document:
-        """The pod as Argo makes it from the driver's patch."""
-        security, resources = config["securityContext"], container["resources"]
-        volumes, mounts = _volumes(config, self._claims)
-        command = [*container["command"], *container["args"]]
-        main = {
-            "name": "main",
-            "image": container["image"],
-            "imagePullPolicy": config["imagePullPolicy"],
-            "command": ["python3", "-c", LAUNCHER, given],
-            "args": [part.replace("{{$}}", given) for part in command],
-            "env": [
-                _of_pod("KFP_POD_NAME", "metadata.name"),
-                _of_pod("KFP_POD_UID", "metadata.uid"),
-                *container.get("env", []),
-                *_secrets(config),
-            ],
-            "resources": {
-                kind: {
-                    "cpu": resources[f"resourceCpu{kind[:-1].capitalize()}"],
-                    "memory": resources[f"resourceMemory{kind[:-1].capitalize()}"],
-                }
-                for kind in ("requests", "limits")
-            },
-            "securityContext": {
-                "allowPrivilegeEscalation": False,
-                "capabilities": {"drop": ["ALL"]},
-                "seccompProfile": {"type": "RuntimeDefault"},
-                "runAsNonRoot": security["runAsNonRoot"],
-                "runAsUser": int(security["runAsUser"]),
-                "runAsGroup": int(security["runAsGroup"]),
-            },
-            "volumeMounts": mounts,
-        }
-        return {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": name, "labels": config["podMetadata"]["labels"]},
-            "spec": {
-                "restartPolicy": "Never",
-                "serviceAccountName": self._account,
-                "activeDeadlineSeconds": int(config["activeDeadlineSeconds"]),
-                "containers": [main],
-                "volumes": volumes,
-            },
-        }
-
-
-def executor_input(spec: Document, parameters: Values, artifacts: Values, place: str) -> str:
-    """The ExecutorInput of a task whose outputs go below `place`, as JSON."""
-    definitions = spec.get("outputDefinitions", {})
-    made = {
-        name: {"artifacts": [
-            {"name": name, "type": one["artifactType"], "uri": f"{place}/{name}", "metadata": {}}
-        ]}
-        for name, one in definitions.get("artifacts", {}).items()
-    }  # fmt: skip
-    told = {
-        name: {"outputFile": f"/tmp/kfp/outputs/{name}"}
-        for name in definitions.get("parameters", {})
-    }
-    return json.dumps(
-        {
-            "inputs": {
-                "parameterValues": parameters,
-                "artifacts": {name: {"artifacts": some} for name, some in artifacts.items()},
-            },
-            "outputs": {"parameters": told, "artifacts": made, "outputFile": OUTPUT},
-        }
-    )
-
-
-def outputs(
-    spec: Document, told: Document, given: str, place: str
-) -> tuple[Outputs, dict[str, int]]:
-    """What a task has made. Fails where an artifact left the root, as the launcher does."""
-    made = {}
-    for name, asked in json.loads(given)["outputs"]["artifacts"].items():
-        (answer,) = told["output"]["artifacts"][name]["artifacts"]
-        (wanted,) = asked["artifacts"]
-        assert answer["uri"] == wanted["uri"] == f"{place}/{name}"
-        assert "custom_path" not in answer
-        made[name] = [{**wanted, "metadata": answer["metadata"]}]
-    assert set(told["sizes"]) == set(made), "an artifact without its file"
-    parameters = told["output"].get("parameterValues", {})
-    assert set(parameters) == set(spec.get("outputDefinitions", {}).get("parameters", {}))
-    return Outputs(parameters, made), told["sizes"]
 
 
 def _ordered(tasks: Mapping[str, Document]) -> Iterable[str]:
@@ -322,43 +211,3 @@ def _with_defaults(component: Document, given: Values) -> Values:
     assert set(given) <= set(known), set(given) - set(known)
     defaults = {n: one["defaultValue"] for n, one in known.items() if "defaultValue" in one}
     return {**defaults, **given}
-
-
-def _volumes(config: Document, claims: bool) -> tuple[list[Document], list[Document]]:
-    """Those that KFP gives every pod for artifacts, and those of the platform's spec."""
-    volumes: list[Document] = [{"name": "s3-scratch", "emptyDir": {}}]
-    mounts: list[Document] = [{"name": "s3-scratch", "mountPath": "/s3"}]
-    for one in config["emptyDirMounts"]:
-        medium = {"medium": one["medium"]} if "medium" in one else {}
-        volumes.append({"name": one["volumeName"], "emptyDir": medium})
-        mounts.append({"name": one["volumeName"], "mountPath": one["mountPath"]})
-    for one in config["configMapAsVolume"]:
-        source = {"name": one["configMapName"], "optional": one["optional"]}
-        volumes.append({"name": one["configMapName"], "configMap": source})
-        mounts.append({"name": one["configMapName"], "mountPath": one["mountPath"]})
-    for one in config["pvcMount"] if claims else ():
-        claim = {"claimName": one["constant"]}
-        volumes.append({"name": one["constant"], "persistentVolumeClaim": claim})
-        mounts.append({"name": one["constant"], "mountPath": one["mountPath"]})
-    return volumes, mounts
-
-
-def _secrets(config: Document) -> list[Document]:
-    return [
-        {
-            "name": key["envVar"],
-            "valueFrom": {
-                "secretKeyRef": {
-                    "name": one["secretName"],
-                    "key": key["secretKey"],
-                    "optional": one["optional"],
-                }
-            },
-        }
-        for one in config["secretAsEnv"]
-        for key in one["keyToEnv"]
-    ]
-
-
-def _of_pod(name: str, path: str) -> Document:
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}

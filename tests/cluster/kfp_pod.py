@@ -1,0 +1,174 @@
+"""A task's pod as KFP makes it, and what its launcher does in it.
+
+The driver makes a patch of executor and platform spec, Argo a pod of that (backend/src/v2, driver
+and compiler/argocompiler, in kubeflow/pipelines). The pod's command is the launcher: it puts the
+ExecutorInput into the executor's command, runs it, and takes from files what came out. Here it is a
+few lines of Python; all else is the compiled file's.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster import Document
+
+OUTPUT = "/tmp/kfp_outputs/output_metadata.json"
+MARK = "KFP-LAUNCHER "
+
+# The launcher: makes the folders of outputs, runs the command, and says what it left.
+LAUNCHER = """
+import hashlib, json, pathlib, subprocess, sys
+given, *command = sys.argv[1:]
+outputs = json.loads(given)["outputs"]
+uris = {name: a["artifacts"][0]["uri"] for name, a in outputs.get("artifacts", {}).items()}
+paths = {name: pathlib.Path("/s3/" + uri.removeprefix("s3://")) for name, uri in uris.items()}
+for path in [*paths.values(), pathlib.Path(outputs["outputFile"])]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+status = subprocess.run(command).returncode
+if status:
+    sys.exit(status)
+told = json.loads(pathlib.Path(outputs["outputFile"]).read_text())
+sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
+print("KFP-LAUNCHER " + json.dumps({"output": told, "sizes": sizes}), flush=True)
+"""
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    parameters: Values = field(default_factory=dict)
+    artifacts: dict[str, list[Values]] = field(default_factory=dict)
+
+
+def pod(
+    name: str, container: Document, config: Document, given: str, account: str, claims: bool
+) -> Document:
+    """The pod of a task as Argo makes it; without `claims` it mounts no volume."""
+    security, resources = config["securityContext"], container["resources"]
+    volumes, mounts = _volumes(config, claims)
+    command = [*container["command"], *container["args"]]
+    main = {
+        "name": "main",
+        "image": container["image"],
+        "imagePullPolicy": config["imagePullPolicy"],
+        "command": ["python3", "-c", LAUNCHER, given],
+        "args": [part.replace("{{$}}", given) for part in command],
+        "env": [
+            _of_pod("KFP_POD_NAME", "metadata.name"),
+            _of_pod("KFP_POD_UID", "metadata.uid"),
+            *container.get("env", []),
+            *_secrets(config),
+        ],
+        "resources": {
+            kind: {
+                "cpu": resources[f"resourceCpu{kind[:-1].capitalize()}"],
+                "memory": resources[f"resourceMemory{kind[:-1].capitalize()}"],
+            }
+            for kind in ("requests", "limits")
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "seccompProfile": {"type": "RuntimeDefault"},
+            "runAsNonRoot": security["runAsNonRoot"],
+            "runAsUser": int(security["runAsUser"]),
+            "runAsGroup": int(security["runAsGroup"]),
+        },
+        "volumeMounts": mounts,
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": config["podMetadata"]["labels"]},
+        "spec": {
+            "restartPolicy": "Never",
+            "serviceAccountName": account,
+            "activeDeadlineSeconds": int(config["activeDeadlineSeconds"]),
+            "containers": [main],
+            "volumes": volumes,
+        },
+    }
+
+
+def executor_input(spec: Document, parameters: Values, artifacts: Values, place: str) -> str:
+    """The ExecutorInput of a task whose outputs go below `place`, as JSON."""
+    definitions = spec.get("outputDefinitions", {})
+    made = {
+        name: {"artifacts": [
+            {"name": name, "type": one["artifactType"], "uri": f"{place}/{name}", "metadata": {}}
+        ]}
+        for name, one in definitions.get("artifacts", {}).items()
+    }  # fmt: skip
+    told = {
+        name: {"outputFile": f"/tmp/kfp/outputs/{name}"}
+        for name in definitions.get("parameters", {})
+    }
+    return json.dumps(
+        {
+            "inputs": {
+                "parameterValues": parameters,
+                "artifacts": {name: {"artifacts": some} for name, some in artifacts.items()},
+            },
+            "outputs": {"parameters": told, "artifacts": made, "outputFile": OUTPUT},
+        }
+    )
+
+
+def outputs(
+    spec: Document, told: Document, given: str, place: str
+) -> tuple[Outputs, dict[str, int]]:
+    """What a task has made. Fails where an artifact left the root, as the launcher does."""
+    made = {}
+    for name, asked in json.loads(given)["outputs"]["artifacts"].items():
+        (answer,) = told["output"]["artifacts"][name]["artifacts"]
+        (wanted,) = asked["artifacts"]
+        assert answer["uri"] == wanted["uri"] == f"{place}/{name}"
+        assert "custom_path" not in answer
+        made[name] = [{**wanted, "metadata": answer["metadata"]}]
+    assert set(told["sizes"]) == set(made), "an artifact without its file"
+    parameters = told["output"].get("parameterValues", {})
+    assert set(parameters) == set(spec.get("outputDefinitions", {}).get("parameters", {}))
+    return Outputs(parameters, made), told["sizes"]
+
+
+def _volumes(config: Document, claims: bool) -> tuple[list[Document], list[Document]]:
+    """Those that KFP gives every pod for artifacts, and those of the platform's spec."""
+    volumes: list[Document] = [{"name": "s3-scratch", "emptyDir": {}}]
+    mounts: list[Document] = [{"name": "s3-scratch", "mountPath": "/s3"}]
+    for one in config["emptyDirMounts"]:
+        medium = {"medium": one["medium"]} if "medium" in one else {}
+        volumes.append({"name": one["volumeName"], "emptyDir": medium})
+        mounts.append({"name": one["volumeName"], "mountPath": one["mountPath"]})
+    for one in config["configMapAsVolume"]:
+        source = {"name": one["configMapName"], "optional": one["optional"]}
+        volumes.append({"name": one["configMapName"], "configMap": source})
+        mounts.append({"name": one["configMapName"], "mountPath": one["mountPath"]})
+    for one in config["pvcMount"] if claims else ():
+        claim = {"claimName": one["constant"]}
+        volumes.append({"name": one["constant"], "persistentVolumeClaim": claim})
+        mounts.append({"name": one["constant"], "mountPath": one["mountPath"]})
+    return volumes, mounts
+
+
+def _secrets(config: Document) -> list[Document]:
+    return [
+        {
+            "name": key["envVar"],
+            "valueFrom": {
+                "secretKeyRef": {
+                    "name": one["secretName"],
+                    "key": key["secretKey"],
+                    "optional": one["optional"],
+                }
+            },
+        }
+        for one in config["secretAsEnv"]
+        for key in one["keyToEnv"]
+    ]
+
+
+def _of_pod(name: str, path: str) -> Document:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}

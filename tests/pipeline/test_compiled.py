@@ -1,0 +1,107 @@
+"""The compiled pipeline: what compile gives, and what KFP takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from components_run import ROOT  # the next two are found by its path
+from google.protobuf import json_format
+from kfp import components
+from kfp.kubernetes import kubernetes_executor_config_pb2 as platform
+from kfp.pipeline_spec import pipeline_spec_pb2 as spec_pb2
+
+import commands  # isort: skip
+from ddpm import ddpm  # isort: skip
+
+COMPILED = ROOT / "pipelines/ddpm.yaml"
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The pipeline's spec and the platform's, of the checked-in file."""
+    spec, platforms = yaml.safe_load_all(COMPILED.read_text())
+    return spec, platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+
+
+def test_the_checked_in_file_is_what_compile_gives(tmp_path: Path) -> None:
+    made = tmp_path / "ddpm.yaml"
+    commands.compiled(ddpm, made)
+    assert made.read_text() == COMPILED.read_text(), "python pipelines/ddpm.py compile"
+
+
+def test_kfp_loads_it_and_its_schemas_know_every_field(compiled: Any) -> None:
+    spec, platforms = compiled
+    loaded = components.load_component_from_file(str(COMPILED))
+    assert loaded.pipeline_spec.pipeline_info.name == "ddpm"
+    parsed = json_format.ParseDict(spec, spec_pb2.PipelineSpec())
+    assert set(parsed.deployment_spec["executors"].keys()) == set(platforms)
+    for executor in spec["deploymentSpec"]["executors"].values():
+        kind = spec_pb2.PipelineDeploymentConfig.ExecutorSpec()
+        json_format.ParseDict(executor, kind)
+    for config in platforms.values():
+        json_format.ParseDict(config, platform.KubernetesExecutorConfig())
+
+
+def test_every_component_is_ours_installs_nothing_and_is_never_cached(compiled: Any) -> None:
+    spec, platforms = compiled
+    executors = spec["deploymentSpec"]["executors"]
+    wanted = {"evaluate", "finish", "plan", "prepare", "register", "sample", "train"}
+    assert set(executors) == {f"exec-{name}" for name in wanted}
+    assert {e["container"]["image"] for e in executors.values()} == {"ddpm:dev"}
+    for executor in executors.values():
+        assert "pip" not in executor["container"]["command"][2]
+    for task in tasks(spec):
+        assert not task.get("cachingOptions", {}).get("enableCache"), task["taskInfo"]
+    for config in platforms.values():
+        assert config["securityContext"] == {
+            "runAsUser": "1000",
+            "runAsGroup": "1000",
+            "runAsNonRoot": True,
+        }
+        (claim,) = config["pvcMount"]
+        assert (claim["constant"], claim["mountPath"]) == ("ddpm-workspace", "/workspace")
+        assert all(secret["optional"] for secret in config["secretAsEnv"])
+        assert int(config["activeDeadlineSeconds"]) > 0
+
+
+def test_names_types_loops_and_sizes_keep_to_the_limits_of_kfp(compiled: Any) -> None:
+    """Of the API server's length checks, of Kubernetes' labels, and of Argo's workflows in etcd."""
+    spec, platforms = compiled
+    label = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+    assert label.fullmatch(spec["pipelineInfo"]["name"])
+    assert len(spec["pipelineInfo"]["description"]) <= 255
+    for task in tasks(spec):
+        assert label.fullmatch(task["taskInfo"]["name"])
+        assert label.fullmatch(f"exit-hook-root-{task['taskInfo']['name']}")
+    for config in platforms.values():
+        for key, value in config["podMetadata"]["labels"].items():
+            assert len(key) <= 63 and len(value) <= 63
+    loops = [task for task in tasks(spec) if "parameterIterator" in task]
+    assert [loop["iteratorPolicy"]["parallelismLimit"] for loop in loops] == [4]
+    assert not any("artifactIterator" in task for task in tasks(spec))
+    known = set(spec_pb2.ParameterType.ParameterTypeEnum.keys())
+    for component in [*spec["components"].values(), spec["root"]]:
+        for side in ("inputDefinitions", "outputDefinitions"):
+            for given in component.get(side, {}).get("parameters", {}).values():
+                assert given["parameterType"] in known
+    # A task's spec stands in the workflow about three times, and etcd takes 1.5 MB.
+    assert len(json.dumps([spec, platforms])) < 200_000
+
+
+def tasks(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    graphs = [spec["root"], *spec["components"].values()]
+    return [task for graph in graphs for task in graph.get("dag", {}).get("tasks", {}).values()]
+
+
+def test_another_image_is_in_every_component(tmp_path: Path) -> None:
+    made = tmp_path / "ddpm.yaml"
+    commands.compiled(ddpm, made, "registry.local/ddpm:7")
+    text = made.read_text()
+    assert text.count("image: registry.local/ddpm:7") == 7
+    assert "ddpm:dev" not in text
+    components.load_component_from_file(str(made))
