@@ -149,7 +149,7 @@ def play_elastic(launching: Launching) -> None:
 def play_tracked(launching: Launching) -> list[list[float]]:
     """Take MLflow away from a training for a while; the history of the loss that it has then."""
     namespace, workspace = launching.namespace, launching.workspace("tracked")
-    namespace.ready("mlflow")
+    namespace.ready("mlflow", 400)
     tracked = ("-S", "tracking.uri=http://mlflow:5000", "-S", "train.batch_size=32")
     launching.launch("launcher-tracked", launching.arguments(workspace, *tracked))
     grows(launching, "tracked", world=1)
@@ -159,7 +159,7 @@ def play_tracked(launching: Launching) -> list[list[float]]:
     )
     grows(launching, "tracked", world=1)
     namespace.kubectl("scale", "deployment", "mlflow", "--replicas=1")
-    namespace.ready("mlflow")
+    namespace.ready("mlflow", 400)
     grows(launching, "tracked", world=1, by=1)  # so that it is back in the middle of it
     said = launching.said("launcher-tracked")
     assert launching.ends("launcher-tracked", 600) == "Succeeded", said
