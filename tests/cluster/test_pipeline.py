@@ -29,7 +29,7 @@ print(json.load(urllib.request.urlopen(url, timeout=30))["model_version"]["versi
 @pytest.mark.timeout(1500)
 def test_every_component_runs_as_kfp_starts_it_to_a_registered_model(namespace: Namespace) -> None:
     namespace.kubectl("scale", "deployment/ddpm-champion", "--replicas=0")  # nothing to serve
-    namespace.ready("mlflow", 300)
+    namespace.ready("mlflow", 900)
     backend = Backend(namespace, COMPILED, account="ddpm-launcher")
     backend.run(params=TINY, job=SMALL)
 

@@ -53,7 +53,7 @@ def test_a_pipeline_without_a_volume_ends_with_a_registered_model(
     serve(namespace, registry, tmp_path / "registry.bundle")
     namespace.apply(secret(store))
     namespace.kubectl("scale", "deployment/ddpm-champion", "--replicas=0")  # nothing to serve
-    namespace.ready("mlflow", 300)
+    namespace.ready("mlflow", 900)
     backend = Backend(namespace, ROOT / "pipelines/ddpm.yaml", "ddpm-launcher", claims=False)
     backend.run(
         params=TINY,
