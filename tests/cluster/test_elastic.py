@@ -57,7 +57,7 @@ from mlflow import MlflowClient
 client = MlflowClient("http://127.0.0.1:5000")
 (experiment,) = client.search_experiments(filter_string="name = 'elastic'")
 (run,) = client.search_runs([experiment.experiment_id])
-history = client.get_metric_history(run.info.run_id, "loss")
+history = client.get_metric_history(run.info.run_id, "train/loss")
 print(json.dumps(sorted([m.step, m.value] for m in history)))
 """
 
