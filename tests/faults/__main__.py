@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # tests/, as pytest has it
+# Workers are forked from a process that has loaded torch by then, so it has to be said before.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 from faults.play import Stage, play
 from faults.schedule import KINDS, draw
