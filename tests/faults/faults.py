@@ -7,6 +7,7 @@ import errno
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,10 +129,23 @@ def nodes(run: Playing) -> Worlds:
     endpoint = f"localhost:{free_port()}"
     stays = run.under_way(endpoint=endpoint)
     joins = run.begin(second, endpoint=endpoint, node=1)
-    until(lambda: run.rows()[-1]["world_size"] == first + second, "the world has grown", 90)
+    until(lambda: _grown(run, stays, first + second), "the world has grown", 90)
     joins.kill_all()
     run.finish(stays)
     return {first, first + second}
+
+
+def _grown(run: Playing, stays: Attempt, size: int) -> bool:
+    """Whether all train together; if not, hold those that train: they would be done by then."""
+    if run.rows()[-1]["world_size"] == size:
+        return True
+    workers = stays.workers().values()
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in workers:
+            stays.kill(number, pid)
+        if number == signal.SIGSTOP:
+            time.sleep(0.3)
+    return False
 
 
 FAULTS: dict[str, Callable[[Playing], Worlds]] = {
