@@ -24,14 +24,18 @@ class RunLog:
         self._last = 0
 
     def recover(self) -> None:
-        """Drop what a killed process left half written."""
+        """Drop what a killed process left half written. Raises UserError."""
         rows = list(read_rows(self.path))
         self._last = max((row["step"] for row in rows), default=0)
         if not self.path.exists():
             return
-        with staged_file(self.path) as staging:
-            staging.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            staging.replace(self.path)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        try:
+            with staged_file(self.path) as staging:
+                staging.write_text(text, encoding="utf-8")
+                staging.replace(self.path)
+        except OSError as error:
+            raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a row, unless there is one of its step or a later one. Raises UserError."""
