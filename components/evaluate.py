@@ -20,10 +20,11 @@ def evaluate(
     Args:
         worst: The score above which the best checkpoint is not registered; 0: no limit.
     """
+    from ddpm_core.console import telling
     from ddpm_core.evaluation.evaluate import evaluate
     from ddpm_kube import artifacts, steps
 
-    with steps.telling("evaluate"):
+    with telling("evaluate"):
         config, place = steps.opened(settings)
         evaluate(config, place)
         facts, numbers, rows = artifacts.scores(place)

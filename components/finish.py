@@ -25,9 +25,10 @@ def finish(
         backend: pytorchjob, or process: then there is nothing to remove.
         run_id: KFP's id of the run, by which its PyTorchJob is found.
     """
+    from ddpm_core.console import telling
     from ddpm_kube import artifacts, steps
 
-    with steps.telling("finish"):
+    with telling("finish"):
         told = steps.clean_up(backend, run_id)
         inputs = (params, overrides, workspace, source, tracking)
         text = steps.ending(status.state, status.error_message or "", inputs, told)

@@ -9,9 +9,10 @@ from components import IMAGE
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def plan(settings: str, model: Input[Model]) -> list:
     """One `STEP:I/N` a pod: all shards that lack, and one part of each checkpoint that has all."""
+    from ddpm_core.console import telling
     from ddpm_kube import steps
 
-    with steps.telling("plan"):
+    with telling("plan"):
         listed = steps.parts(*steps.opened(settings))
     print(f"{len(listed)} parts: {', '.join(listed)}")
     return listed

@@ -25,11 +25,12 @@ def prepare(
         source: prepare.source, for example dvc:REPO#PATH@REV; empty: that of the params.
         tracking: The URI of MLflow; empty: that of the params.
     """
+    from ddpm_core.console import telling
     from ddpm_core.data.prepare import prepare
     from ddpm_core.workspace import Workspace
     from ddpm_kube import artifacts, steps
 
-    with steps.telling("prepare"):
+    with telling("prepare"):
         config = steps.settings(params, overrides, workspace, source, tracking)
         place = Workspace.open(config.workspace)
         manifest = prepare(config, place)

@@ -9,10 +9,11 @@ from components import IMAGE
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def register(settings: str, registered: Output[Model], decision: Output[Markdown]) -> str:
     """Make a version, and champion of it if it beats the last; `models:/NAME/VERSION`."""
+    from ddpm_core.console import telling
     from ddpm_core.registry.register import register
     from ddpm_kube import artifacts, steps
 
-    with steps.telling("register"):
+    with telling("register"):
         config, place = steps.opened(settings)
         record = register(config, place)
         facts = {**artifacts.model_facts(place, record["step"]), **record}

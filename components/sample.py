@@ -13,10 +13,11 @@ def sample(settings: str, part: str, samples: Output[Dataset], grid: Output[HTML
     Args:
         part: `STEP:I/N`, one of plan's.
     """
+    from ddpm_core.console import telling
     from ddpm_core.workspace import samples_key
     from ddpm_kube import artifacts, steps
 
-    with steps.telling("sample"):
+    with telling("sample"):
         config, place = steps.opened(settings)
         step = steps.draw(config, place, part)
         facts = artifacts.samples_facts(place, step, part)

@@ -24,10 +24,11 @@ def train(
         job: What the PyTorchJob is to be like, as ddpm_kube.options names it; empty: its defaults.
         run_id: KFP's id of the run: the job is named after it.
     """
+    from ddpm_core.console import telling
     from ddpm_core.workspace import snapshot_key
     from ddpm_kube import artifacts, steps
 
-    with steps.telling("train"):
+    with telling("train"):
         config, place = steps.opened(settings)
         steps.train(config, backend, job, run_id)
         step = config.train.steps

@@ -13,18 +13,13 @@ from ddpm_core.data import prepare as data
 from ddpm_core.distributed import world
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import evaluate as evaluation
+from ddpm_core.freshness import CHECKS, check
 from ddpm_core.generate import sample as generate
 from ddpm_core.registry import register as registry
-from ddpm_core.training import freshness, launcher
+from ddpm_core.training import launcher
 from ddpm_core.workspace import EVALUATION, SAMPLES, SNAPSHOTS, Workspace
 
-VERBS = {
-    "prepare": data.stale,
-    "train": freshness.stale,
-    "sample": generate.stale,
-    "evaluate": evaluation.stale,
-    "register": registry.stale,
-}
+VERBS = {verb: check(verb) for verb in CHECKS}
 
 
 def run(

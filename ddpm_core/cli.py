@@ -8,16 +8,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ddpm_core import __version__, params
-from ddpm_core.config import Config
-from ddpm_core.console import say
-from ddpm_core.errors import Interrupted, UserError, require
+from ddpm_core import __version__, command
+from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load
+from ddpm_core.errors import UserError, require
 from ddpm_core.workspace import Workspace
 
 app = typer.Typer(
@@ -32,46 +30,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
-ParamsOption = Annotated[
-    Path | None,
-    typer.Option("--params", "-p", help="The params file; default params.yaml, else the digits."),
-]
-WorkspaceOption = Annotated[
-    str | None, typer.Option("--workspace", "-w", help="Where the run lives; default: params'.")
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", "-S", metavar="SECTION.KEY=VALUE", help="Override one setting."),
-]
-
-
-def load(file: Path | None, workspace: str | None, overrides: list[str] | None) -> Config:
-    """The settings of a command: those of the file named, of ./params.yaml, or the defaults."""
-    default = Path("params.yaml")
-    file = file or (default if default.exists() else None)
-    return params.load(file, overrides or (), workspace)
-
-
-def verb(function: Callable[..., Any], to: typer.Typer = app) -> Callable[..., Any]:
-    """Register a command that turns our errors into one message and an exit status."""
-
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        try:
-            function(*args, **kwargs)
-        except UserError as error:
-            say(f"ddpm {sys.argv[1] if len(sys.argv) > 1 else ''}: {error}")
-            raise SystemExit(1) from None
-        except Interrupted as stop:
-            say(str(stop))
-            raise SystemExit(stop.status) from None
-        except KeyboardInterrupt:
-            say("Interrupted. What was finished is kept; the same command goes on from there.")
-            raise SystemExit(130) from None
-        except BrokenPipeError:
-            raise SystemExit(141) from None
-
-    return to.command(name=function.__name__.rstrip("_").replace("_", "-"))(guarded)
+verb = functools.partial(command.verb, to=app)
 
 
 @verb
@@ -194,7 +153,8 @@ def wait(
 ) -> None:
     """Wait until the output of VERB is in the workspace, whole and of these settings."""
     config = load(p, w, s)
-    from ddpm_core.waiting import duration, wait
+    from ddpm_core.durations import duration
+    from ddpm_core.waiting import wait
 
     wait(config, verb, duration(limit), duration(interval))
 
@@ -267,7 +227,7 @@ def export_diffusers(
     typer.echo(export_checkpoint(config, Workspace.open(config.workspace), step, output))
 
 
-@functools.partial(verb, to=bench)
+@functools.partial(command.verb, to=bench)
 def scaling(
     p: ParamsOption = None,
     s: SetOption = None,

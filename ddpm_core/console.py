@@ -16,6 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ddpm_core.errors import Interrupted, UserError
+
 PLAIN_INTERVAL = 10.0  # seconds between two lines where there is no terminal
 
 _console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -28,6 +30,19 @@ def say(message: str) -> None:
 
 def warn(message: str) -> None:
     _console.print("warning: " + printable(message), markup=False, style="yellow")
+
+
+@contextmanager
+def telling(who: str) -> Iterator[None]:
+    """Turn our errors into one sentence, `who: ...`, and the exit status."""
+    try:
+        yield
+    except UserError as error:
+        say(f"{who}: {error}")
+        raise SystemExit(1) from None
+    except Interrupted as stop:
+        say(str(stop))
+        raise SystemExit(stop.status) from None
 
 
 class Outage:

@@ -6,37 +6,17 @@ that what an earlier run with other settings left satisfies nobody.
 
 from __future__ import annotations
 
-import importlib
-import re
 import time
-from collections.abc import Callable
 
 from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
+from ddpm_core.freshness import CHECKS, check
 from ddpm_core.storage import Unreachable
 from ddpm_core.workspace import Workspace
 
-# Where each verb's `stale` is. A module is imported when its turn comes: while data and training
-# are waited for, the process is a tenth of what it is with torch.
-CHECKS = {
-    "prepare": "ddpm_core.data.freshness",
-    "train": "ddpm_core.training.freshness",
-    "sample": "ddpm_core.generate.sample",
-    "evaluate": "ddpm_core.evaluation.freshness",
-    "register": "ddpm_core.registry.register",
-}
 REMIND = 60.0  # seconds after which what is waited for is said again; no pause is longer
 EASE = 10.0  # pauses are so many times as long as a look took, where that is more than `interval`
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-def duration(text: str) -> float:
-    """Seconds of `90`, `90s`, `5m`, `2h` or `1d`. Raises UserError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
-    if not match:
-        raise UserError(f"{text!r} given; a time such as 90s, 5m, 2h or 1d is needed.")
-    return float(match[1]) * _UNITS[match[2]]
 
 
 def wait(config: Config, verb: str, limit: float, interval: float) -> None:
@@ -100,8 +80,7 @@ class Looker:
 
     def _lacking(self, verb: str) -> str:
         assert self._workspace is not None
-        stale: Callable[[Config, Workspace], str | None]
-        stale = importlib.import_module(CHECKS[verb]).stale
+        stale = check(verb)
         began = time.monotonic()
         try:
             reason = stale(self._config, self._workspace)

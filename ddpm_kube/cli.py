@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from ddpm_core.cli import ParamsOption, SetOption, WorkspaceOption, load, verb
+from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load, verb
+from ddpm_core.durations import duration
 from ddpm_core.errors import UserError, require
 
 jobs = typer.Typer(
@@ -134,11 +135,10 @@ def gathered(file: Path | None, flags: dict[str, Any], settings: list[str]) -> d
 
 
 def seconds(text: str) -> float:
-    """A time such as 90s, 30m, 1h or 2d. Raises UserError."""
-    match = re.fullmatch(r"(\d+)([smhd])", text)
-    if match is None:
+    """A time such as 90s, 30m, 1h or 2d: with its unit, and whole. Raises UserError."""
+    if not re.fullmatch(r"\d+[smhd]", text):
         raise UserError(f"{text!r} is no time; one such as 90s, 30m, 1h or 2d is needed.")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    return duration(text)
 
 
 def ago(age: float) -> str:

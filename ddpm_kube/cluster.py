@@ -131,6 +131,11 @@ def connect(namespace: str | None, own: str | None) -> Cluster:
 def remove(cluster: Cluster, job: dict[str, Any]) -> None:
     """Delete a job, and wait until it and its pods are gone."""
     cluster.delete(job)
+    await_end(cluster, job)
+
+
+def await_end(cluster: Cluster, job: dict[str, Any]) -> None:
+    """Wait until a job that is being deleted, and its pods, are gone."""
     name, uid = job["metadata"]["name"], job["metadata"].get("uid")
     pods = job["spec"]["pytorchReplicaSpecs"].get("Worker", {}).get("template", {}).get("spec", {})
     deadline = time.monotonic() + float(pods.get("terminationGracePeriodSeconds", 30)) + 60.0

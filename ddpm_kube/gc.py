@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from ddpm_kube.cluster import Cluster, remove
+from ddpm_kube.cluster import Cluster, await_end
 from ddpm_kube.job import MANAGER, RUN
 from ddpm_kube.names import label_value
 from ddpm_kube.reasons import condition, finished
@@ -69,7 +69,7 @@ def remove_run(cluster: Cluster, run_id: str) -> list[str]:
     for job in found:
         cluster.delete(job)
     for job in found:
-        remove(cluster, job)
+        await_end(cluster, job)
     return [str(job["metadata"]["name"]) for job in found]
 
 

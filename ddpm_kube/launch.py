@@ -39,7 +39,6 @@ def train(
     run_id: str,
     environment: Mapping[str, str],
     namespace: str | None = None,
-    stage: str = "train",
     patience: float = PATIENCE,
     keep: bool = False,
 ) -> Outcome:
@@ -51,7 +50,7 @@ def train(
     with told_to_stop():
         here = find(environment, namespace)
         here.cluster.all_jobs("none=none")  # whether there are PyTorchJobs here, and for us
-        spec = specify(config, options, run_id, here, stage)
+        spec = specify(config, options, run_id, here)
         began, job = time.monotonic(), build(spec, here.owner)
         try:
             job = make_or_find(here, job)
@@ -78,16 +77,15 @@ def preview(
     run_id: str,
     environment: Mapping[str, str],
     namespace: str | None = None,
-    stage: str = "train",
 ) -> Plain:
     """The job that `train` would make."""
     here = find(environment, namespace)
-    return build(specify(config, options, run_id, here, stage), here.owner)
+    return build(specify(config, options, run_id, here), here.owner)
 
 
-def specify(config: Config, options: Options, run_id: str, here: Here, stage: str) -> JobSpec:
+def specify(config: Config, options: Options, run_id: str, here: Here) -> JobSpec:
     image = options.image or here.image
-    return JobSpec(config, options, run_id, here.cluster.namespace, image, stage)
+    return JobSpec(config, options, run_id, here.cluster.namespace, image)
 
 
 @contextmanager

@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ddpm_core import params
 from ddpm_core.config import Config
-from ddpm_core.console import say
-from ddpm_core.errors import Interrupted, UserError
+from ddpm_core.errors import UserError
 from ddpm_core.mlflow_run import shown
 from ddpm_core.workspace import Workspace
 from ddpm_kube import options
@@ -25,19 +23,6 @@ from ddpm_kube.options import Options
 
 MOUNTED = Path("/etc/ddpm/params.yaml")  # of the ConfigMap ddpm-params
 PASS = "pass"  # what `gate` returns of an evaluation that may be registered
-
-
-@contextmanager
-def telling(step: str) -> Iterator[None]:
-    """Turn our errors into one sentence at the end of a pod's log, and its exit status."""
-    try:
-        yield
-    except UserError as error:
-        say(f"{step}: {error}")
-        raise SystemExit(1) from None
-    except Interrupted as stop:
-        say(str(stop))
-        raise SystemExit(stop.status) from None
 
 
 def settings(

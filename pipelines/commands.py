@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from ddpm_core.command import SetOption
+from ddpm_core.console import telling
 from ddpm_core.errors import UserError
 from ddpm_kube import steps
 
@@ -32,10 +34,6 @@ ParamsOption = Annotated[
 ]
 WorkspaceOption = Annotated[
     str, typer.Option("--workspace", "-w", help="Where the run lives: a directory, or s3://...")
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", "-S", metavar="SECTION.KEY=VALUE", help="Override one setting."),
 ]
 SourceOption = Annotated[str, typer.Option(help="prepare.source; default: that of the params.")]
 WorstOption = Annotated[
@@ -69,7 +67,7 @@ def local(
     """
     from local import PROCESS, run
 
-    with steps.telling("local"):
+    with telling("local"):
         place, usual = Path(w).absolute(), Path("params.yaml")
         inputs = (
             given(p or (usual if usual.exists() else None), s, str(place), source, worst) | PROCESS
@@ -113,7 +111,7 @@ def submit(
     """Run the pipeline on a KFP server."""
     from submission import Server, follow
 
-    with steps.telling("submit"):
+    with telling("submit"):
         inputs = given(p, s, w, source, worst, read_yaml(job) if job else {})
         inputs |= {"tracking": tracking, "backend": backend}
         check(inputs)

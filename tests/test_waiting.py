@@ -16,8 +16,10 @@ from strangers import STEP, Strangers
 
 from ddpm_core import chain
 from ddpm_core.config import Config
+from ddpm_core.durations import duration
 from ddpm_core.errors import UserError
-from ddpm_core.waiting import CHECKS, Looker, duration, wait
+from ddpm_core.freshness import CHECKS
+from ddpm_core.waiting import Looker, wait
 from ddpm_core.workspace import Workspace
 
 
@@ -37,6 +39,7 @@ def waits(config: Config, verb: str, limit: float = 0.0) -> str | None:
 
 def test_what_is_waited_for_is_what_the_chain_would_do() -> None:
     assert list(CHECKS) == list(chain.VERBS)
+    assert list(CHECKS) == ["prepare", "train", "sample", "evaluate", "register"]
     for verb, module in CHECKS.items():
         assert importlib.import_module(module).stale is chain.VERBS[verb]
 

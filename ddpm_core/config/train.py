@@ -8,8 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
-
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+from ddpm_core.durations import duration
 
 
 class Optimizer(Section):
@@ -88,7 +87,7 @@ class Train(Section):
         """`snapshot_every`, where it is a time."""
         if isinstance(self.snapshot_every, int):
             return None
-        return int(self.snapshot_every[:-1]) * _SECONDS[self.snapshot_every[-1]]
+        return duration(self.snapshot_every)
 
     @model_validator(mode="after")
     def _settings_fit(self) -> Self:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 class Conv2d(nn.Conv2d):
     """A convolution whose weights are undefined until they are set."""
 
+    packed: Tensor | None = None
+
     def reset_parameters(self) -> None:
         """Leave the memory as it is."""
-
-    packed: Tensor | None = None
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -24,7 +24,7 @@ class Conv2d(nn.Conv2d):
         """
         operations = torch.ops.mkldnn
         if hasattr(operations, "_convolution_pointwise") and operations._is_mkldnn_bf16_supported():
-            self.packed = torch.ops.mkldnn._reorder_convolution_weight(
+            self.packed = operations._reorder_convolution_weight(
                 self.weight, self.padding, self.stride, self.dilation, self.groups, None
             )
 
