@@ -12,12 +12,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from ddpm_core import rng
+from ddpm_core.models import onednn
 from ddpm_core.models.execution import layout, prepare_model
 from ddpm_core.models.layers import EXPLICIT_LENGTH, Upsample, attend
 from ddpm_core.models.norms import CACHED, Norm, group_count
+from ddpm_core.models.undrawn import Conv2d
 from ddpm_core.models.unet import UNet, UNetConfig
 
 CPU = torch.device("cpu")
+needs_onednn = pytest.mark.skipif(
+    not onednn.available(), reason="this processor has no bfloat16 operations of oneDNN"
+)
 SMALL = {"image_size": 8, "in_channels": 1, "channels": 8, "multipliers": (1, 2), "blocks": 1}
 
 
@@ -313,7 +318,10 @@ def test_written_out_attention_is_scaled_dot_product_attention() -> None:
     assert torch.allclose(hidden, attend(qkv, heads=2), atol=1e-5)
 
 
-def test_weights_rounded_for_sampling_give_the_output_of_autocast_to_the_last_bit() -> None:
+def test_weights_rounded_for_sampling_give_the_output_of_autocast_to_the_last_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(onednn, "available", lambda: False)
     plain, prepared = network(), prepare_model(network(), CPU, "bf16")
     x, t = images(plain)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -321,6 +329,51 @@ def test_weights_rounded_for_sampling_give_the_output_of_autocast_to_the_last_bi
     assert torch.equal(output, expected)
     assert output.dtype == torch.float32
     assert next(prepare_model(network(), CPU, "fp32").parameters()).dtype == torch.float32
+
+
+@needs_onednn
+@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 0)])
+def test_a_packed_convolution_is_the_same_to_the_last_bit_and_its_sum_nearer(
+    stride: int, padding: int
+) -> None:
+    layer = Conv2d(24, 20, 3, stride, padding).bfloat16().requires_grad_(False)
+    layer.weight.copy_(normals("weight", (20, 24, 3, 3)))
+    layer.bias.copy_(normals("bias", (20,)))
+    x = normals("x", (3, 24, 9, 9)).bfloat16().to(memory_format=torch.channels_last)
+    expected = layer(x)
+    onto = 10 * normals("onto", tuple(expected.shape)).bfloat16()
+    exact = functional.conv2d(
+        x.double(), layer.weight.double(), layer.bias.double(), stride, padding
+    )
+    rounded_twice = layer(x, onto) - exact - onto
+    layer.pack()
+    assert layer.packed is not None
+    assert torch.equal(layer(x), expected)
+    rounded_once = layer(x, onto) - exact - onto
+    assert rounded_once.abs().mean() < 0.9 * rounded_twice.abs().mean()
+
+
+@needs_onednn
+def test_packed_doubling_is_the_same_to_the_last_bit() -> None:
+    layer = Upsample(24).bfloat16().requires_grad_(False)
+    layer.conv.weight.copy_(normals("weight", (24, 24, 3, 3)))
+    layer.conv.bias.copy_(normals("bias", (24,)))
+    x = normals("x", (3, 24, 8, 8)).bfloat16().to(memory_format=torch.channels_last)
+    expected = layer(x)
+    layer.pack()
+    assert layer.packed is not None
+    assert torch.equal(layer(x), expected)
+
+
+@needs_onednn
+def test_a_network_packed_for_sampling_errs_no_more_than_autocast() -> None:
+    plain, prepared = network(), prepare_model(network(), CPU, "bf16")
+    x, t = images(plain)
+    with torch.no_grad():
+        exact = plain(x, t)
+        with torch.autocast("cpu", torch.bfloat16):
+            usual, output = plain(x, t), prepared(x, t)
+    assert (output - exact).norm() < 1.2 * (usual - exact).norm()
 
 
 def test_bf16_stays_near_fp32_and_trains() -> None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ddpm_core.models.layers import Derived
+from ddpm_core.models.layers import Derived, Upsample
 from ddpm_core.models.undrawn import Conv2d
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -33,8 +33,8 @@ def prepare_model(
 
     For sampling in "bf16" or "fp16", under autocast, the weights of convolutions and linear layers
     are rounded here, instead of at each evaluation: the output is the same to the last bit. On CPUs
-    the products of weights that layers compute with, and the order in memory that oneDNN wants, are
-    made here, too.
+    the products of weights that layers compute with are made here, too, and for bfloat16 the order
+    in memory that oneDNN wants; it then rounds the sum that ends a residual block once, not twice.
     """
     model = model.to(device)
     if device.type == "cuda" or (device.type == "cpu" and not training):
@@ -48,6 +48,6 @@ def prepare_model(
         for module in model.modules():
             if isinstance(module, Derived):
                 module.fix()
-            if isinstance(module, Conv2d) and half is torch.bfloat16:
+            if half is torch.bfloat16 and isinstance(module, Conv2d | Upsample):
                 module.pack()
     return model

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddpm_core.models import onednn
 from ddpm_core.models.norms import Norm
 from ddpm_core.models.undrawn import Conv2d, Linear
 
@@ -93,7 +94,7 @@ class ResidualBlock(nn.Module):
         h = self.norm2(h, times[self.number])
         if dropout is not None:
             h = dropout(h, self.number)
-        added: Tensor = self.shortcut(x) + self.conv2(h)
+        added: Tensor = self.conv2(h, onto=self.shortcut(x))
         return added
 
 
@@ -192,12 +193,16 @@ class Downsample(nn.Module):
 class Upsample(Derived):
     """Twice the resolution: nearest neighbours, then a convolution."""
 
+    packed: Callable[[Tensor], Tensor] | None = None
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.conv = Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, 2 * H, 2 * W)."""
+        if self.packed is not None:
+            return self.packed(x)
         if x.device.type != "cpu":
             doubled: Tensor = self.conv(functional.interpolate(x, scale_factor=2.0))
             return doubled
@@ -206,6 +211,12 @@ class Upsample(Derived):
 
     def derive(self) -> tuple[Tensor]:
         return (_doubling(self.conv.weight),)
+
+    def pack(self) -> None:
+        """Lay bfloat16 weights out for good, where that can be done: they change no more."""
+        if onednn.available():
+            (doubling,) = self.derived()
+            self.packed = onednn.packed_transposed(doubling, self.conv.bias, stride=2, padding=1)
 
 
 def _doubling(weight: Tensor) -> Tensor:
