@@ -9,12 +9,14 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # uv itself comes from the lock, with its hashes, and installs the rest in a fraction of pip's time.
+# Bytecode is compiled at once: where Python may not write it, each process would take twice as long
+# to import PyTorch or MLflow.
 .venv/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3,11) <= sys.version_info[:2] < (3,14) else f"Python 3.11 to 3.13 is needed, {sys.version.split()[0]} was found: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	@awk '/^uv==/ {on=1} on {print} on && !/\\$$/ {exit}' requirements.lock > .venv/uv.lock
 	$(BIN)/pip install --quiet --require-hashes --only-binary :all: -r .venv/uv.lock
-	VIRTUAL_ENV=.venv $(BIN)/uv pip sync --require-hashes requirements.lock
+	VIRTUAL_ENV=.venv $(BIN)/uv pip sync --require-hashes --compile-bytecode requirements.lock
 	VIRTUAL_ENV=.venv $(BIN)/uv pip install --no-deps --no-build-isolation --editable .
 	@touch $@
 
