@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from ddpm_core import yaml_text
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 
-# YAML 1.1, which PyYAML reads, takes 1e-3 for a text: a number here needs no dot.
-_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, of which YAML would keep the last in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-        if twice:
-            raise yaml.MarkedYAMLError(
-                problem=f"key {twice[0]!r} stands twice", problem_mark=node.start_mark
-            )
-        return super().construct_mapping(node, deep)
+_NEEDED = "sections such as `train:`"
 
 
 def load(
@@ -39,7 +24,7 @@ def load(
 
     `overrides` are `section.key=value`, the value in YAML. Raises UserError with every mistake.
     """
-    given = _read(path) if path is not None else {}
+    given = yaml_text.read(path, "params file", _NEEDED) if path is not None else {}
     return _resolve(given, overrides, workspace, f" in {path}" if path is not None else "")
 
 
@@ -47,7 +32,7 @@ def load_text(
     text: str, name: str, overrides: Sequence[str] = (), workspace: str | None = None
 ) -> Config:
     """The Config of a params file's text, which errors call by `name`; otherwise as `load`."""
-    return _resolve(_parse(text, name), overrides, workspace, f" in {name}")
+    return _resolve(yaml_text.parse(text, name, _NEEDED), overrides, workspace, f" in {name}")
 
 
 def _resolve(
@@ -71,40 +56,6 @@ def validate(given: dict[str, Any], origin: str = "") -> Config:
     raise UserError(f"{len(lines)} {noun}{origin}:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"Cannot read the params file {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}).") from error
-    return _parse(text, str(path))
-
-
-def _parse(text: str, name: str) -> dict[str, Any]:
-    try:
-        given = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        raise UserError(
-            f"{name} holds a {type(given).__name__}; sections such as `train:` are needed."
-        )
-    return {str(key): _numbers(value) for key, value in given.items()}
-
-
-def _numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    if isinstance(value, str) and _EXPONENT.fullmatch(value):
-        return float(value)
-    return value
-
-
 def _override(given: dict[str, Any], item: str) -> str | None:
     """Set one `a.b=value` in `given`; the mistake in it, if there is one."""
     path, equals, text = item.partition("=")
@@ -112,9 +63,9 @@ def _override(given: dict[str, Any], item: str) -> str | None:
     if not equals or not all(keys):
         return f"-S {item}: section.key=value is needed, as in -S train.steps=2000"
     try:
-        value = _numbers(yaml.load(text, Loader=_Loader))
-    except yaml.YAMLError:
-        return f"-S {item}: {text!r} is not a YAML value"
+        value = yaml_text.value(text)
+    except ValueError as error:
+        return f"-S {item}: {error}"
     node = given
     for key in keys[:-1]:
         if not isinstance(node.setdefault(key, {}), dict):

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from ddpm_core import yaml_text
 from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load, verb
 from ddpm_core.durations import duration
 from ddpm_core.errors import UserError, require
@@ -112,14 +113,9 @@ def gc(
 
 def gathered(file: Path | None, flags: dict[str, Any], settings: list[str]) -> dict[str, Any]:
     """The options of a file, of flags and of `-K name=value`, as plain data. Raises UserError."""
-    given: Any = {}
-    if file is not None:
-        try:
-            given = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UserError(f"Cannot read the options in {file}: {error}.") from error
-        if not isinstance(given, dict):
-            raise UserError(f"{file} holds no options; lines such as `memory: 4Gi` are needed.")
+    from ddpm_kube.options import of_file
+
+    given = of_file(file)
     volumes = [_claim(text) for text in flags.pop("volumes", None) or []]
     given |= {name: value for name, value in flags.items() if value is not None}
     given |= {"volumes": volumes} if volumes else {}
@@ -128,10 +124,10 @@ def gathered(file: Path | None, flags: dict[str, Any], settings: list[str]) -> d
         if not equals or not name:
             raise UserError(f"-K {item}: option=value is needed, as in -K memory=4Gi")
         try:
-            given[name] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise UserError(f"-K {item}: {text!r} is not a YAML value") from None
-    return dict(given)
+            given[name] = yaml_text.value(text)
+        except ValueError as error:
+            raise UserError(f"-K {item}: {error}") from error
+    return given
 
 
 def seconds(text: str) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
+from ddpm_core import yaml_text
 from ddpm_core.config.section import Positive, Section, as_tuple
 from ddpm_core.errors import UserError
 
@@ -96,6 +98,13 @@ class Options(Section):
     @property
     def limit_of_cpu(self) -> str:
         return self.cpu_limit or self.cpu
+
+
+def of_file(path: Path | None) -> dict[str, Any]:
+    """The options in a YAML file, as plain data; none without one. Raises UserError."""
+    if path is None:
+        return {}
+    return yaml_text.read(path, "file of options", "lines such as `memory: 4Gi`")
 
 
 def read(given: Mapping[str, Any]) -> Options:

@@ -14,7 +14,7 @@ import yaml
 from ddpm_core.command import SetOption
 from ddpm_core.console import telling
 from ddpm_core.errors import UserError
-from ddpm_kube import steps
+from ddpm_kube import options, steps
 
 LARGEST = 10_000  # bytes that KFP takes as the inputs of a run
 COMPILED = Path(__file__).resolve().parent / "ddpm.yaml"
@@ -112,7 +112,7 @@ def submit(
     from submission import Server, follow
 
     with telling("submit"):
-        inputs = given(p, s, w, source, worst, read_yaml(job) if job else {})
+        inputs = given(p, s, w, source, worst, options.of_file(job))
         inputs |= {"tracking": tracking, "backend": backend}
         check(inputs)
         logging.disable()  # of each attempt at a server that does not answer, with a traceback
@@ -175,16 +175,6 @@ def check(inputs: dict[str, Any]) -> None:
     if inputs["params"]:
         config = steps.settings(inputs["params"], *(inputs[name] for name in names))
     steps.check_backend(inputs["backend"], inputs["job"], config)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds no `key: value` pairs.")
-    return found
 
 
 def token(file: Path | None) -> str | None:

@@ -246,6 +246,9 @@ def test_flags_win_over_the_file_of_options_and_settings_over_both(tmp_path: Pat
     for wrong in (["memory"], ["=3"], ["a=[1"]):
         with pytest.raises(UserError, match="-K"):
             cli.gathered(None, {}, wrong)
+    file.write_text("memory: 1Gi\nmemory: 2Gi\n")
+    with pytest.raises(UserError, match="'memory' stands twice"):
+        cli.gathered(file, {}, [])
 
 
 @pytest.mark.parametrize(

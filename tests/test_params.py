@@ -102,6 +102,7 @@ def test_exponents_are_numbers_though_yaml_1_1_says_text(tmp_path: Path) -> None
     file = tmp_path / "params.yaml"
     file.write_text("train: {optimizer: {lr: 1e-3}}")
     assert params.load(file, ["train.optimizer.weight_decay=1e-2"]).train.optimizer.lr == 1e-3
+    assert yaml_text.value("[1e3, -2.5E-1, '1e3', 1e3x]") == [1000.0, -0.25, "1e3", "1e3x"]
 
 
 @pytest.mark.parametrize(
