@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from ddpm_core import config, params
+from ddpm_core import config, params, yaml_text
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 
