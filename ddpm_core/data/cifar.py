@@ -67,7 +67,7 @@ class CifarBinary:
                 raise UserError(f"{self._files[number].name} {payload.reason}.")
             content = payload.read_bytes() if isinstance(payload, Path) else payload
             values = np.frombuffer(content, np.uint8)
-            if len(values) % RECORD or len(values) == 0 or values[::RECORD].max() >= len(CLASSES):
+            if len(values) % RECORD or len(values) == 0 or np.max(values[::RECORD]) >= len(CLASSES):
                 raise UserError(
                     f"{self._files[number].name} of {self.facts['uri']} is no file of CIFAR-10's "
                     f"binary version: {len(values):,} bytes, records of {RECORD:,} with labels "

@@ -62,8 +62,8 @@ class PackedArray:
     def take(self, indices: Indices) -> NDArray[Any]:
         """Rows in the order of `indices`, which may repeat; negative ones count from the end."""
         wanted = np.where(indices < 0, indices + len(self), indices).astype(np.int64)
-        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
-            raise IndexError(f"indices up to {indices.max()} of an array of {len(self)} rows")
+        if len(wanted) and not (np.min(wanted) >= 0 and np.max(wanted) < len(self)):
+            raise IndexError(f"indices up to {np.max(indices)} of an array of {len(self)} rows")
         rows = np.empty((len(wanted), *self.shape[1:]), self.dtype)
         parts = np.searchsorted(self.starts, wanted, side="right") - 1
         for row, (index, part) in enumerate(zip(wanted.tolist(), parts.tolist(), strict=True)):
