@@ -113,13 +113,15 @@ def swap_header(random_: random.Random, data: bytes) -> bytes:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """(holder, key) of every value below the top."""
+    """(holder, key) of every value below the top, however deep."""
     places: list[tuple[Any, Any]] = []
-    if not isinstance(value, dict | list):
-        return places
-    for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        places.append((value, key))
-        places += _places(item)
+    holders = [value]
+    while holders:
+        holder = holders.pop()
+        if isinstance(holder, dict | list):
+            for key, item in holder.items() if isinstance(holder, dict) else enumerate(holder):
+                places.append((holder, key))
+                holders.append(item)
     return places
 
 
