@@ -37,6 +37,8 @@ def build(spec: JobSpec, owner: dict[str, Any] | None = None) -> dict[str, Any]:
     )
     body = sdk.KubeflowOrgV1PyTorchJobSpec(
         elastic_policy=_elastic(spec),
+        # Without a number torchrun may count the cores of the node.
+        nproc_per_node=str(spec.processes),
         pytorch_replica_specs={"Worker": replicas},
         run_policy=sdk.KubeflowOrgV1RunPolicy(
             clean_pod_policy="Running",
@@ -79,8 +81,6 @@ def _elastic(spec: JobSpec) -> Any:
         ],
         min_replicas=options.min_replicas,
         max_replicas=options.max_replicas,
-        # Without a number torchrun may count the cores of the node.
-        n_proc_per_node=spec.processes,
         # Without one torchrun starts nothing again.
         max_restarts=options.max_restarts,
     )

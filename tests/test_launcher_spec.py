@@ -60,9 +60,8 @@ def test_the_elastic_policy_says_what_torchrun_would_guess_wrong() -> None:
     job = build(spec(min_replicas=2, max_replicas=4, processes=3, max_restarts=7))
     policy = job["spec"]["elasticPolicy"]
     assert (policy["minReplicas"], policy["maxReplicas"]) == (2, 4)
-    assert (policy["nProcPerNode"], policy["maxRestarts"]) == (3, 7)
+    assert (job["spec"]["nprocPerNode"], policy["maxRestarts"]) == ("3", 7)
     assert policy["rdzvId"] == job["metadata"]["name"]
-    assert "nprocPerNode" not in job["spec"]
     assert list(job["spec"]["pytorchReplicaSpecs"]) == ["Worker"]
     assert job["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "OnFailure"
     assert job["spec"]["runPolicy"]["cleanPodPolicy"] == "Running"
@@ -111,7 +110,7 @@ def test_every_option_reaches_the_pods() -> None:
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
     assert pod["serviceAccountName"] == "trainer"
     assert {"medium": "Memory", "sizeLimit": "1Gi"} in [v.get("emptyDir") for v in pod["volumes"]]
-    assert job["spec"]["elasticPolicy"]["nProcPerNode"] == 2  # one a GPU
+    assert job["spec"]["nprocPerNode"] == "2"  # one a GPU
     assert job["spec"]["runPolicy"]["activeDeadlineSeconds"] == 3600
     assert job["spec"]["runPolicy"]["backoffLimit"] == 4
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
