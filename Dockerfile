@@ -38,7 +38,7 @@ RUN --mount=type=bind,from=tools,source=/opt/uv,target=/opt/uv \
     UV_NO_CACHE=1 UV_SYSTEM_CERTS=1 /opt/uv/bin/uv pip install --quiet --system --compile-bytecode \
     --constraint /opt/ddpm/requirements.lock -r /opt/ddpm/wanted.txt
 # Only /tmp and /dev/shm need to be writable: caches and the home lie there.
-ENV HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 MPLCONFIGDIR=/tmp/matplotlib \
+ENV HOME=/tmp USER=ddpm PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 MPLCONFIGDIR=/tmp/matplotlib \
     XDG_CACHE_HOME=/tmp/cache MLFLOW_DISABLE_TELEMETRY=true DVC_NO_ANALYTICS=true
 WORKDIR /tmp
 USER 1000:1000
