@@ -37,34 +37,39 @@ def read(path: Path, what: str, needed: str) -> dict[str, Any]:
 
     Errors call the file `what`, and what it does not hold `needed`. Raises UserError.
     """
+    return parse(text(path, what), str(path), needed)
+
+
+def text(path: Path, what: str) -> str:
+    """The text of a file that errors call `what`. Raises UserError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"Cannot read the {what} {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}).") from error
-    return parse(text, str(path), needed)
 
 
-def parse(text: str, name: str, needed: str) -> dict[str, Any]:
+def parse(content: str, name: str, needed: str) -> dict[str, Any]:
     """The mapping in a text that errors call by `name`; otherwise as `read`."""
     try:
-        given = yaml.load(text, Loader=_Loader)
+        given = yaml.load(content, Loader=_Loader)
     except yaml.YAMLError as error:
         raise UserError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
     if given is None:
         return {}
     if not isinstance(given, dict):
         raise UserError(f"{name} holds a {type(given).__name__}; {needed} are needed.")
-    return {str(key): _named(item) for key, item in given.items()}
+    named: dict[str, Any] = _named(given)
+    return named
 
 
-def value(text: str) -> Any:
+def value(content: str) -> Any:
     """A value as a command line gives it. Raises ValueError."""
     try:
-        return _named(yaml.load(text, Loader=_Loader))
+        return _named(yaml.load(content, Loader=_Loader))
     except yaml.YAMLError as error:
-        raise ValueError(f"{text!r} is not a YAML value") from error
+        raise ValueError(f"{content!r} is not a YAML value") from error
 
 
 def _named(given: Any) -> Any:

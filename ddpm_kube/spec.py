@@ -28,7 +28,6 @@ class JobSpec:
     run_id: str
     namespace: str
     image: str
-    stage: str = "train"
 
     def __post_init__(self) -> None:
         parts = (_counts, _devices, _sizes, _times, _places, _secrets)
@@ -38,7 +37,7 @@ class JobSpec:
 
     @property
     def name(self) -> str:
-        return job_name(self.run_id, self.stage)
+        return job_name(self.run_id, "train")
 
     @property
     def params(self) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from ddpm_core import yaml_text
 from ddpm_core.command import SetOption
 from ddpm_core.console import telling
 from ddpm_core.errors import UserError
@@ -146,13 +147,9 @@ def given(
     job: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The pipeline's inputs, as its signature names them."""
-    try:
-        text = params.read_text(encoding="utf-8") if params else ""
-    except OSError as error:
-        raise UserError(f"Cannot read the params file {params}: {error.strerror}.") from error
     return {
         "workspace": workspace,
-        "params": text,
+        "params": yaml_text.text(params, "params file") if params else "",
         "overrides": overrides or [],
         "source": source,
         "worst": worst,

@@ -61,6 +61,7 @@ def test_the_elastic_policy_says_what_torchrun_would_guess_wrong() -> None:
     policy = job["spec"]["elasticPolicy"]
     assert (policy["minReplicas"], policy["maxReplicas"]) == (2, 4)
     assert (job["spec"]["nprocPerNode"], policy["maxRestarts"]) == ("3", 7)
+    assert "nProcPerNode" not in policy  # the operator refuses both
     assert policy["rdzvId"] == job["metadata"]["name"]
     assert list(job["spec"]["pytorchReplicaSpecs"]) == ["Worker"]
     assert job["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "OnFailure"

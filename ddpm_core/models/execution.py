@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from ddpm_core.models import onednn
 from ddpm_core.models.layers import Derived, Upsample
 from ddpm_core.models.undrawn import Conv2d
 
@@ -45,9 +46,10 @@ def prepare_model(
             if isinstance(module, nn.Conv2d | nn.Linear):
                 module.to(half)
     if device.type == "cpu" and not training:
+        packs = half is torch.bfloat16 and onednn.available()
         for module in model.modules():
             if isinstance(module, Derived):
                 module.fix()
-            if half is torch.bfloat16 and isinstance(module, Conv2d | Upsample):
+            if packs and isinstance(module, Conv2d | Upsample):
                 module.pack()
     return model

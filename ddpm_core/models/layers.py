@@ -213,10 +213,9 @@ class Upsample(Derived):
         return (_doubling(self.conv.weight),)
 
     def pack(self) -> None:
-        """Lay bfloat16 weights out for good, where that can be done: they change no more."""
-        if onednn.available():
-            (doubling,) = self.derived()
-            self.packed = onednn.packed_transposed(doubling, self.conv.bias, stride=2, padding=1)
+        """Lay bfloat16 weights out for good: they change no more."""
+        (doubling,) = self.derived()
+        self.packed = onednn.packed_transposed(doubling, self.conv.bias, stride=2, padding=1)
 
 
 def _doubling(weight: Tensor) -> Tensor:

@@ -16,9 +16,8 @@ class Conv2d(nn.Conv2d):
         """Leave the memory as it is."""
 
     def pack(self) -> None:
-        """Lay bfloat16 weights out for good, where that can be done: they change no more."""
-        if onednn.available():
-            self.packed = onednn.packed(self)
+        """Lay bfloat16 weights out for good: they change no more."""
+        self.packed = onednn.packed(self)
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """(B, in, H, W) -> (B, out, H', W'), the sum with `onto` where there is one."""
