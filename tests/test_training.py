@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,13 @@ from runs import Tensors, at_start, distance, final, of_file
 
 from ddpm_core import params
 from ddpm_core.config import Optimizer
+from ddpm_core.distributed import World
 from ddpm_core.training.ema import Ema
 from ddpm_core.training.execution import explain_memory, is_out_of_memory, learning_rate
 from ddpm_core.training.identity import differences, identity
 from ddpm_core.training.runlog import RunLog, read_rows
 from ddpm_core.training.snapshot import prunable
+from ddpm_core.training.stopping import LAG, StopRequest
 
 MODEL = "workspace/snapshots/step-00000012/model.safetensors"
 # In fp32: what is compared to rounding is compared to the finest.
@@ -47,6 +50,17 @@ def test_microbatches_change_rounding_alone(prepared: Path) -> None:
     assert distance(whole, cut, start) < 1e-4
     other = train(prepared, "other", "-S", "seed=4")
     assert distance(whole, other, start) > 0.1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_step_leaves_nothing_behind_in_memory(workers: int) -> None:
+    stop = StopRequest(World(0, workers, torch.device("cpu")))
+    wishes = []
+    for step in range(1, 10):
+        wishes.append(weakref.ref(stop.wish()))
+        stop.note(step)
+        stop.agreed(step)
+    assert sum(wish() is not None for wish in wishes) <= LAG
 
 
 def test_training_does_not_touch_the_global_generator_of_the_caller(prepared: Path) -> None:

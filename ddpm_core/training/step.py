@@ -45,8 +45,10 @@ def step(state: TrainState, batch: Batch, stop_wish: Tensor) -> None:
     reduction = REDUCTIONS[train.reduction](
         state.parameters, state.world, train.microbatches, train.batch_size
     )
+    # A tensor: to a compiled network a number is a constant, and another one compiles it anew.
+    at = torch.full((), state.step, dtype=torch.int64, device=state.world.device)
     for rows in reduction.cut(len(batch.index)):
-        loss = _loss(state, batch, rows)
+        loss = _loss(state, batch, rows, at)
         reduction.add(loss, state.scaler.scale(loss))
     state.watch.mark("compute")
     loss = reduction.finish(stop_wish)
@@ -57,38 +59,38 @@ def step(state: TrainState, batch: Batch, stop_wish: Tensor) -> None:
     state.watch.mark("optimizer")
 
 
-def _loss(state: TrainState, batch: Batch, rows: Tensor) -> Tensor:
-    """The share of some rows of the batch in the global mean loss."""
+def _loss(state: TrainState, batch: Batch, rows: Tensor, at: Tensor) -> Tensor:
+    """The share of some rows of the batch in the global mean loss of step `at`."""
     config, index = state.config, batch.index[rows]
-    x0 = _flipped(config, to_model(batch.pixels[rows]), index, state.step)
-    t = state.noise_levels.draw(_uniform(config, Purpose.TIMESTEP, index, state.step))
-    noise = rng.normal(rng.key(Purpose.NOISE, config.seed), index, x0.shape[1:], state.step)
+    x0 = _flipped(config, to_model(batch.pixels[rows]), index, at)
+    t = state.noise_levels.draw(_uniform(config, Purpose.TIMESTEP, index, at))
+    noise = rng.normal(rng.key(Purpose.NOISE, config.seed), index, x0.shape[1:], at)
     alpha_bar = state.alphas_bar[t]
     condition = None if batch.condition is None else batch.condition[rows]
     drop = None
     if condition is not None:
-        drop = _uniform(config, Purpose.LABEL_DROP, index, state.step) < config.train.label_drop
+        drop = _uniform(config, Purpose.LABEL_DROP, index, at) < config.train.label_drop
     with state.execution.autocast(state.world.device):
         output = state.forward(
-            q_sample(x0, noise, alpha_bar), t, condition, drop, _dropout(config, index, state.step)
+            q_sample(x0, noise, alpha_bar), t, condition, drop, _dropout(config, index, at)
         )
     wanted = target(config.diffusion.prediction, x0, noise, alpha_bar)
     errors = _errors(config.train.loss.kind, output.float(), wanted)
     return (state.noise_levels.weight(t) * errors).sum() / config.train.batch_size
 
 
-def _uniform(config: Config, purpose: Purpose, index: Tensor, step: int) -> Tensor:
+def _uniform(config: Config, purpose: Purpose, index: Tensor, step: Tensor) -> Tensor:
     return rng.uniform(rng.key(purpose, config.seed), index, (), step)
 
 
-def _flipped(config: Config, x0: Tensor, index: Tensor, step: int) -> Tensor:
+def _flipped(config: Config, x0: Tensor, index: Tensor, step: Tensor) -> Tensor:
     if not config.train.flip:
         return x0
     chosen = _uniform(config, Purpose.FLIP, index, step) < 0.5
     return torch.where(chosen[:, None, None, None], x0.flip(3), x0)
 
 
-def _dropout(config: Config, index: Tensor, step: int) -> Any:
+def _dropout(config: Config, index: Tensor, step: Tensor) -> Any:
     """Dropout of the network's layers, keyed by layer, step and place in the global batch."""
     rate = config.model.dropout
     if rate == 0.0:
@@ -115,7 +117,7 @@ def _update(state: TrainState, loss: Tensor) -> None:
         group["lr"] = learning_rate(train.optimizer, state.step, train.steps)
     state.scaler.unscale_(state.optimizer)
     limit = train.optimizer.clip or float("inf")
-    norm = torch.nn.utils.clip_grad_norm_(state.parameters, limit, foreach=True)
+    norm = torch.nn.utils.clip_grad_norm_(state.parameters, limit)
     finite = loss.isfinite() & (norm.isfinite() | state.scaler.is_enabled())
     state.bad_step += torch.where((state.bad_step == 0) & ~finite, state.step, 0)
     state.scaler.step(state.optimizer)

@@ -53,7 +53,9 @@ class StopRequest:
         return self._current
 
     def note(self, step: int) -> None:
-        """Keep the summed wish of the step just taken."""
+        """Keep the summed wish of the step just taken, for `agreed` to read."""
+        if self._world.size == 1:
+            return
         if self._world.device.type != "cuda":
             self._wishes[step] = self._current, None
             return
