@@ -49,11 +49,23 @@ def _resolve(
 def validate(given: dict[str, Any], origin: str = "") -> Config:
     """The Config of plain data, or a UserError that lists all mistakes, each with its path."""
     try:
-        return Config.model_validate(given)
+        config = Config.model_validate(given)
     except ValidationError as error:
         lines = list(dict.fromkeys(line for line in _sentences(error)))
+    else:
+        lines = list(_nameless(config))
+        if not lines:
+            return config
     noun = "mistake" if len(lines) == 1 else "mistakes"
     raise UserError(f"{len(lines)} {noun}{origin}:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _nameless(config: Config) -> Iterable[str]:
+    """An empty path, such as a variable of the shell that is not set, is no current folder."""
+    if not config.workspace.strip():
+        yield "workspace: '' given; a directory is needed, or s3://bucket/prefix"
+    if not config.prepare.source.strip():
+        yield "prepare.source: '' given; digits, a directory or another source is needed"
 
 
 def _override(given: dict[str, Any], item: str) -> str | None:

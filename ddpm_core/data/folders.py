@@ -27,11 +27,14 @@ Item = Found | Folder | Rejection
 
 
 class Directory:
-    """All files below a directory. Links that stay inside are followed, others are refused."""
+    """All files below a directory but those of `workspace`, a path or another storage's URI.
 
-    def __init__(self, root: Path, uri: str) -> None:
-        self._root = root.resolve()
-        found = list(_walk(self._root, ""))
+    Links that stay inside are followed, others are refused.
+    """
+
+    def __init__(self, root: Path, uri: str, workspace: str = "") -> None:
+        self._root, self._workspace = root.resolve(), workspace
+        found = list(_walk(self._root, workspace))
         self.facts: dict[str, Any] = {
             "uri": uri,
             "listing_sha256": _checksum([f"{i.name}\0{i.size}" for i, _ in found if _counts(i)]),
@@ -40,7 +43,7 @@ class Directory:
         }
 
     def listing(self) -> Listing:
-        return make_listing(item for item, _ in _walk(self._root, ""))
+        return make_listing(item for item, _ in _walk(self._root, self._workspace))
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
         """Paths: whoever decodes a picture opens it."""
@@ -48,9 +51,9 @@ class Directory:
             yield position, self._root / os.fsdecode(names.to_bytes(entry.name))
 
 
-def directory_state(root: Path) -> dict[str, Any]:
+def directory_state(root: Path, workspace: str = "") -> dict[str, Any]:
     """Changes when a file of the directory is added, removed, renamed or written."""
-    return _state(list(_walk(root.resolve(), "")))
+    return _state(list(_walk(root.resolve(), workspace)))
 
 
 def _state(found: Sequence[tuple[Item, int]]) -> dict[str, Any]:
@@ -78,28 +81,32 @@ def _dvc_checksum(root: Path) -> dict[str, str]:
         return {}
 
 
-def _walk(folder: Path, prefix: str, root: Path | None = None) -> Iterator[tuple[Item, int]]:
+def _walk(root: Path, workspace: str) -> Iterator[tuple[Item, int]]:
     """Everything below a folder, with the time of its last change in nanoseconds."""
-    try:
-        with os.scandir(folder) as scan:
-            children = list(scan)
-    except OSError as error:
-        yield Rejection(prefix.rstrip("/"), f"cannot be read: {error.strerror}"), 0
-        return
-    for child in children:
-        name = prefix + names.from_bytes(os.fsencode(child.name))
-        if names.is_clutter(name):
+    own = str(Path(workspace).resolve()) if workspace else ""
+    waiting = [(str(root), "")]  # no recursion: Python's ends at a thousand levels
+    while waiting:
+        folder, prefix = waiting.pop()
+        try:
+            with os.scandir(folder) as scan:
+                children = list(scan)
+        except OSError as error:
+            yield Rejection(prefix.rstrip("/"), f"cannot be read: {error.strerror}"), 0
             continue
-        if child.is_symlink():
-            yield from _link(root or folder, child, name)
-        elif child.is_dir():
-            yield Folder(name), 0
-            yield from _walk(Path(child.path), name + "/", root or folder)
-        else:
-            yield from _file(child, name)
+        for child in children:
+            name = prefix + names.from_bytes(os.fsencode(child.name))
+            if names.is_clutter(name) or child.path == own:
+                continue
+            if child.is_symlink():
+                yield from _link(root, child, name, own)
+            elif child.is_dir():
+                yield Folder(name), 0
+                waiting.append((child.path, name + "/"))
+            else:
+                yield from _file(child, name)
 
 
-def _link(root: Path, child: os.DirEntry[str], name: str) -> Iterator[tuple[Item, int]]:
+def _link(root: Path, child: os.DirEntry[str], name: str, own: str) -> Iterator[tuple[Item, int]]:
     """A link to a folder inside is passed over: what it shows is listed where it lies."""
     try:
         target = Path(child.path).resolve()
@@ -108,7 +115,7 @@ def _link(root: Path, child: os.DirEntry[str], name: str) -> Iterator[tuple[Item
         target, inside = Path(child.path), True
     if inside and target.is_file():
         yield from _file(child, name)
-    elif inside and target.is_dir():
+    elif (inside and target.is_dir()) or str(target) == own:
         return
     elif target.is_dir() or names.suffix(name) in names.PICTURE_SUFFIXES:
         where = "leads nowhere" if inside else "leads out of the directory"

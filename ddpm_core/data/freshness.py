@@ -26,6 +26,6 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     missing = damage(workspace, manifest)
     if missing:
         return missing
-    if changed(config.prepare, manifest["source"]):
+    if changed(config.prepare, manifest["source"], workspace.uri):
         return "the source has changed since it was prepared."
     return None

@@ -26,10 +26,11 @@ ALLOWED = (
 
 
 @contextmanager
-def open_source(settings: Prepare, root: Path) -> Iterator[Source]:
+def open_source(settings: Prepare, root: Path, workspace: str = "") -> Iterator[Source]:
     """The source that the settings name. What has to be fetched lies below `root` meanwhile.
 
-    Raises UserError where it can't be read.
+    A `workspace` that lies inside the source is no part of it: a run does not train on what it
+    wrote itself, and is up to date in the end. Raises UserError where it can't be read.
     """
     uri = settings.source
     if uri == "digits":
@@ -41,18 +42,19 @@ def open_source(settings: Prepare, root: Path) -> Iterator[Source]:
         yield source
     elif uri.startswith(("s3://", "dvc:")):
         with tempfile.TemporaryDirectory(prefix=".source-", dir=root) as scratch:
-            yield (_tracked if uri.startswith("dvc:") else open_s3)(uri, Path(scratch))
+            place = Path(scratch)
+            yield _tracked(uri, place) if uri[0] == "d" else open_s3(uri, place, workspace)
     else:
-        yield _local(_path(uri), uri)
+        yield _local(_path(uri), uri, workspace)
 
 
-def changed(settings: Prepare, facts: dict[str, Any]) -> bool:
+def changed(settings: Prepare, facts: dict[str, Any], workspace: str = "") -> bool:
     """Whether the source of these settings is another now than the one with these `facts`.
 
     What can't be told, or is no longer within reach, has not changed.
     """
     try:
-        found = _state(settings.source)
+        found = _state(settings.source, workspace)
     except (UserError, OSError):
         return False
     before = facts.get("state")
@@ -64,21 +66,21 @@ def changed(settings: Prepare, facts: dict[str, Any]) -> bool:
     return True
 
 
-def _state(uri: str) -> dict[str, Any] | None:
+def _state(uri: str, workspace: str) -> dict[str, Any] | None:
     if uri == "digits":
         return dict(DIGITS_STATE)
     if uri in KNOWN:
         return {"sha256": KNOWN[uri].sha256}
     if uri.startswith("s3://"):
-        return s3_state(uri)
+        return s3_state(uri, workspace)
     if uri.startswith("dvc:"):
         return dvc.state(dvc.parse(uri))
     path = _path(uri)
-    return directory_state(path) if path.is_dir() else archive_state(path)
+    return directory_state(path, workspace) if path.is_dir() else archive_state(path)
 
 
 def _path(uri: str) -> Path:
-    if "://" in uri:
+    if "://" in uri or not uri.strip():  # empty, it would be the current folder
         raise UserError(f"prepare.source: {uri!r} given; {ALLOWED} is needed.")
     path = Path(uri).expanduser()
     if not path.exists():
@@ -88,8 +90,8 @@ def _path(uri: str) -> Path:
     return path
 
 
-def _local(path: Path, uri: str) -> Source:
-    return Directory(path, uri) if path.is_dir() else open_archive(path, uri)
+def _local(path: Path, uri: str, workspace: str = "") -> Source:
+    return Directory(path, uri, workspace) if path.is_dir() else open_archive(path, uri)
 
 
 def _tracked(uri: str, scratch: Path) -> Source:

@@ -21,6 +21,7 @@ from ddpm_core.data.freshness import stale
 from ddpm_core.data.layout import Layout, arrange, select
 from ddpm_core.data.opening import open_source
 from ddpm_core.data.packing import Pictures, pack
+from ddpm_core.data.place import refuse_own_places
 from ddpm_core.data.pool import chunked, spread, workers_for
 from ddpm_core.data.rejected import in_order, refuse_nothing, refuse_too_many, write_rejected
 from ddpm_core.data.sources import Entry, Listing, Rejection, Source
@@ -42,6 +43,7 @@ def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) 
     full; what was prepared before then stays as it was.
     """
     settings = config.prepare
+    refuse_own_places(settings.source, workspace)
     reason = stale(config, workspace)
     if reason is None:
         console.say(f"The data in {workspace.uri} are up to date.")
@@ -50,7 +52,7 @@ def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) 
     facts: dict[str, Any] = {"prepare": settings.model_dump(mode="json")}
     with (
         _told_when_full(workspace),
-        open_source(settings, workspace.storage.scratch()) as opened,
+        open_source(settings, workspace.storage.scratch(), workspace.uri) as opened,
         workspace.storage.new_folder(DATA, facts) as folder,
     ):
         notes = _fill(folder, facts, opened, config, part_bytes)

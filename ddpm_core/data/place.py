@@ -1,0 +1,70 @@
+"""Where a source may lie: prepare replaces data/ as a whole, so it may hold no picture of yours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddpm_core.errors import UserError
+from ddpm_core.storage import MANIFEST
+from ddpm_core.workspace import DATA, EVALUATION, SAMPLES, SNAPSHOTS, SUPERSEDED, Workspace
+
+OUTPUTS = (DATA, SNAPSHOTS, SAMPLES, EVALUATION, SUPERSEDED)
+
+
+def refuse_own_places(source: str, workspace: Workspace) -> None:
+    """Raises UserError where a run would write over its source, or over other files of the user.
+
+    Asked before anything is decoded, which takes long.
+    """
+    inside = _of_s3 if workspace.uri.startswith("s3://") else _of_disk
+    name = inside(source, workspace.uri)
+    if name == "":
+        raise UserError(
+            f"prepare.source: {source!r} is the workspace itself, and what a run writes would lie "
+            "among its pictures. Give another workspace with -w: it may lie inside the source."
+        )
+    if name is not None:
+        raise UserError(
+            f"prepare.source: {source!r} lies in {workspace.shown(name)}, where a run writes its "
+            "own files and deletes older ones. Move the pictures elsewhere, or give another "
+            "workspace with -w."
+        )
+    if not workspace.uri.startswith("s3://"):
+        _refuse_foreign(workspace)
+
+
+def _refuse_foreign(workspace: Workspace) -> None:
+    """Not in S3: there a prepare that was killed leaves files without a manifest."""
+    found = workspace.storage.names(DATA)
+    if found and MANIFEST not in found:
+        raise UserError(
+            f"{workspace.shown(DATA)} holds files that no prepare has written, such as "
+            f"{found[0]}, and prepare replaces that folder as a whole. Move it elsewhere, or give "
+            "another workspace with -w."
+        )
+
+
+def _of_disk(source: str, workspace: str) -> str | None:
+    """The output in which a path lies; empty where it is the workspace itself, None elsewhere."""
+    try:
+        path, root = Path(source).expanduser().resolve(), Path(workspace)
+        if path.samefile(root):
+            return ""
+    except (OSError, RuntimeError, ValueError):
+        return None  # a name of no file: another source, or one that is told when it is opened
+    return next((name for name in OUTPUTS if _within(path, root / name)), None)
+
+
+def _within(path: Path, folder: Path) -> bool:
+    """By the files themselves, as a disk may not tell upper case from lower case."""
+    try:
+        return any(one.samefile(folder) for one in (path, *path.parents))
+    except OSError:
+        return False
+
+
+def _of_s3(source: str, workspace: str) -> str | None:
+    path, root = source.rstrip("/") + "/", workspace.rstrip("/") + "/"
+    if path == root:
+        return ""
+    return next((name for name in OUTPUTS if path.startswith(f"{root}{name}/")), None)
