@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from pictures import config, prepared, rejected, write, write_classes
 
-from ddpm_core.data import download, s3
+from ddpm_core.data import download, dvc, s3
 from ddpm_core.data.cifar import CLASSES
 from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.errors import UserError
@@ -142,6 +142,19 @@ def test_a_change_in_s3_makes_the_data_stale(
     assert prepare(settings, workspace)["count"] == 4
 
 
+def test_a_workspace_inside_the_prefix_is_no_part_of_it(
+    tmp_path: Path, bucket: tuple[Any, str]
+) -> None:
+    client, name = bucket
+    upload(client, name, write_classes(tmp_path / "raw", ["cat", "dog"]), "photos")
+    workspace = Workspace.open(f"s3://{name}/photos/run")
+    settings = config(f"s3://{name}/photos")
+    assert prepare(settings, workspace)["classes"] == ["cat", "dog"]
+    assert stale(settings, workspace) is None
+    upload(client, name, write_classes(tmp_path / "new", ["emu"], seed=99), "photos/running")
+    assert prepare(settings, workspace)["classes"] == ["cat", "dog", "running"]
+
+
 def test_a_bucket_that_is_not_there_is_told(tmp_path: Path, bucket: tuple[Any, str]) -> None:
     with pytest.raises(UserError, match="Cannot read s3://no-such-bucket-here/x"):
         prepared(tmp_path, "s3://no-such-bucket-here/x")
@@ -175,7 +188,7 @@ def run(*command: str, cwd: Path) -> str:
 def registry(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """A repository whose `photos` has two versions, v1 and v2; its path and their commits."""
     root = tmp_path_factory.mktemp("registry")
-    dvc = str(Path(sys.executable).with_name("dvc"))
+    program = str(Path(sys.executable).with_name("dvc"))
     repo, commits = root / "repo", {}
     repo.mkdir()
     run("git", "init", "--quiet", cwd=repo)
@@ -185,12 +198,12 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     )
     for tag, each in (("v1", 3), ("v2", 4)):
         write_classes(repo / "photos", ["cat", "dog"], each=each)
-        run(dvc, "add", "--quiet", "photos", cwd=repo)
+        run(program, "add", "--quiet", "photos", cwd=repo)
         run("git", "add", ".", cwd=repo)
         run("git", "commit", "--quiet", "--message", tag, cwd=repo)
         run("git", "tag", "--annotate", tag, "--message", tag, cwd=repo)
         commits[tag] = run("git", "rev-parse", "HEAD", cwd=repo)
-    run(dvc, "push", "--quiet", "--all-tags", cwd=repo)
+    run(program, "push", "--quiet", "--all-tags", cwd=repo)
     shutil.rmtree(repo / ".dvc/cache")  # so that what is fetched comes from the remote
     return repo, commits
 
@@ -234,6 +247,36 @@ def test_what_dvc_cannot_get_is_told_in_its_words(
 def test_an_incomplete_dvc_source_is_refused_with_an_example(tmp_path: Path, uri: str) -> None:
     with pytest.raises(UserError, match="dvc:REPO#PATH@REV is needed"):
         prepared(tmp_path, uri)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "dvc:--upload-pack=touch {};#photos",
+        "dvc:-c#photos",
+        "dvc:{repo}#--help",
+        "dvc:{repo}#/--help",
+        "dvc:{repo}#photos@--output={}",
+        "dvc:ext::touch {}#photos",
+    ],
+)
+def test_no_part_of_a_dvc_source_is_an_option_or_a_command(
+    tmp_path: Path, registry: tuple[Path, dict[str, str]], uri: str
+) -> None:
+    made = tmp_path / "made"
+    with pytest.raises(UserError, match="may begin with '-'"):
+        prepared(tmp_path, uri.format(made, repo=registry[0]))
+    assert not made.exists()
+
+
+def test_programs_are_told_where_their_options_end(
+    tmp_path: Path, registry: tuple[Path, dict[str, str]]
+) -> None:
+    made = tmp_path / "made"
+    assert dvc.commit(dvc.Tracked(f"--upload-pack=touch {made};", "photos", "")) is None
+    with pytest.raises(UserError, match="dvc could not get --help from"):
+        dvc.fetch(dvc.Tracked(str(registry[0]), "--help", ""), tmp_path / "target")
+    assert not made.exists()
 
 
 def test_a_directory_that_dvc_tracks_has_its_checksum_in_the_manifest(

@@ -14,6 +14,7 @@ from ddpm_core import console
 from ddpm_core.errors import UserError
 
 _SHA = re.compile(r"[0-9a-f]{40}")
+_HELPER = re.compile(r"[\w+.-]+::")  # such as ext::, which runs any command
 _PATIENCE = 30.0  # seconds that a look at the revision of a remote repository may take
 
 
@@ -29,19 +30,26 @@ def parse(uri: str) -> Tracked:
     """Of dvc:REPO#PATH@REV, where @REV may be missing. Raises UserError."""
     repo, _, rest = uri.removeprefix("dvc:").partition("#")
     path, at, rev = rest.rpartition("@") if "@" in rest else (rest, "", "")
+    path = path.strip("/")
     if not repo or not path or (at and not rev):
         raise UserError(
             f"prepare.source: {uri!r} given; dvc:REPO#PATH@REV is needed, "
             "as in dvc:../registry#photos@v2 or dvc:https://host/registry.git#photos."
         )
-    return Tracked(repo, path.strip("/"), rev)
+    if _HELPER.match(repo) or any(part.startswith("-") for part in (repo, path, rev)):
+        raise UserError(
+            f"prepare.source: {uri!r} given; no part of dvc:REPO#PATH@REV may begin with '-', as "
+            "options do, and REPO not with the name of a transport, such as ext::."
+        )
+    return Tracked(repo, path, rev)
 
 
 def fetch(tracked: Tracked, target: Path) -> None:
     """Copy the tracked file or directory to `target`. Raises UserError with what dvc said."""
     console.say(f"Fetching {tracked.path} from {tracked.repo} with dvc.")
-    command = [_program(), "get", tracked.repo, tracked.path, "-o", str(target)]
-    command += ["--rev", tracked.rev] if tracked.rev else []
+    command = [_program(), "get", f"--out={target}"]
+    command += [f"--rev={tracked.rev}"] if tracked.rev else []
+    command += ["--", tracked.repo, tracked.path]
     # A clone wants to note who made it, and the user of a pod may have no name.
     who = {} if {"LOGNAME", "USER"} & set(os.environ) else {"LOGNAME": "ddpm"}
     quiet = {**os.environ, **who, "DVC_NO_ANALYTICS": "1", "DVC_DAEMON": "0"}
@@ -62,7 +70,7 @@ def commit(tracked: Tracked) -> str | None:
     wanted = tracked.rev or "HEAD"
     if Path(tracked.repo).expanduser().is_dir():
         return _git(["-C", tracked.repo, "rev-parse", "--verify", f"{wanted}^{{commit}}"])
-    lines = _git(["ls-remote", tracked.repo, wanted, f"{wanted}^{{}}"])
+    lines = _git(["ls-remote", "--", tracked.repo, wanted, f"{wanted}^{{}}"])
     # Of an annotated tag the last line, ^{}, is the commit.
     return lines.splitlines()[-1].split()[0] if lines else None
 
