@@ -34,7 +34,7 @@ def warn(message: str) -> None:
 
 @contextmanager
 def telling(who: str) -> Iterator[None]:
-    """Turn our errors into one sentence, `who: ...`, and the exit status."""
+    """Turn our errors and the machine's into one sentence, `who: ...`, and the exit status."""
     try:
         yield
     except UserError as error:
@@ -43,6 +43,12 @@ def telling(who: str) -> Iterator[None]:
     except Interrupted as stop:
         say(str(stop))
         raise SystemExit(stop.status) from None
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, a file of another's
+        place = f": {error.filename}" if error.filename else ""
+        say(f"{who}: {error.strerror or error}{place}.")
+        raise SystemExit(1) from None
 
 
 class Outage:

@@ -17,6 +17,7 @@ from ddpm_core.errors import Interrupted, UserError
 from ddpm_core.meeting import agree
 
 TIMEOUT = 300.0  # seconds that workers wait for one that does not answer
+START = 1800.0  # seconds that they wait for each other's start, in which data may be fetched
 LOST = 138  # exit status of a worker that lost another: 128 and more tell a scheduler to try again
 
 
@@ -120,17 +121,23 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 def world(device: str, environment: Mapping[str, str], timeout: float = TIMEOUT) -> Iterator[World]:
     """The world that torchrun describes in the environment; without it, one worker alone.
 
-    Workers wait for each other `timeout` seconds, and for each other's start at least TIMEOUT.
+    Workers wait for each other `timeout` seconds, and for each other's start START. Raises
+    UserError for a device that several workers can't share.
     """
     size, rank = int(environment.get("WORLD_SIZE", 1)), int(environment.get("RANK", 0))
     chosen = choose_device(device, int(environment.get("LOCAL_RANK", 0)))
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in environment else 0
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
     if size == 1:
         yield World(0, 1, chosen, timeout, agent)
         return
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    group = _meet(chosen, World(rank, size, chosen, max(timeout, TIMEOUT)), timeout)
+    if _is_one(chosen.type, device):
+        raise UserError(
+            f"{size} workers given, but device {device} here is one, which they can't share: "
+            "set train.processes: 1, or device: cpu."
+        )
+    group = _meet(chosen, World(rank, size, chosen, max(timeout, START)), timeout)
     try:
         yield World(rank, size, chosen, timeout, agent, group)
     except WorkerLost:
@@ -167,4 +174,10 @@ def processes(wanted: str | int, device: str) -> int:
     """How many workers `train.processes` asks for on this machine: auto is one a GPU."""
     if wanted != "auto":
         return int(wanted)
-    return torch.cuda.device_count() if choose_device(device).type == "cuda" else 1
+    kind = choose_device(device).type
+    return torch.cuda.device_count() if kind == "cuda" and not _is_one(kind, device) else 1
+
+
+def _is_one(kind: str, setting: str) -> bool:
+    """Whether a setting of `device` means the same one for every worker."""
+    return kind == "mps" or setting.startswith("cuda:")

@@ -15,14 +15,14 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ddpm_core.console import Outage, say
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.reading import Count, Shape, conforming, parse_object
-from ddpm_core.storage import Changed, Locked, Tagged
+from ddpm_core.storage import Changed, Locked, Tagged, Unreachable
 from ddpm_core.workspace import Workspace
 
 LEASE = "lease.json"
@@ -39,7 +39,8 @@ def hold(workspace: Workspace) -> Iterator[Lease]:
     """
     with _locked(workspace) as locked:
         lease = Lease(workspace, _free(workspace, locked))
-        lease.start()
+        with _told(workspace):
+            lease.start()
         try:
             workspace.storage.sweep()
             yield lease
@@ -154,11 +155,26 @@ def read(found: Tagged | None) -> dict[str, Any]:
 @contextmanager
 def _locked(workspace: Workspace) -> Iterator[bool]:
     """The storage's own lock; whether it has one."""
+    with ExitStack() as stack:
+        try:
+            with _told(workspace):
+                locked = stack.enter_context(workspace.storage.lock())
+        except Locked:
+            raise UserError(_taken(workspace, workspace.read_json(LEASE))) from None
+        yield locked
+
+
+@contextmanager
+def _told(workspace: Workspace) -> Iterator[None]:
+    """Raises UserError where the lease, the first file that a run writes, can't be written."""
     try:
-        with workspace.storage.lock() as locked:
-            yield locked
-    except Locked:
-        raise UserError(_taken(workspace, workspace.read_json(LEASE))) from None
+        yield
+    except Unreachable:
+        raise
+    except OSError as error:
+        raise UserError(
+            f"Cannot write to the workspace {workspace.uri}: {error.strerror or error}."
+        ) from error
 
 
 def describe(held: dict[str, Any]) -> str:
@@ -201,6 +217,8 @@ def _may_live(held: dict[str, Any], locked: bool) -> bool:
         return True
     if locked:
         return False  # the kernel released its lock
+    if not here["started"]:
+        return True  # without /proc, as on macOS, no process can be told from another
     return held.get("space") != here["space"] or _lives(held)
 
 

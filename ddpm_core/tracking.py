@@ -16,6 +16,7 @@ from typing import Any
 
 from ddpm_core import console
 from ddpm_core.config import Config
+from ddpm_core.errors import UserError
 from ddpm_core.logtail import Log
 from ddpm_core.mlflow_run import MlflowRun, is_active, is_refusal, shown
 from ddpm_core.storage import MANIFEST
@@ -104,9 +105,12 @@ class Tracker:
         self._wake.set()
         self._thread.join(timeout)
         self._silent = True
-        unsent = [entry for entry in self._queue if entry[0] != "end"]
+        unsent = [entry for entry in list(self._queue) if entry[0] != "end"]
         lacking = self._log.remaining()
-        self._note(unsent=unsent, behind=bool(lacking))
+        try:
+            self._note(unsent=unsent, behind=bool(lacking))
+        except (OSError, UserError) as error:
+            console.warn(f"What MLflow lacks could not be noted in {RUN}: {error}")
         if lacking or unsent:
             console.warn(
                 f"MLflow at {shown(self._uri)} still lacks {lacking} rows of {self._log.path.name}"

@@ -11,10 +11,11 @@ from digits_workspace import digits, make_config
 
 from ddpm_core.distributed import World
 from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.training.batches import Batch
 from ddpm_core.training.execution import Execution
 from ddpm_core.training.initial import initial_weights
 from ddpm_core.training.state import TrainState
-from ddpm_core.training.step import Batch, step
+from ddpm_core.training.step import step
 
 HERE = World(0, 1, torch.device("cpu"))
 NETWORK: dict[str, Any] = {

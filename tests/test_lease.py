@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -70,6 +71,36 @@ def test_the_lease_of_a_dead_owner_runs_out_and_the_dead_owner_knows_when_it_wak
         with pytest.raises(UserError, match=r"taken over by process \d+ on .*; this run stops"):
             lease.check()
         following.check()
+
+
+def test_without_proc_an_owner_is_known_by_its_heart(
+    uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On macOS no process can be told from another, not even this one."""
+    monkeypatch.setattr(leases, "_process", lambda pid: {"boot": "h", "space": "", "started": ""})
+    with (
+        hold(Workspace.open(uri)) as lease,
+        pytest.raises(UserError, match="being trained in by"),
+        hold(Workspace.open(uri)),
+    ):
+        pass
+    assert lease.fence == 1
+
+
+@pytest.mark.parametrize("place", ["lock", "write_if"])
+def test_a_workspace_that_can_not_be_written_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    workspace = Workspace.open(str(tmp_path))
+    monkeypatch.setattr(workspace.storage, place, refused)
+    with (
+        pytest.raises(UserError, match=r"Cannot write to the workspace .*: Read-only"),
+        hold(workspace),
+    ):
+        pass
 
 
 def test_of_two_that_find_it_free_the_quicker_has_it(uri: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from program import (
     TINY,
     Program,
@@ -23,6 +24,8 @@ from program import (
 )
 from runs import bits, final, rows
 from safetensors.numpy import load_file
+
+from ddpm_core.training import trainer
 
 STEPS = 120  # room for twenty kills
 SOON = ("-S", "train.steps=30")  # where few steps after a resumption show whether it is one
@@ -144,18 +147,6 @@ def test_a_damaged_snapshot_is_skipped_and_named(
     assert final_weights(folder) == soon
 
 
-def test_other_settings_start_afresh_and_keep_the_old(prepared: Path) -> None:
-    folder = new_run(prepared, "other", LONG)
-    ddpm(folder, "train", "-S", "train.steps=10")
-    said = ddpm(folder, "train", "--resume", "strict", "-S", "train.optimizer.lr=0.002", status=1)
-    assert "train.optimizer.lr: 0.001 -> 0.002" in said
-    said = ddpm(folder, "train", "-S", "train.optimizer.lr=0.002", "-S", "train.steps=5")
-    assert "train.optimizer.lr: 0.001 -> 0.002" in said
-    assert (folder / "workspace/superseded/001/snapshots/step-00000010").is_dir()
-    assert (folder / "workspace/superseded/001/log.jsonl").is_file()
-    assert snapshot_names(folder) == {"step-00000005"}
-
-
 def test_settings_that_change_no_weights_change_nothing(
     prepared: Path, soon: dict[str, bytes]
 ) -> None:
@@ -218,6 +209,25 @@ def test_a_full_disk_keeps_the_previous_snapshot_whole(
 def run_limited(size: int, folder: Path, arguments: tuple[str, ...], output: Path) -> None:
     """No file may be longer: a disk that is full makes a write fail in the middle like this."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    run_in({}, folder, arguments, output)
+
+
+def test_a_snapshot_is_worth_more_than_its_images(prepared: Path) -> None:
+    folder = new_run(prepared, "unseen", LONG)
+    program = Program(folder, ("train", "-S", "train.steps=5"), run_blind)
+    said = program.ended()
+    assert program.returncode == 0, said
+    assert "The snapshot of step 5 has no images; they could not be drawn: out of memory" in said
+    assert final_weights(folder, 5)
+
+
+def run_blind(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    """A device that is full has no room for a second network."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    trainer.preview = full  # type: ignore[assignment]
     run_in({}, folder, arguments, output)
 
 

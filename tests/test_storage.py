@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,6 +89,40 @@ def test_a_new_folder_takes_the_place_of_the_old(storage: Storage) -> None:
     assert set(verify(storage.local("a/b"))["files"]) == {"file.txt"}
     assert (storage.local("a/b") / "file.txt").read_text() == "new"
     assert storage.names("a/b") == ["file.txt", MANIFEST]
+
+
+def test_the_old_folder_is_there_until_the_new_one_is(
+    disk: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To remove it takes long, and is impossible while a network volume has readers of it."""
+    folder(disk, "old")
+    removed = []
+
+    def remove(path: Path, **_: object) -> None:
+        assert (disk.local("a/b") / "file.txt").read_text() == "new"
+        removed.append(path)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    with disk.new_folder("a/b") as path:
+        (path / "file.txt").write_text("new")
+    monkeypatch.undo()
+    assert len(removed) == 1
+    assert set(verify(disk.local("a/b"))["files"]) == {"file.txt"}
+    disk.sweep()
+    assert [item.name for item in disk.local("a").iterdir()] == ["b"]
+
+
+def test_of_two_writers_of_one_folder_the_last_stays(disk: LocalStorage) -> None:
+    def write(text: str) -> None:
+        for _ in range(30):
+            with disk.new_folder("data") as path:
+                (path / "file").write_text(text)
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(write, text) for text in ("a", "b", "c")]:
+            done.result()
+    assert verify(disk.local("data"))
+    assert [item.name for item in disk.root.iterdir()] == ["data"]
 
 
 def test_a_file_is_replaced_whole(storage: Storage) -> None:
@@ -189,6 +227,10 @@ def test_a_workspace_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> Non
         LocalStorage(tmp_path / "file" / "below")
     with pytest.raises(UserError, match="a directory is needed"):
         open_storage("ftp://host/place")
+    with pytest.raises(UserError, match="home directory"):
+        open_storage("~nobody-of-this-name/run")
+    with pytest.raises(UserError, match="null byte"):
+        open_storage("a\0b")
 
 
 def test_what_a_killed_writer_left_is_swept_and_a_living_one_is_not(disk: LocalStorage) -> None:
@@ -221,6 +263,24 @@ def test_the_lock_of_a_directory_is_held_by_one(disk: LocalStorage) -> None:
             pass
     with disk.lock():
         pass
+
+
+def test_a_volume_without_locks_holds_none(
+    disk: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with disk.lock() as held:
+        assert not held
+    old, new = disk.local(".data.0123abcd"), disk.local(".data.4567abcd")
+    for path in (old, new):
+        path.mkdir()
+    os.utime(old, (0, 0))
+    disk.sweep()
+    assert not old.exists()
+    assert new.exists()
 
 
 def test_steps_are_numbers_whatever_else_lies_there(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -315,6 +316,24 @@ def test_closing_keeps_its_limit(silent_uri: str, workspace: Workspace) -> None:
     started = time.monotonic()
     tracker.close(timeout=0.5)
     assert time.monotonic() - started < 2
+
+
+def test_closing_on_a_full_disk_is_a_warning(
+    silent_uri: str,
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It ends a run that was asked to stop, whose exit status says so."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tracker = Tracker.open(config(silent_uri), workspace)
+    tracker.params({"a": 1})
+    monkeypatch.setattr(workspace.storage, "write", full)
+    tracker.close(timeout=0.2)
+    assert "No space left" in capsys.readouterr().err
 
 
 def test_bounded_requests_are_no_setting_of_the_environment(

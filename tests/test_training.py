@@ -7,12 +7,22 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from program import TINY, ddpm, environment, new_run, prepare_run
-from runs import Tensors, at_start, distance, final, of_file
+from program import (
+    TINY,
+    Program,
+    ddpm,
+    environment,
+    new_run,
+    prepare_run,
+    run_in,
+    settings,
+)
+from runs import Tensors, at_start, distance, final, of_file, rows
 
 from ddpm_core import params
 from ddpm_core.config import Optimizer
@@ -22,6 +32,7 @@ from ddpm_core.training.execution import explain_memory, is_out_of_memory, learn
 from ddpm_core.training.identity import differences, identity
 from ddpm_core.training.runlog import RunLog, read_rows
 from ddpm_core.training.snapshot import prunable
+from ddpm_core.training.state import TrainState
 from ddpm_core.training.stopping import LAG, StopRequest
 
 MODEL = "workspace/snapshots/step-00000012/model.safetensors"
@@ -179,6 +190,41 @@ def test_a_warm_start_takes_the_weights_of_another_run(prepared: Path) -> None:
     folder = new_run(prepared, "unfit", LIVELY)
     said = ddpm(folder, "train", "-S", f"train.init={source}", "-S", "model.channels=16", status=1)
     assert "don't fit this network" in said
+
+
+def test_steps_that_fp16_skips_are_counted_and_change_nothing(prepared: Path) -> None:
+    folder = new_run(prepared, "skipped", LIVELY)
+    ddpm(folder, "train", "-S", "train.precision=fp16", "-S", "train.steps=4")
+    for row in rows(folder):
+        assert np.isfinite(row["grad_norm"])
+        assert 0.0 <= row["skip_rate"] <= 1.0
+        assert row["loss_scale"] > 0
+    # A gradient that is never finite would halve the scale for ever, and seem to end well.
+    given = settings(
+        "train.precision=fp16",
+        "train.steps=60",
+        "train.snapshot_every=60",
+        "train.milestone_every=60",
+    )
+    program = Program(folder, ("train", *given), run_infinite)
+    said = program.ended()
+    assert program.returncode == 1, said
+    assert "are not finite, however small the loss scale" in said
+    assert "The snapshot of step 4 is whole" in said
+    assert rows(folder)[-1]["skip_rate"] == 1.0
+
+
+def run_infinite(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    """One gradient is never finite, while the loss is."""
+    create = TrainState.create
+
+    def wild(*given: Any) -> TrainState:
+        state = create(*given)
+        state.parameters[0].register_hook(lambda gradient: gradient + float("inf"))
+        return state
+
+    TrainState.create = wild  # type: ignore[method-assign]
+    run_in({}, folder, arguments, output)
 
 
 def test_gray_pictures_and_half_precision_train(prepared: Path) -> None:

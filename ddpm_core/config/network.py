@@ -12,7 +12,7 @@ from ddpm_core.config.section import Positive, Section, as_tuple
 class Model(Section):
     """The U-Net of Ho et al. (2020), section B."""
 
-    channels: Positive = 32
+    channels: Annotated[int, Field(ge=2)] = 32
     multipliers: Annotated[tuple[Positive, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
         1,
         2,

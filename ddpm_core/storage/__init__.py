@@ -44,4 +44,7 @@ def open_storage(uri: str) -> Storage:
         return S3Storage(uri)
     if "://" in uri:
         raise UserError(f"workspace: {uri!r} given; a directory is needed, or s3://bucket/prefix.")
-    return LocalStorage(Path(uri).expanduser())
+    try:
+        return LocalStorage(Path(uri).expanduser())
+    except RuntimeError as error:  # ~name of nobody
+        raise UserError(f"workspace: {uri!r} given; {error}") from error

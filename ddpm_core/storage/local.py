@@ -12,14 +12,21 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddpm_core import reading
 from ddpm_core.errors import UserError
 from ddpm_core.storage.base import Changed, Locked, Tagged
 from ddpm_core.storage.sealing import seal, sha256_of, sync_directory
-from ddpm_core.storage.staging import beside, staged_file, staged_folder, sweep
+from ddpm_core.storage.staging import (
+    beside,
+    exchange,
+    remove,
+    staged_file,
+    staged_folder,
+    sweep,
+)
 
 LOCK = ".lock"
 LARGEST = 2**30  # bytes of a file that is read into memory as a whole
@@ -33,8 +40,9 @@ class LocalStorage:
         self.uri = str(self.root)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"Cannot use {root} as workspace: {error.strerror}.") from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"Cannot use {root} as workspace: {reason}.") from error
 
     def local(self, key: str) -> Path:
         return self.root / key
@@ -121,10 +129,9 @@ class LocalStorage:
         with staged_folder(final) as staging:
             yield staging
             seal(staging, facts)
-            if final.exists():
-                self.remove(key)
-            staging.rename(final)
+            replaced = exchange(staging, final)
         sync_directory(final.parent)
+        remove(replaced)
 
     def mirror(self, key: str, turn: int) -> Whole:
         return Whole(self.local(key))
@@ -135,11 +142,14 @@ class LocalStorage:
         # Through a link the file would be made elsewhere.
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
         with os.fdopen(os.open(self._own(LOCK), flags, 0o666), "w") as file:
+            locked = True
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise Locked from None
-            yield True
+            except OSError:
+                locked = False  # a network volume without locks
+            yield locked
 
     def sweep(self) -> None:
         sweep(self.root)
@@ -169,6 +179,9 @@ class Whole:
 
     def start(self) -> None: ...
 
-    def push(self) -> None: ...
+    def push(self) -> None:
+        """Put on disk what was written: what follows a row may not outlive it."""
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            os.fsync(file.fileno())
 
     def close(self) -> None: ...

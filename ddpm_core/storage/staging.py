@@ -6,16 +6,19 @@ any more.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _STAGED = re.compile(r"\..+\.[0-9a-f]{8}")
+ABANDONED = 24 * 3600.0  # seconds without a change, where locks can't tell who still writes
 
 
 def beside(path: Path) -> Path:
@@ -64,6 +67,27 @@ def stage(staging: Path, folder: bool) -> int:
         os.close(descriptor)
 
 
+def exchange(staging: Path, final: Path) -> Path:
+    """Give a staged folder its final name; where what had it lies now, if there was any.
+
+    The old one is there until the new one is: a reader misses it between two renames at most.
+    """
+    while True:
+        replaced = beside(final)
+        with suppress(FileNotFoundError):
+            final.rename(replaced)
+        try:
+            staging.rename(final)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                remove(replaced)
+                continue  # another writer was quicker, and is replaced in turn
+            with suppress(OSError):
+                replaced.rename(final)
+            raise
+        return replaced
+
+
 def sweep(root: Path) -> None:
     """Remove everything staged below `root` that has no writer."""
     for folder, folders, files in os.walk(root):
@@ -81,8 +105,11 @@ def _sweep_one(path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         remove(path)
-    except OSError:
+    except BlockingIOError:
         return
+    except OSError:  # NFS, for one, has no locks of folders
+        if time.time() - os.fstat(descriptor).st_mtime > ABANDONED:
+            remove(path)
     finally:
         os.close(descriptor)
 

@@ -11,6 +11,7 @@ import typer
 from ddpm_core import distributed
 from ddpm_core.config import Config
 from ddpm_core.console import say
+from ddpm_core.data.dataset import open_dataset
 from ddpm_core.errors import Interrupted
 from ddpm_core.training.budget import describe
 from ddpm_core.training.resume import Policy
@@ -37,6 +38,8 @@ def train(
     if count > 1 and "WORLD_SIZE" not in environment:
         launch(count, arguments, config.train.restarts)
         return
+    distributed.choose_device(config.device)
+    open_dataset(workspace)  # fetched before the workers meet, so that none waits for another's
     with distributed.world(config.device, environment, config.train.worker_timeout) as world:
         train_here(config, workspace, world, Policy(strict, from_step))
 

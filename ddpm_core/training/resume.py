@@ -103,29 +103,39 @@ def caption_counts(data: PackedDataset) -> list[tuple[str, int]]:
 def set_aside_others(
     config: Config, workspace: Workspace, data: PackedDataset, policy: Policy
 ) -> None:
-    """Move the snapshots of other settings or data to superseded/, and tell what differs."""
+    """Move what was made of other settings or data to superseded/, and tell what differs.
+
+    A run that ended before its first snapshot has left a log; run.json says of which settings.
+    """
     wanted = identity(config, data.fingerprint)
+    run = workspace.read_json(RUN)
+    begun = run.get("identity")
     others: dict[int, list[str]] = {}
     for at in workspace.steps(SNAPSHOTS):
         found = workspace.read_json(f"{snapshot_key(at)}/{SETTINGS}", Identified).get("identity")
         if found is not None and (fields := differences(found, wanted)):
             others[at] = fields
-    if not others:
-        return
-    fields = others[max(others)]
-    if policy.strict:
-        raise UserError(
-            f"{workspace.uri} holds snapshots of other settings, and --resume=strict was given:\n"
-            + "\n".join(f"  {field}" for field in fields)
+    logged = workspace.storage.exists(LOG)
+    fields = others[max(others)] if others else []
+    if logged and not fields and isinstance(begun, dict):
+        fields = differences(begun, wanted)
+    if fields:
+        told = "\n".join(f"  {field}" for field in fields)
+        if policy.strict or policy.from_step is not None:
+            given = "--resume=strict" if policy.strict else f"--from-step {policy.from_step}"
+            raise UserError(
+                f"{workspace.uri} holds a run of other settings, and {given} was given:\n{told}"
+            )
+        place = move_aside(workspace, list(others))
+        if logged:
+            workspace.storage.move(LOG, f"{place}/{LOG}")
+        run = {}
+        warn(
+            f"The run here is of other settings; it was moved to {place}, and training starts "
+            f"afresh. What differs:\n{told}"
         )
-    place = move_aside(workspace, list(others))
-    if workspace.storage.exists(LOG):
-        workspace.storage.move(LOG, f"{place}/{LOG}")
-    workspace.storage.remove(RUN)
-    warn(
-        f"The snapshots here are of other settings; they were moved to {place}, and training "
-        "starts afresh. What differs:\n" + "\n".join(f"  {field}" for field in fields)
-    )
+    if run.get("identity") != wanted:
+        workspace.write_json(RUN, {**run, "identity": wanted})
 
 
 def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
@@ -144,9 +154,9 @@ def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
             f"--from-step {picked}: that snapshot is damaged, or a milestone kept as weights "
             "alone, from which training can't go on."
         )
-    late = [step for step in there if step > limit] + damaged(workspace, there, at or 0)
+    late = {step for step in there if step > limit} | set(damaged(workspace, there, at or 0))
     if late:
-        place = move_aside(workspace, late)
+        place = move_aside(workspace, sorted(late))
         say(f"Snapshots that don't belong to what follows were moved to {place}: {sorted(late)}")
     return at or 0
 

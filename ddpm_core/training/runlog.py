@@ -32,7 +32,10 @@ class RunLog:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         try:
             with staged_file(self.path) as staging:
-                staging.write_text(text, encoding="utf-8")
+                with staging.open("w", encoding="utf-8") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
                 staging.replace(self.path)
         except OSError as error:
             raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error

@@ -43,6 +43,7 @@ class Sums(Shape):
     loss: float
     grad_norm: float
     clipped: float
+    skipped: float = 0.0
     steps: Count
 
 
@@ -154,6 +155,15 @@ def _drop_optimizer(workspace: Workspace, step: int) -> None:
     workspace.storage.remove(f"{key}/{OPTIMIZER}")
 
 
+def _drawn(step: int, parts: Parts, draw: Draw) -> Mapping[str, bytes]:
+    """What `draw` makes; nothing, and a warning, where it fails: a snapshot is worth more."""
+    try:
+        return draw(parts)
+    except Exception as error:
+        warn(f"The snapshot of step {step} has no images; they could not be drawn: {error}")
+        return {}
+
+
 class Writer:
     """The one background thread that writes snapshots; a second waits for the first.
 
@@ -211,7 +221,7 @@ class Writer:
 
     def _write(self, step: int, parts: Parts, draw: Draw | None) -> None:
         if draw:
-            parts = replace(parts, files={**parts.files, **draw(parts)})
+            parts = replace(parts, files={**parts.files, **_drawn(step, parts, draw)})
         self._may_write()
         write(self._workspace, step, parts)
         self._written(step)

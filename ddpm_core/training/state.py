@@ -29,6 +29,7 @@ class Totals:
     loss: Tensor
     grad_norm: Tensor
     clipped: Tensor
+    skipped: Tensor  # steps that fp16's loss scale made too large: they change nothing
     steps: int = 0
 
     @staticmethod
@@ -38,11 +39,12 @@ class Totals:
 
     @classmethod
     def zero(cls, device: torch.device) -> Totals:
-        loss, grad_norm, clipped = torch.zeros(3, dtype=cls.dtype(device), device=device).unbind()
-        return cls(loss, grad_norm, clipped)
+        loss, grad_norm, clipped, skipped = torch.zeros(4, dtype=cls.dtype(device), device=device)
+        return cls(loss, grad_norm, clipped, skipped)
 
     def values(self) -> dict[str, float]:
-        return {name: float(getattr(self, name)) for name in ("loss", "grad_norm", "clipped")}
+        names = ("loss", "grad_norm", "clipped", "skipped")
+        return {name: float(getattr(self, name)) for name in names}
 
 
 @dataclass
@@ -138,7 +140,7 @@ def from_parts(state: TrainState, parts: Parts) -> None:
     state.history = [float(value) for value in document["history"]]
     totals = document["totals"]
     for name in state.totals.values():
-        getattr(state.totals, name).fill_(totals[name])
+        getattr(state.totals, name).fill_(totals.get(name, 0.0))
     state.totals.steps = int(totals["steps"])
 
 

@@ -7,7 +7,6 @@ over workers and microbatches changes rounding, nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,22 +18,10 @@ from ddpm_core.config import Config
 from ddpm_core.diffusion.process import q_sample, target
 from ddpm_core.images import to_model
 from ddpm_core.rng import Purpose
+from ddpm_core.training.batches import Batch
 from ddpm_core.training.execution import learning_rate
 from ddpm_core.training.reduction import REDUCTIONS
 from ddpm_core.training.state import TrainState
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A worker's share of the global batch, on its device.
-
-    pixels (b, H, W, C) uint8; condition (b,) int64, (b, 64) uint8 or None; index (b,) int64, the
-    places in the global batch, by which every random number is keyed.
-    """
-
-    pixels: Tensor
-    condition: Tensor | None
-    index: Tensor
 
 
 def step(state: TrainState, batch: Batch, stop_wish: Tensor) -> None:
@@ -124,6 +111,8 @@ def _update(state: TrainState, loss: Tensor) -> None:
     state.scaler.update()
     totals = state.totals
     totals.loss += loss
-    totals.grad_norm += norm
-    totals.clipped += norm > limit
+    taken = norm.isfinite()
+    totals.grad_norm += torch.where(taken, norm, 0.0)
+    totals.clipped += taken & (norm > limit)
+    totals.skipped += ~taken
     totals.steps += 1

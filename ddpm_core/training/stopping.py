@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -75,7 +76,12 @@ class StopRequest:
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         self.status = 128 + number
-        signal.signal(number, signal.SIG_DFL)
+        # The first process of a container can't be ended by a default action.
+        signal.signal(number, _at_once if os.getpid() == 1 else signal.SIG_DFL)
         say(
             f"{signal.Signals(number).name}: finishing this step and saving; again to stop at once."
         )
+
+
+def _at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)

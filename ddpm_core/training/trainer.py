@@ -10,29 +10,29 @@ from functools import partial
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from ddpm_core.config import Config, Train
 from ddpm_core.console import progress, say
 from ddpm_core.data.dataset import PackedDataset, open_dataset
-from ddpm_core.data.order import batch_indices
 from ddpm_core.distributed import WorkerLost, World
 from ddpm_core.errors import Interrupted, UserError
 from ddpm_core.lease import Lease, hold
 from ddpm_core.tracking import Tracker
 from ddpm_core.training import resume, snapshot
 from ddpm_core.training.agreement import check_agreement
+from ddpm_core.training.batches import next_batch
 from ddpm_core.training.execution import learning_rate
 from ddpm_core.training.initial import check_data_fits
 from ddpm_core.training.preview import preview
 from ddpm_core.training.records import keeping_records
 from ddpm_core.training.runlog import RunLog
 from ddpm_core.training.state import Totals, TrainState, to_parts
-from ddpm_core.training.step import Batch, step
+from ddpm_core.training.step import step
 from ddpm_core.training.stopping import ASKED, StopRequest
 from ddpm_core.training.throughput import Throughput
 from ddpm_core.workspace import Workspace
+
+SMALLEST_SCALE = 2.0**-14  # of fp16's loss: it begins at 2^16 and is halved at each skipped step
 
 
 @dataclass
@@ -51,6 +51,7 @@ class Run:
     lease: Lease | None
     written: int = 0  # the step of the newest snapshot
     since: float = 0.0  # when the last row was logged
+    before: int = 0  # steps of the coming row that were taken before this process began
     snapshot_at: float = 0.0  # when the newest snapshot was taken
     overdue: bool = False  # `snapshot_every` is a time, and it is over
     advance: Callable[..., None] = lambda *_, **__: None
@@ -113,6 +114,7 @@ def loop(run: Run) -> None:
     """Everything that is written is written between steps, when the state is whole."""
     state, train = run.state, run.config.train
     run.since = run.snapshot_at = time.perf_counter()
+    run.before = state.totals.steps
     while True:
         done = state.step >= train.steps
         stopping = run.stop.agreed(state.step)
@@ -123,7 +125,7 @@ def loop(run: Run) -> None:
             take_snapshot(run)
         if done or stopping:
             break
-        batch = next_batch(run)
+        batch = next_batch(run.config, run.data, run.world, state.step)
         state.watch.mark("data")
         step(state, batch, run.stop.wish())
         run.stop.note(state.step)
@@ -146,51 +148,31 @@ def snapshot_due(train: Train, at: int) -> bool:
     return (every is not None and at % every == 0) or at % train.milestone_every == 0
 
 
-def next_batch(run: Run) -> Batch:
-    """This worker's share of the batch of the coming step."""
-    size, device = run.config.train.batch_size, run.world.device
-    share = run.world.share(size)
-    everyone = batch_indices(run.config.seed, len(run.data), run.state.step, size)
-    mine = everyone[share.start : share.stop]
-    condition = None
-    if run.config.model.conditioning == "class":
-        condition = sent(run.data.labels[mine], device)
-    elif run.config.model.conditioning == "text" and run.data.captions is not None:
-        condition = sent(run.data.captions[mine], device)
-    pixels = sent(run.data.take(mine), device)
-    index = torch.arange(share.start, share.stop, device=device)
-    return Batch(pixels, condition, index)
-
-
-def sent(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy on the device. A GPU fetches it from pinned memory while it still works."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
 def report(run: Run) -> None:
     """One row of log.jsonl: means since the last one. Here values are read from the device."""
     state, totals = run.state, run.state.totals
     check_finite(run)
     if run.lease:
         run.lease.check()
-    values = {name: value / totals.steps for name, value in totals.values().items()}
-    now = time.perf_counter()
+    values = totals.values()
+    taken = max(1.0, totals.steps - values["skipped"])
+    now, done = time.perf_counter(), totals.steps - run.before
     row = {
         "step": state.step,
         "epoch": state.step * run.config.train.batch_size / len(run.data),
-        "loss": values["loss"],
-        "grad_norm": values["grad_norm"],
-        "clip_rate": values["clipped"],
+        "loss": values["loss"] / totals.steps,
+        "grad_norm": values["grad_norm"] / taken,
+        "clip_rate": values["clipped"] / taken,
         "lr": learning_rate(run.config.train.optimizer, state.step, run.config.train.steps),
-        "images_per_second": totals.steps * run.config.train.batch_size / (now - run.since),
+        "images_per_second": done * run.config.train.batch_size / (now - run.since),
         "world_size": run.world.size,
         **time_of_all(run, now),
         "time": time.time(),
     }
-    run.since = now
+    if state.scaler.is_enabled():
+        row |= {"skip_rate": values["skipped"] / totals.steps}
+        row |= {"loss_scale": state.scaler.get_scale()}
+    run.since, run.before = now, 0
     state.history = [*state.history, row["loss"]][-100:]
     state.totals = Totals.zero(run.world.device)
     if run.world.rank == 0:
@@ -209,22 +191,28 @@ def time_of_all(run: Run, now: float) -> dict[str, float]:
     mine = torch.cat([run.state.watch.take(), torch.tensor([overdue])])
     everyone = world.gather(mine.to(world.device, Totals.dtype(world.device))).cpu().double()
     run.overdue = bool(everyone[0, -1])
-    size, steps = run.config.train.batch_size, run.state.totals.steps
+    size, steps = run.config.train.batch_size, run.state.totals.steps - run.before
     images = [steps * len(replace(world, rank=rank).share(size)) for rank in range(world.size)]
     return run.throughput.row(everyone[:, :-1], images)
 
 
 def check_finite(run: Run) -> None:
     """Stop before a loss that is not a number can reach a snapshot."""
-    bad = int(run.state.bad_step)
+    state, what = run.state, ""
+    bad = int(state.bad_step)
     if bad:
-        at = run.written
+        what = f"The loss of step {bad} is not finite"
+    elif state.scaler.is_enabled() and state.scaler.get_scale() < SMALLEST_SCALE:
+        what = f"The gradients of step {state.step} are not finite, however small the loss scale"
+    if what:
+        at = run.writer.newest if run.world.rank == 0 else run.written
         kept = f"The snapshot of step {at} is whole" if at else "There is no snapshot yet"
+        optimizer = run.config.train.optimizer
         raise UserError(
-            f"The loss of step {bad} is not finite. {kept}; nothing of the failure was saved. "
-            f"Likely causes: train.optimizer.lr {run.config.train.optimizer.lr:g} is too high, "
-            f"train.optimizer.warmup {run.config.train.optimizer.warmup} too short, clipping is "
-            f"off (train.optimizer.clip), or precision {run.state.execution.precision} too coarse."
+            f"{what}. {kept}; nothing of the failure was saved. Likely causes: "
+            f"train.optimizer.lr {optimizer.lr:g} is too high, train.optimizer.warmup "
+            f"{optimizer.warmup} too short, clipping is off (train.optimizer.clip), or precision "
+            f"{state.execution.precision} too coarse."
         )
 
 

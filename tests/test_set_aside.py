@@ -1,0 +1,70 @@
+"""What was made of other settings is moved aside, whole, before training starts afresh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from program import TINY, ddpm, new_run, prepare_run, settings
+from runs import rows
+
+OTHER = settings("train.optimizer.lr=0.002")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_run(tmp_path_factory.mktemp("prepared"), TINY)
+
+
+def begun(prepared: Path, name: str, steps: int) -> Path:
+    """A run of some steps, with a snapshot at each fourth and at the last."""
+    folder = new_run(prepared, name, TINY)
+    ddpm(folder, "train", *settings(f"train.steps={steps}"))
+    return folder
+
+
+def steps_of(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("snapshots/*"))
+
+
+def test_other_settings_start_afresh_and_keep_the_old(prepared: Path) -> None:
+    folder = begun(prepared, "other", 10)
+    workspace = folder / "workspace"
+    said = ddpm(folder, "train", *OTHER, *settings("train.steps=5"))
+    assert "train.optimizer.lr: 0.001 -> 0.002" in said
+    assert steps_of(workspace / "superseded/001") == [6, 8, 10]
+    assert (workspace / "superseded/001/log.jsonl").is_file()
+    assert steps_of(workspace) == [4, 5]
+
+
+@pytest.mark.parametrize("given", [("--resume", "strict"), ("--from-step", "8")])
+def test_who_asks_for_what_is_there_is_refused_and_nothing_moves(
+    prepared: Path, given: tuple[str, str]
+) -> None:
+    folder = begun(prepared, f"refused{given[0]}", 10)
+    said = ddpm(folder, "train", *given, *OTHER, status=1)
+    assert "train.optimizer.lr: 0.001 -> 0.002" in said
+    assert given[0] in said
+    assert steps_of(folder / "workspace") == [6, 8, 10]
+    assert (folder / "workspace/log.jsonl").is_file()
+    assert not (folder / "workspace/superseded").exists()
+
+
+def test_the_log_of_a_run_without_a_snapshot_goes_with_its_settings(prepared: Path) -> None:
+    # The advice that this failure gives is to lower the rate, which is another setting.
+    folder = new_run(prepared, "burst", TINY)
+    wild = settings("train.optimizer.lr=1e30", "train.optimizer.clip=0", "train.log_every=1")
+    assert "is not finite" in ddpm(folder, "train", *wild, status=1)
+    assert rows(folder)
+    said = ddpm(folder, "train", *settings("train.log_every=1"))
+    assert "train.optimizer.lr: 1e+30 -> 0.001" in said
+    assert [row["step"] for row in rows(folder)] == list(range(1, 13))
+    assert max(row["lr"] for row in rows(folder)) <= 0.001
+
+
+def test_a_damaged_snapshot_beyond_the_end_is_moved_once(prepared: Path) -> None:
+    folder = begun(prepared, "late", 10)
+    (folder / "workspace/snapshots/step-00000010/model.safetensors").write_bytes(b"damaged")
+    said = ddpm(folder, "train", *settings("train.steps=9"))
+    assert "moved to superseded/001: [10]" in said
+    assert steps_of(folder / "workspace") == [6, 8, 9]
