@@ -77,11 +77,6 @@ def test_no_step_waits_for_the_device(apart: tuple[Path, dict[str, Record]]) -> 
 
 
 def test_a_device_without_float64_is_enough(apart: tuple[Path, dict[str, Record]]) -> None:
-    """MPS has none. Only a logged row's sums are that wide, where the device is (Totals.dtype)."""
+    """MPS has none, and refuses to make one."""
     for record in apart[1].values():
-        assert set(record.wide) <= {
-            "training/state.py:zero",
-            "training/step.py:_update",
-            "training/trainer.py:time_of_all",
-            "distributed.py:gather",
-        }
+        assert not record.wide

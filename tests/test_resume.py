@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -113,6 +116,24 @@ def test_sigterm_saves_and_says_where_it_stopped(prepared: Path, soon: dict[str,
     assert "with its snapshot written. The same command goes on from there." in said
     assert "going on from step" in ddpm(folder, "train", *SOON)
     assert final_weights(folder) == soon
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to be the first process takes root's rights")
+def test_a_second_signal_ends_the_first_process_of_a_container(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, torch\n"
+        "from ddpm_core.distributed import World\n"
+        "from ddpm_core.training.stopping import StopRequest\n"
+        "with StopRequest(World(0, 1, torch.device('cpu'))):\n"
+        "    for _ in range(2):\n"
+        "        print('alive', os.getpid(), flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('still alive')\n"
+    )
+    first = ["unshare", "--pid", "--fork", sys.executable, "-c", code]
+    ended = subprocess.run(first, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ended.stdout == "alive 1\nalive 1\n"
+    assert ended.returncode == 128 + signal.SIGTERM
 
 
 def test_the_log_of_a_resumed_run_is_that_of_one_that_never_stopped(prepared: Path) -> None:

@@ -26,9 +26,11 @@ from runs import Tensors, at_start, distance, final, of_file, rows
 
 from ddpm_core import params
 from ddpm_core.config import Optimizer
+from ddpm_core.diffusion.process import make_schedule, q_sample
 from ddpm_core.distributed import World
+from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.training.ema import Ema
-from ddpm_core.training.execution import explain_memory, is_out_of_memory, learning_rate
+from ddpm_core.training.execution import Execution, explain_memory, is_out_of_memory, learning_rate
 from ddpm_core.training.identity import differences, identity
 from ddpm_core.training.runlog import RunLog, read_rows
 from ddpm_core.training.snapshot import prunable
@@ -88,6 +90,18 @@ def test_training_does_not_touch_the_global_generator_of_the_caller(prepared: Pa
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment(), check=False)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_noise_of_every_timestep_is_the_schedules_to_the_last_digit(schedule: str) -> None:
+    config = params.validate({"diffusion": {"schedule": schedule, "timesteps": 4000}})
+    model = UNet(UNetConfig(8, 1, channels=8, multipliers=(1,), blocks=1, attention=()))
+    here = World(0, 1, torch.device("cpu"))
+    state = TrainState.create(config, here, Execution("fp32", compile=False), model)
+    noise, zero = torch.ones(4000, 1, 1, 1), torch.zeros(4000, 1, 1, 1)
+    added = q_sample(zero, noise, state.alphas_bar[torch.arange(4000)]).flatten().double()
+    exact = (1 - make_schedule(schedule, 4000).alphas_bar).sqrt()
+    assert float((added / exact - 1).abs().max()) < 2.0**-23
 
 
 def test_an_average_is_what_its_formula_says_and_takes_buffers_along() -> None:

@@ -22,9 +22,14 @@ from ddpm_core.training.snapshot import NOISE_LEVELS, OPTIMIZER, STATE, Parts
 from ddpm_core.training.throughput import Stopwatch
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """float64 where a device has it; MPS, for one, has not."""
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+
+
 @dataclass
 class Totals:
-    """Sums since the last logged row, on the device (float64)."""
+    """Sums since the last logged row, on the device, as wide as it has numbers."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -32,14 +37,9 @@ class Totals:
     skipped: Tensor  # steps that fp16's loss scale made too large: they change nothing
     steps: int = 0
 
-    @staticmethod
-    def dtype(device: torch.device) -> torch.dtype:
-        """The widest float that the device has."""
-        return torch.float32 if device.type == "mps" else torch.float64
-
     @classmethod
     def zero(cls, device: torch.device) -> Totals:
-        loss, grad_norm, clipped, skipped = torch.zeros(4, dtype=cls.dtype(device), device=device)
+        loss, grad_norm, clipped, skipped = torch.zeros(4, dtype=widest(device), device=device)
         return cls(loss, grad_norm, clipped, skipped)
 
     def values(self) -> dict[str, float]:
@@ -90,7 +90,7 @@ class TrainState:
             model=model,
             parameters=list(model.parameters()),
             noise_levels=levels,
-            alphas_bar=schedule.alphas_bar.to(device, torch.float32),
+            alphas_bar=schedule.alphas_bar.to(device, widest(device)),
             optimizer=make_optimizer(config.train.optimizer, model.parameters(), device),
             scaler=execution.scaler(device),
             emas=[Ema(model, decay, config.train.ema_warmup) for decay in config.train.ema],

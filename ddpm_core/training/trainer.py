@@ -26,7 +26,7 @@ from ddpm_core.training.initial import check_data_fits
 from ddpm_core.training.preview import preview
 from ddpm_core.training.records import keeping_records
 from ddpm_core.training.runlog import RunLog
-from ddpm_core.training.state import Totals, TrainState, to_parts
+from ddpm_core.training.state import Totals, TrainState, to_parts, widest
 from ddpm_core.training.step import step
 from ddpm_core.training.stopping import ASKED, StopRequest
 from ddpm_core.training.throughput import Throughput
@@ -189,7 +189,7 @@ def time_of_all(run: Run, now: float) -> dict[str, float]:
     world, limit = run.world, run.config.train.snapshot_seconds
     overdue = limit is not None and now - run.snapshot_at >= limit
     mine = torch.cat([run.state.watch.take(), torch.tensor([overdue])])
-    everyone = world.gather(mine.to(world.device, Totals.dtype(world.device))).cpu().double()
+    everyone = world.gather(mine.to(world.device, widest(world.device))).cpu().double()
     run.overdue = bool(everyone[0, -1])
     size, steps = run.config.train.batch_size, run.state.totals.steps - run.before
     images = [steps * len(replace(world, rank=rank).share(size)) for rank in range(world.size)]
