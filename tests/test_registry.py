@@ -21,7 +21,7 @@ from ddpm_core.config import Config
 from ddpm_core.distributed import World
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.evaluate import evaluate
-from ddpm_core.evaluation.rows import comparable
+from ddpm_core.evaluation.rows import differences
 from ddpm_core.generate.sample import sample
 from ddpm_core.mlflow_run import connect
 from ddpm_core.registry.card import write_card
@@ -54,7 +54,7 @@ def gate(candidate: Row, *champion: Row, anew: Row | Unfit | None = None) -> Dec
             raise anew
         return anew
 
-    return decide(candidate, Champion("7", list(champion)), comparable, rescore)
+    return decide(candidate, Champion("7", list(champion)), differences, rescore)
 
 
 def test_a_lower_score_of_the_same_evidence_is_promoted() -> None:
@@ -71,7 +71,7 @@ def test_an_equal_or_higher_score_is_not(score: float) -> None:
 
 
 def test_the_first_version_is_the_champion() -> None:
-    decision = decide(row(10.0), None, comparable, dict)
+    decision = decide(row(10.0), None, differences, dict)
     assert (decision.promote, decision.why) == (True, "Promoted: there was no champion.")
 
 
@@ -84,8 +84,18 @@ def test_a_champion_of_other_evidence_is_scored_anew(change: dict[str, Any]) -> 
     decision = gate(row(10.0), row(11.0, **change), anew=anew)
     assert not decision.promote
     assert decision.rescored is anew
-    assert f"evidence differs in {next(iter(change))}" in decision.why
+    assert f"measured anew, as it differs in {next(iter(change))}" in decision.why
     assert gate(row(10.0), row(9.0, **change), anew=row(11.0)).promote
+
+
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+def test_another_score_is_never_compared_whichever_is_the_smaller(scale: float) -> None:
+    candidate = {**row(scale), "score_name": "kid_500"}
+    worse, better = [{**row(scale * by), "score_name": "kid_500"} for by in (2, 0.5)]
+    decision = gate(candidate, row(1.0), anew=worse)
+    assert decision.promote and decision.rescored is worse
+    assert decision.why.endswith("version 7 (measured anew, as it differs in score).")
+    assert not gate(candidate, row(1.0), anew=better).promote
 
 
 def test_a_champion_once_scored_anew_is_not_scored_again() -> None:
@@ -107,7 +117,7 @@ def test_what_cannot_be_measured_any_more_gives_way() -> None:
 def test_a_model_that_copies_is_never_promoted() -> None:
     decision = gate(row(1.0, verdict="copies"), row(11.0))
     assert not decision.promote
-    assert not decide(row(1.0, verdict="copies"), None, comparable, dict).promote
+    assert not decide(row(1.0, verdict="copies"), None, differences, dict).promote
     assert "copies training images" in decision.why
 
 
@@ -245,13 +255,41 @@ def test_with_other_evidence_the_champion_is_sampled_and_scored_as_evaluate_does
     champion, candidate = new[rows[0]["step"]], new[rows[1]["step"]]
     record = project.register(candidate, **other)
     assert "is sampled and scored anew" in capsys.readouterr().err
-    assert "evidence differs in sampler, count" in record["why"]
+    assert "measured anew, as it differs in sampler, count" in record["why"]
     assert record["promoted"] == (candidate["score"] < champion["score"])
     old = connect(project.uri).get_model_version(project.name, "2")
     anew = json.loads(old.tags["rescored"])
     assert anew["score"] == pytest.approx(champion["score"], rel=1e-6)
     assert anew["evidence"]["weights"] == champion["evidence"]["weights"]
-    assert not comparable(anew["evidence"], champion["evidence"])
+    assert not differences(anew, champion)
+
+
+@pytest.mark.parametrize(("first", "second"), [("fid", "kid"), ("kid", "fid")])
+def test_with_another_score_the_champion_is_measured_by_it_too(
+    server: Server, rows: list[Row], tmp_path: Path, first: str, second: str
+) -> None:
+    project = Project(tmp_path, f"digits-{first}-then-{second}", server.uri)
+    before, after = [project.score(evaluate={"metrics": [metric]}) for metric in (first, second)]
+    good, bad = sorted(after, key=lambda step: after[step]["score"])
+    assert project.register(before[bad], evaluate={"metrics": [first]})["promoted"]
+    record = project.register(after[good], evaluate={"metrics": [second]})
+    assert record["promoted"] and "as it differs in score" in record["why"]
+    assert f"below the {after[bad]['score']:.4g} of the champion" in record["why"]
+    record = project.register(after[bad], evaluate={"metrics": [second]})
+    assert not record["promoted"] and record["version"] == "3"  # not that of the other score
+
+
+@pytest.mark.parametrize("change", ["data", "extractor", "score"])
+def test_a_champion_is_not_measured_by_what_the_candidate_was_not(
+    project: Project, rows: list[Row], change: str
+) -> None:
+    metrics = ["kid"] if change == "score" else ["fid"]
+    evidence = {**rows[1]["evidence"], "sampler": {"steps": 2}}
+    if change != "score":
+        evidence["data" if change == "data" else "extractor_fingerprint"] = "another"
+    with pytest.raises(UserError, match=f"The {change} is now .*: run `ddpm evaluate` first") as e:
+        project.register({**rows[1], "evidence": evidence}, evaluate={"metrics": metrics})
+    assert "\n" not in str(e.value)
 
 
 def test_a_champion_of_other_images_gives_way(

@@ -23,7 +23,7 @@ from ddpm_core.evaluation.rows import (
     best,
     best_csv,
     best_inception,
-    comparable,
+    differences,
     flat,
     named_metrics,
     problem_row,
@@ -191,12 +191,18 @@ def test_rows_without_a_score_are_in_no_ranking() -> None:
 )
 def test_scores_of_other_evidence_do_not_compare(field: str, value: Any) -> None:
     odd = row(800, 0.1, **{field: value})
-    assert comparable(odd["evidence"], row(1, 1.0)["evidence"]) == [field]
+    assert differences(odd, row(1, 1.0)) == [field]
     assert best([row(200, 9.0), row(400, 8.0), odd])["step"] == 400  # type: ignore[index]
 
 
 def test_another_seed_compares() -> None:
-    assert comparable(row(1, 1.0, seed=2)["evidence"], row(1, 1.0)["evidence"]) == []
+    assert differences(row(1, 1.0, seed=2), row(1, 1.0)) == []
+
+
+def test_another_score_of_the_same_evidence_does_not_compare() -> None:
+    odd = row(800, 0.1, score_name="kid_in_domain_500")
+    assert differences(odd, row(1, 1.0)) == ["score"]
+    assert best([row(200, 9.0), row(400, 8.0), odd])["step"] == 400  # type: ignore[index]
 
 
 def test_of_equally_large_sets_the_one_of_more_images_is_ranked() -> None:

@@ -74,12 +74,21 @@ class Judge:
         """Held-out images, at most 2,000, and their nearest training images."""
         return open_held_out(self._workspace, self.train, self.holdout, self.device)
 
+    @property
+    def _is_frechet(self) -> bool:
+        return "fid" in self.settings.metrics
+
+    def score_name(self, count: int) -> str:
+        """Of the score that counts: the Fréchet distance, without it the kernel distance."""
+        name = "fd" if self._is_frechet else "kid"
+        return metric_name(name, self.extractor.space, count)
+
     def score(self, arrays: Sequence[Pixels], name: str = "samples") -> Scores:
         """Scores of images, uint8 arrays (n, H, W, C) one after the other.
 
-        `score` is the Fréchet distance (without it the kernel distance) and `score_name` its
-        name. `floor` are the scores of held-out images, as many as `floor_count`, and `at_floor`
-        those of as many of the images given: only equal numbers compare.
+        `score` is the one that `score_name` names. `floor` are the scores of held-out images, as
+        many as `floor_count`, and `at_floor` those of as many of the images given: only equal
+        numbers compare.
         """
         count = sum(len(array) for array in arrays)
         if count < 2:
@@ -89,10 +98,9 @@ class Judge:
             features, plain = [extract(space, batches(arrays), advance) for space in spaces]
         n = min(count, len(self.reference.holdout.kept), KEPT)
         scores = self._measure(features, plain)
-        main, label = ("fd", "fd") if "fid" in self.settings.metrics else ("kid_mean", "kid")
         return {
-            "score_name": metric_name(label, self.extractor.space, count),
-            "score": scores[main],
+            "score_name": self.score_name(count),
+            "score": scores["fd" if self._is_frechet else "kid_mean"],
             **scores,
             "floor_count": n if n > 1 else 0,
             "floor": self.floor(n) if n > 1 else None,

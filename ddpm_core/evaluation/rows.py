@@ -147,9 +147,12 @@ def evidence(
     }
 
 
-def comparable(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """The fields in which two pieces of evidence differ so that their scores don't compare."""
-    return [name for name in SAME if a.get(name) != b.get(name)]
+def differences(a: Row, b: Row) -> list[str]:
+    """What differs between two rows so that their scores don't compare: of SAME, or `score`."""
+    first, second = a["evidence"], b["evidence"]
+    found = [name for name in SAME if first.get(name) != second.get(name)]
+    # A name says the features and the number too: where these are equal, it is another score.
+    return found or ["score"] * (a["score_name"] != b["score_name"])
 
 
 def is_scored(row: Row) -> bool:
@@ -164,7 +167,7 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
     groups: list[list[Row]] = []
     for row in sorted(filter(is_scored, rows), key=lambda row: int(row["step"])):
         for group in groups:
-            if not comparable(group[0]["evidence"], row["evidence"]):
+            if not differences(group[0], row):
                 group.append(row)
                 break
         else:

@@ -1,4 +1,4 @@
-"""Which of two models is the champion: only scores with the same evidence are compared."""
+"""Which of two models is the champion: only the same score with the same evidence is compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Row = dict[str, Any]
-Comparison = Callable[[dict[str, Any], dict[str, Any]], list[str]]
+Comparison = Callable[[Row, Row], list[str]]
 
 
 class Unfit(Exception):
@@ -36,9 +36,10 @@ def decide(
 ) -> Decision:
     """Compare the candidate's row with the champion's.
 
-    `differences` names the fields in which two evidences don't compare. Where no row of the
-    champion compares, `rescore` measures it with the candidate's evidence, or raises Unfit: then
-    the candidate takes its place, since nothing could ever be better than what can't be measured.
+    `differences` names what keeps two rows from being compared: another score, or other evidence.
+    Where no row of the champion compares, `rescore` measures it as the candidate was, or raises
+    Unfit: then the candidate takes its place, since nothing could ever be better than what can't
+    be measured.
     """
     if (candidate.get("memorisation") or {}).get("verdict") == "copies":
         return Decision(
@@ -47,10 +48,10 @@ def decide(
     if champion is None:
         return Decision(True, "Promoted: there was no champion.")
     for row in champion.rows:
-        if row and not differences(row["evidence"], candidate["evidence"]):
+        if row and not differences(row, candidate):
             return compare(candidate, champion, row, "")
-    changed = [", ".join(differences(r["evidence"], candidate["evidence"])) for r in champion.rows]
-    told = f" (measured anew, as its evidence differs in {changed[0]})" if changed else ""
+    changed = [", ".join(differences(r, candidate)) for r in champion.rows]
+    told = f" (measured anew, as it differs in {changed[0]})" if changed else ""
     try:
         row = rescore()
     except Unfit as unfit:

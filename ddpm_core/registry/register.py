@@ -11,7 +11,7 @@ from ddpm_core.checkpoint import Checkpoint, open_checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation.rows import Rows, best, comparable
+from ddpm_core.evaluation.rows import Rows, best, differences
 from ddpm_core.mlflow_run import shown
 from ddpm_core.registry.card import write_card
 from ddpm_core.registry.gate import Champion, Decision, decide
@@ -28,8 +28,9 @@ KEPT = ("step", "score_name", "score", "evidence", "memorisation")  # of a row, 
 def register(config: Config, workspace: Workspace) -> dict[str, Any]:
     """Make the best checkpoint a version and move the alias if the gate allows it.
 
-    A checkpoint that is registered with the same evidence already makes no second version. The
-    result is also registered.json. Raises UserError where MLflow is away or nothing is scored.
+    A checkpoint that is registered with the same score and evidence already makes no second
+    version. The result is also registered.json. Raises UserError where MLflow is away or nothing
+    is scored.
     """
     row = best_row(workspace)
     checkpoint = open_checkpoint(workspace, int(row["step"]))
@@ -85,6 +86,7 @@ def identity(row: Row) -> dict[str, str]:
     """What makes two versions the same one: the weights, and what they were measured by."""
     return {
         "weights": str(row["evidence"]["weights"]),
+        "score_name": str(row["score_name"]),
         "evidence_key": evidence_key(row["evidence"]),
     }
 
@@ -102,7 +104,7 @@ def judge(config: Config, workspace: Workspace, registry: Registry, row: Row) ->
     """Ask the gate; a champion that was measured anew keeps that row as a tag."""
     version = registry.champion()
     if version is None:
-        return decide(row, None, comparable, dict)
+        return decide(row, None, differences, dict)
     rows = [found for key in ("rescored", "row") if (found := row_of(version, key))]
     if any(identity(found) == identity(row) for found in rows):
         return Decision(True, decision_of(version) or "It is the champion.")
@@ -113,7 +115,7 @@ def judge(config: Config, workspace: Workspace, registry: Registry, row: Row) ->
         say(f"register: the champion, version {version.version}, is sampled and scored anew.")
         return rescore(config, workspace, registry.checkpoint(version), row)
 
-    decision = decide(row, Champion(version.version, list(rows)), comparable, measure_anew)
+    decision = decide(row, Champion(version.version, list(rows)), differences, measure_anew)
     if decision.rescored:
         registry.tag(version, "rescored", json.dumps(short(decision.rescored)))
     return decision
@@ -169,7 +171,6 @@ def conclude(registry: Registry, version: Any, decision: Decision, row: Row) -> 
         "promoted": decision.promote,
         "why": decision.why,
         "step": row["step"],
-        "score_name": row["score_name"],
         "score": row["score"],
         **identity(row),
     }

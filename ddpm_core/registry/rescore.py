@@ -21,10 +21,12 @@ from ddpm_core.workspace import Workspace
 def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) -> dict[str, Any]:
     """The row of the checkpoint in `folder`, measured as `candidate` was.
 
-    Raises Unfit where it cannot draw such images.
+    Raises Unfit where it cannot draw such images, and UserError where the data, the extractor or
+    the score are no longer those of the candidate.
     """
     evidence = candidate["evidence"]
     judge = Judge(config, workspace)
+    must_equal("data", judge.train.fingerprint, evidence["data"])
     try:
         checkpoint = Checkpoint.open(folder)
     except Corrupt as error:
@@ -35,6 +37,8 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
             f"it draws images of {shape[0]} pixels and {shape[1]} channels, the data have "
             f"{judge.train.image_size} and {judge.train.channels}."
         )
+    must_equal("extractor", judge.extractor.fingerprint, evidence["extractor_fingerprint"])
+    must_equal("score", judge.score_name(int(evidence["count"])), candidate["score_name"])
     settings = as_candidate(config.sample, evidence, checkpoint)
     try:
         generator = Generator(
@@ -56,6 +60,15 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
             "samples": None,
         },
     }
+
+
+def must_equal(what: str, now: str, scored: str) -> None:
+    """Raise UserError where the champion would be measured otherwise than the candidate was."""
+    if now != scored:
+        raise UserError(
+            f"The {what} is now {now}; the checkpoints here were scored with {scored}: run "
+            "`ddpm evaluate` first."
+        )
 
 
 def as_candidate(own: Sample, evidence: dict[str, Any], checkpoint: Checkpoint) -> Sample:
