@@ -315,7 +315,8 @@ def test_names_of_any_bytes_are_read_and_listed(tmp_path: Path) -> None:
     data = prepared(tmp_path, tmp_path / "raw", max_rejected=0.5)
     shown = sorted(raw.decode("utf-8", "backslashreplace") for raw in STRANGE)
     assert sorted(data.classes) == shown
-    assert sorted(rejected(tmp_path / "workspace")) == sorted(f"{n}/{n}.jpg" for n in shown)
+    told = [name.replace("\n", "\\n").replace("\t", "\\t") for name in shown]
+    assert sorted(rejected(tmp_path / "workspace")) == sorted(f"{n}/{n}.jpg" for n in told)
 
 
 PREPARE = """

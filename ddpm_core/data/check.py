@@ -18,10 +18,12 @@ from ddpm_core.data import names
 from ddpm_core.data.cifar import recognise
 from ddpm_core.data.examine import Examined, examine
 from ddpm_core.data.layout import Layout, arrange
+from ddpm_core.data.names import one_line
 from ddpm_core.data.opening import open_source
 from ddpm_core.data.pool import chunked, spread, workers_for
 from ddpm_core.data.rejected import SHOWN, in_order, refuse_nothing
 from ddpm_core.data.sources import Entry, Listing, Rejection, Source
+from ddpm_core.data.split import untrainable
 
 SIDES = (8, 16, 32, 64, 128, 256, 512, 1024)
 IMBALANCE = 3.0  # of the largest class to the smallest, from where on it is told
@@ -96,6 +98,8 @@ def summarise(
     report.stored = dict(Counter(item.stored for item in used).most_common())
     report.splits = _by_split(layout, used)
     report.copies = _copies(listing, used)
+    reason = untrainable([layout.held_out[item.position] for item in used])
+    report.notes += [f"prepare stops: {reason}."] if reason else []
     report.notes += _advice(report, listing)
     report.suggested = suggest(report)
     return report
@@ -191,13 +195,13 @@ def lines(report: DataReport) -> list[str]:
     if report.count:
         text += _sizes(report)
         text.append("stored as: " + ", ".join(f"{k} {n:,}" for k, n in report.stored.items()))
-    text += _listed("unusable", [f"{names.shown(r.name)}: {r.reason}" for r in report.rejected])
+    text += _listed("unusable", [f"{r.name}: {r.reason}" for r in report.rejected])
     text += _listed("exact copies", [" = ".join(group) for group in report.copies])
     text += [f"note: {note}" for note in report.notes]
     text.append("params to start from:")
     for section, values in report.suggested.items():
         text.append(f"  {section}: {{{', '.join(f'{k}: {v}' for k, v in values.items())}}}")
-    return [line.replace("\n", "\\n") for line in text]  # a name may hold one
+    return [one_line(line) for line in text]
 
 
 def _class_table(report: DataReport) -> list[str]:

@@ -74,6 +74,12 @@ def shown(name: str) -> str:
     return unicodedata.normalize("NFC", to_bytes(name).decode("utf-8", "backslashreplace"))
 
 
+def one_line(text: str) -> str:
+    """Text with names in it as `shown` gives them, and control characters, among them new lines, as
+    `\\n` or `\\x1b`: nobody forges a line with one."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown(text))
+
+
 def suffix(name: str) -> str:
     """The extension in lower case, without its dot; empty where there is none."""
     _, dot, end = name.rpartition("/")[2].rpartition(".")

@@ -19,12 +19,22 @@ from ddpm_core.data.captions import captions
 from ddpm_core.data.cifar import recognise
 from ddpm_core.data.freshness import stale
 from ddpm_core.data.layout import Layout, arrange, select
+from ddpm_core.data.names import one_line
 from ddpm_core.data.opening import open_source
 from ddpm_core.data.packing import Pictures, pack
 from ddpm_core.data.place import refuse_own_places
 from ddpm_core.data.pool import chunked, spread, workers_for
-from ddpm_core.data.rejected import in_order, refuse_nothing, refuse_too_many, write_rejected
+from ddpm_core.data.rejected import (
+    REJECTED,
+    Unusable,
+    in_order,
+    kept_list,
+    refuse_nothing,
+    refuse_too_many,
+    table,
+)
 from ddpm_core.data.sources import Entry, Listing, Rejection, Source
+from ddpm_core.data.split import untrainable
 from ddpm_core.data.square import Square, squares
 from ddpm_core.errors import UserError
 from ddpm_core.storage import MANIFEST
@@ -32,7 +42,6 @@ from ddpm_core.workspace import DATA, Workspace
 
 __all__ = ["prepare", "stale"]
 
-REJECTED = "rejected.csv"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -52,12 +61,13 @@ def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) 
     facts: dict[str, Any] = {"prepare": settings.model_dump(mode="json")}
     with (
         _told_when_full(workspace),
+        kept_list(workspace),
         open_source(settings, workspace.storage.scratch(), workspace.uri) as opened,
         workspace.storage.new_folder(DATA, facts) as folder,
     ):
         notes = _fill(folder, facts, opened, config, part_bytes)
     for note in notes:
-        console.warn(note)
+        console.warn(one_line(note))
     console.say(_summary(facts))
     return workspace.read_json(f"{DATA}/{MANIFEST}")
 
@@ -72,14 +82,16 @@ def _fill(
     layout = arrange(listing)
     if settings.classes is not None:
         _choose(listing, layout, settings.classes)
+    _refuse_untrainable(layout.held_out, [], settings)
     texts = captions(listing, layout.classes, settings.caption, layout.notes)
     channels = 1 if settings.channels == 1 else 3
     with closing(Scratch(folder, (size, size, channels))) as scratch:
         decoded = _decode(source, listing.pictures, settings, scratch)
         rejected = in_order([*listing.rejected, *decoded.rejected])
-        write_rejected(folder / REJECTED, rejected)
+        (folder / REJECTED).write_bytes(table(rejected))
         refuse_too_many(rejected, len(listing.pictures) + len(listing.rejected), settings)
         pictures = _usable(layout, texts, decoded)
+        _refuse_untrainable(pictures.held_out, rejected, settings)
         if settings.channels == "auto" and pictures.gray:
             channels = 1
         told, notes = pack(folder, scratch, pictures, settings.holdout, channels, part_bytes)
@@ -94,7 +106,7 @@ def _choose(listing: Listing, layout: Layout, wanted: Sequence[str]) -> None:
     if missing:
         raise UserError(
             f"prepare.classes: {', '.join(missing)} given; the source has "
-            f"{', '.join(known) or 'no classes'}."
+            f"{one_line(', '.join(known)) or 'no classes'}."
         )
     rows = [row for row, name in enumerate(layout.classes) if name in wanted]
     select(listing, layout, rows)
@@ -142,6 +154,15 @@ def _usable(layout: Layout, texts: list[str] | None, decoded: Decoded) -> Pictur
         captions=[texts[row] for row in rows] if texts else None,
         gray=decoded.gray,
     )
+
+
+def _refuse_untrainable(
+    held_out: Sequence[bool | None], rejected: Sequence[Rejection], settings: Prepare
+) -> None:
+    reason = untrainable(held_out)
+    if reason:
+        sentence = f"There is nothing to train on in {settings.source}: {reason}"
+        raise Unusable(sentence, rejected) if rejected else UserError(f"{sentence}.")
 
 
 def _lost_classes(layout: Layout, pictures: Pictures) -> list[str]:

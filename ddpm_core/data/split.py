@@ -40,6 +40,18 @@ def hold_out(
     return chosen
 
 
+def untrainable(given: Sequence[bool | None]) -> str:
+    """Why `hold_out` would leave none of the usable pictures for training; empty where it does."""
+    if not given:
+        return "none of the pictures can be used"
+    if all(given):
+        return (
+            f"all {len(given):,} usable pictures are held out, as the source says by names such "
+            "as test or val: give pictures for training too, or name them otherwise"
+        )
+    return ""
+
+
 def duplicates(digests: Sequence[bytes], held_out: NDArray[np.bool_]) -> dict[str, int]:
     """Counts of exact copies: pictures beyond the first of their kind, and held-out pictures that
     are also in train (possible only where the source names the splits)."""
