@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
-import urllib3
 from kubernetes.client.exceptions import ApiException
 
-from ddpm_core.console import Outage, warn
+from ddpm_core.console import warn
 from ddpm_core.errors import UserError
-from ddpm_kube.cluster import PATIENCE, Cluster, passing, plain, refused, said
+from ddpm_kube.answers import FAILURES, PATIENCE, Backoff, passing, plain, refused, said
+from ddpm_kube.cluster import Cluster
 from ddpm_kube.job import GROUP, PLURAL, VERSION
 
 ROUND = 50  # seconds after which a watch that heard nothing begins anew
@@ -27,7 +26,7 @@ Plain = dict[str, Any]
 
 
 class LostSight(UserError):
-    """The API server is away; the job may well be at work."""
+    """What the job does cannot be seen; it may well be at work."""
 
 
 @dataclass
@@ -128,31 +127,37 @@ class Feed:
             return self.view
 
     def _follow(self, kind: str) -> None:
-        """List, watch; list again when what was known is too old. Ends with what does not pass."""
-        call, outage, since, pause = self._sources[kind], Outage(), time.monotonic(), 0.5
+        """List and watch to the end; whatever else ends it is told: nothing goes stale unseen."""
+        try:
+            self._look(kind, self._sources[kind])
+        except Exception as error:
+            self._changes.put((kind, "FAILED", self._sentence(error, kind)))
+
+    def _look(self, kind: str, call: Callable[..., Any]) -> None:
+        """List, watch; list again after an outage, or when what was known is too old (410)."""
+        backoff = Backoff(self._stopped.wait)
         while not self._stopped.is_set():
             try:
                 version = self._list(kind, call)
-                outage.ends(f"The API server tells of {kind} again.")
                 while not self._stopped.is_set():
-                    since, pause = time.monotonic(), 0.5
+                    backoff.over()
                     version = self._watch(kind, call, version)
-            except (ApiException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-                if isinstance(error, ApiException) and error.status == 410:
-                    continue
-                if not passing(error) or time.monotonic() - since > PATIENCE:
-                    self._changes.put((kind, "FAILED", self._sentence(error, kind)))
-                    return
-                outage.begins(f"The API server tells of {kind} no more: {said(error)}.")
-                self._stopped.wait(pause)
-                pause = min(pause * 2, 8.0)
+            except FAILURES as error:
+                too_old = getattr(error, "status", None) == 410
+                told = "" if too_old else f"The API server tells of {kind} no more"
+                if not backoff.passes(error, told):
+                    raise
 
     def _sentence(self, error: Exception, kind: str) -> Exception:
-        if not passing(error):
+        if not isinstance(error, FAILURES):
+            what = f"What the API server tells of {kind} is not understood ({error!r})."
+        elif passing(error):
+            what = f"The API server did not answer for {PATIENCE:.0f} s ({said(error)})."
+        else:
             return refused(error, f"watch {kind}")
         return LostSight(
-            f"The API server did not answer for {PATIENCE:.0f} s ({said(error)}). Whether the job "
-            f"{self._name} goes on is not known; the same command follows it again."
+            f"{what} Whether the job {self._name} goes on is not known; the same command follows "
+            "it again."
         )
 
     def _list(self, kind: str, call: Callable[..., Any]) -> str:

@@ -22,7 +22,7 @@ from ddpm_kube.reasons import (
 )
 from ddpm_kube.spec import JobSpec
 
-SAME = 3  # times that a worker may end with the same sentence
+SAME = 3  # times that a worker may end with the same sentence, however many its processes
 
 LONGEST = 300  # characters of an event that is passed on; the operator quotes whole logs
 NOBODY = 45.0  # seconds that the operator may take until it does anything
@@ -82,9 +82,8 @@ class Judge:
         first = _foremost([p for p in found if p.at_once])
         if first:
             return first.sentence
-        own = [s for sentences in logs.sentences.values() for s in sentences]
-        if own:
-            return f"The workers ended with: {own[-1]}"
+        if own := logs.newest_sentence():
+            return f"The workers ended with: {own}"
         parts = [f"{short(name)}: {ended(pod)}" for name, pod in sorted(view.last.items())]
         return f"The job failed: {message}. {'; '.join(parts)}".rstrip(". ") + "."
 
@@ -198,8 +197,7 @@ def _foremost(found: list[Problem]) -> Problem | None:
 
 def _same(logs: Logs) -> str:
     """A sentence of our program that comes again and again: another start would say it too."""
-    for pod, sentences in logs.sentences.items():
-        for sentence, count in sentences.items():
-            if count >= SAME:
-                return f"{short(pod)} ended {count} times with: {sentence}"
+    for (pod, sentence), count in logs.ends().items():
+        if count >= SAME:
+            return f"{short(pod)} ended {count} times with: {sentence}"
     return ""

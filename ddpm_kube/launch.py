@@ -16,7 +16,8 @@ from typing import Any
 from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.errors import Interrupted, UserError
-from ddpm_kube.cluster import Cluster, Exists, remove
+from ddpm_kube.answers import Exists
+from ddpm_kube.cluster import Cluster, remove
 from ddpm_kube.feed import Feed, LostSight, View
 from ddpm_kube.here import Here, find
 from ddpm_kube.job import build
@@ -161,7 +162,7 @@ def follow(cluster: Cluster, spec: JobSpec, patience: float) -> None:
 def explain(view: View, logs: Logs) -> None:
     """All that is known of a failed job, before it is gone."""
     for name, pod in sorted(view.last.items()):
-        lines = logs.tails.get(name, ())
+        lines = logs.tail(name)
         say(f"--- {short(name)}: {ended(pod)}; {'its last lines' if lines else 'it said nothing'}")
         for line in lines:
             say(f"    {line}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -9,28 +10,38 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Self
 
-import urllib3
-from kubernetes.client.exceptions import ApiException
-
 from ddpm_core.console import say
-from ddpm_kube.cluster import PATIENCE, Cluster, passing
+from ddpm_kube.answers import FAILURES, Backoff
+from ddpm_kube.cluster import Cluster
 from ddpm_kube.feed import lines
 from ddpm_kube.job import CONTAINER
 
 TAIL = 40  # lines kept of each worker; torchrun's own report takes 20
+AGAIN = 1.0  # seconds after which a log that ended is looked at again, if its container runs
 OURS = "ddpm train: "  # begins the sentence with which our program ends
+# torchrun says so once when processes of its pod have failed, after what they said themselves.
+FAILED = "] failed (exitcode: "
+
+_STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d) ?(.*)", re.S)
 
 
 class Logs:
-    """Follows every container of every worker, by a thread each."""
+    """Follows every container of every worker, by a thread each.
+
+    Its methods are for one thread, and what they return is nobody else's.
+    """
 
     def __init__(self, cluster: Cluster, tell: Callable[[str], None] = say) -> None:
         self._cluster, self._tell = cluster, tell
         self._followed: dict[str, threading.Thread] = {}
         self._running: set[str] = set()
         self._stopped = threading.Event()
-        self.tails: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=TAIL))
-        self.sentences: dict[str, Counter[str]] = defaultdict(Counter)
+        self._lock = threading.Lock()  # of all below, which the threads change
+        self._read_to: dict[str, str] = defaultdict(str)  # the moment of the last line, by source
+        self._tails: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=TAIL))
+        self._sentences: dict[str, set[str]] = defaultdict(set)  # of processes about to end
+        self._ends: Counter[tuple[str, str]] = Counter()
+        self._newest = ""
 
     def __enter__(self) -> Self:
         return self
@@ -48,9 +59,9 @@ class Logs:
                 if status["name"] != CONTAINER:
                     continue
                 if before and before not in self._followed:
-                    self._begin(name, before, previous=True)
+                    self._begin(name, pod, before, previous=True)
                 if container and container != before:
-                    self._begin(name, container, previous=False)
+                    self._begin(name, pod, container, previous=False)
                     if "running" in status["state"]:
                         running.add(container)
         self._running = running
@@ -61,30 +72,54 @@ class Logs:
         for thread in self._followed.values():
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _begin(self, pod: str, container: str, previous: bool) -> None:
+    def tail(self, pod: str) -> list[str]:
+        """The last lines of a worker."""
+        with self._lock:
+            return list(self._tails.get(pod, ()))
+
+    def newest_sentence(self) -> str:
+        """The last one with which a process of any worker ended; empty if none said one."""
+        with self._lock:
+            return self._newest
+
+    def ends(self) -> dict[tuple[str, str], int]:
+        """How often each (pod, sentence) ended the processes of that pod, however many they are."""
+        with self._lock:
+            return dict(self._ends)
+
+    def _begin(self, name: str, pod: dict[str, Any], container: str, previous: bool) -> None:
         if container in self._followed:
             return
-        thread = threading.Thread(target=self._read, args=(pod, container, previous), daemon=True)
+        # A thread may run into the log of the next container before it hears that its own has
+        # ended. So all of a pod share how far its log is read, but for one that goes back.
+        source = str(pod["metadata"]["uid"])
+        if previous:
+            with self._lock:
+                self._read_to[container] = self._read_to[source]
+            source = container
+        thread = threading.Thread(
+            target=self._read, args=(name, container, source, previous), daemon=True
+        )
         self._followed[container] = thread
         thread.start()
 
-    def _read(self, pod: str, container: str, previous: bool) -> None:
+    def _read(self, pod: str, container: str, source: str, previous: bool) -> None:
         """One container's log to its end; a connection that breaks is taken up where it broke."""
-        last, failed = "", 0.0
+        backoff = Backoff(self._stopped.wait)
         while not self._stopped.is_set():
             try:
-                last = self._stream(pod, previous, last)
-                failed = 0.0
-            except (ApiException, urllib3.exceptions.HTTPError, OSError) as error:
-                failed = failed or time.monotonic()
-                if not passing(error) or time.monotonic() - failed > PATIENCE:
+                self._stream(pod, source, previous, backoff)
+            except FAILURES as error:
+                if not backoff.passes(error):
                     return
-            if previous or container not in self._running:
-                return
-            self._stopped.wait(1.0)
+            else:
+                if previous or self._stopped.wait(AGAIN) or container not in self._running:
+                    return
 
-    def _stream(self, pod: str, previous: bool, last: str) -> str:
-        """Pass on the lines after the moment `last`; the moment of the last one."""
+    def _stream(self, pod: str, source: str, previous: bool, backoff: Backoff) -> None:
+        """Pass on the lines that have not been passed on yet."""
+        with self._lock:
+            last = self._read_to[source]
         since = {"since_seconds": _seconds_since(last)} if last else {}
         response = self._cluster.core.read_namespaced_pod_log(
             pod,
@@ -97,18 +132,23 @@ class Logs:
             _preload_content=False,
             _request_timeout=(5, 300),
         )
+        backoff.over()
         for line in lines(response):
-            at, _, text = line.decode(errors="replace").partition(" ")
-            moment = _sortable(at)
-            if moment > last:
-                last = moment
-                self._add(pod, text.rstrip())
-        return last
+            # What has no time is the kubelet's own, such as that the log is no longer there.
+            if stamped := _STAMPED.fullmatch(line.decode(errors="replace")):
+                self._add(pod, source, _sortable(stamped), stamped[4].rstrip())
 
-    def _add(self, pod: str, text: str) -> None:
-        self.tails[pod].append(text)
-        if text.startswith(OURS):
-            self.sentences[pod][text.removeprefix(OURS)] += 1
+    def _add(self, pod: str, source: str, moment: str, text: str) -> None:
+        with self._lock:
+            if moment <= self._read_to[source]:
+                return
+            self._read_to[source] = moment
+            self._tails[pod].append(text)
+            if text.startswith(OURS):
+                self._newest = text.removeprefix(OURS)
+                self._sentences[pod].add(self._newest)
+            elif FAILED in text:
+                self._ends.update((pod, said) for said in self._sentences.pop(pod, ()))
         self._tell(f"[{short(pod)}] {text}")
 
 
@@ -117,12 +157,11 @@ def short(pod: str) -> str:
     return "-".join(pod.rsplit("-", 2)[1:])
 
 
-def _sortable(moment: str) -> str:
-    """An RFC 3339 time with all nine digits, so that times compare as texts do."""
-    whole, _, fraction = moment.rstrip("Z").partition(".")
-    return f"{whole}.{fraction:0<9}"
+def _sortable(stamped: re.Match[str]) -> str:
+    """An RFC 3339 time with all nine digits, so that times of a node compare as texts do."""
+    return f"{stamped[1]}.{stamped[2] or '':0<9}{stamped[3]}"
 
 
 def _seconds_since(moment: str) -> int:
-    then = datetime.fromisoformat(moment[:19]).replace(tzinfo=UTC)
+    then = datetime.fromisoformat(moment)
     return max(1, int((datetime.now(UTC) - then).total_seconds()) + 2)

@@ -1,0 +1,146 @@
+"""Asking the API server: what is waited out, what ends it, and what is told then."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kubernetes.client.exceptions import ApiException
+
+from ddpm_core.errors import UserError
+from ddpm_kube import answers
+from ddpm_kube.answers import PATIENCE, Backoff
+from ddpm_kube.cluster import Cluster
+from ddpm_kube.feed import Feed, LostSight
+
+AWAY = ApiException(status=503, reason="away")
+Plain = dict[str, Any]
+
+
+class Clock:
+    """Time that passes while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now, self.pauses = 0.0, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.pauses.append(seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(answers, "time", made)
+    return made
+
+
+# Asking again
+
+
+def test_a_question_is_asked_again_for_a_minute_and_less_and_less_often(clock: Clock) -> None:
+    backoff = Backoff(clock.sleep)
+    while backoff.passes(AWAY):
+        pass
+    assert clock.pauses[:6] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
+    assert PATIENCE - 8.0 < clock.now <= PATIENCE
+
+
+def test_the_minute_begins_with_the_first_failure_and_anew_after_an_answer(clock: Clock) -> None:
+    backoff = Backoff(clock.sleep)
+    for _ in range(3):
+        clock.now += 10 * PATIENCE  # a watch that went well for long
+        assert backoff.passes(AWAY)
+        backoff.over()
+    assert clock.pauses == [0.5] * 3
+
+
+def test_an_outage_is_told_once_and_its_end_too(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = iter([AWAY, ConnectionError("refused"), AWAY])
+
+    def call() -> str:
+        if error := next(questions, None):
+            raise error
+        return "the answer"
+
+    assert answers.asked(call, "list PyTorchJobs") == "the answer"
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: Cannot list PyTorchJobs yet: 503 away. It is tried again.",
+        "The API server answers again.",
+    ]
+
+
+def test_what_waiting_does_not_mend_is_told_at_once(clock: Clock) -> None:
+    def call() -> str:
+        raise ApiException(status=403, reason="Forbidden")
+
+    with pytest.raises(UserError, match=r"^Not allowed to list PyTorchJobs: 403 Forbidden\. "):
+        answers.asked(call, "list PyTorchJobs")
+    assert clock.pauses == []
+
+
+# Watching
+
+
+class Watched:
+    """An API server's answers to a list or a watch: `listed` once a list, then the `lines`."""
+
+    def __init__(self, listed: Plain | None = None, *lines: Plain) -> None:
+        self.listed = {"metadata": {"resourceVersion": "1"}, "items": []} | (listed or {})
+        self.lines, self.lists, self.ended = list(lines), 0, threading.Event()
+
+    def __call__(self, *_: object, watch: bool = False, **__: object) -> Any:
+        if watch:
+            return SimpleNamespace(stream=self.stream, close=int, release_conn=int)
+        self.lists += 1
+        return SimpleNamespace(data=json.dumps(self.listed))
+
+    def stream(self, **_: object) -> Iterator[bytes]:
+        while self.lines:
+            yield json.dumps(self.lines.pop(0)).encode() + b"\n"
+        self.ended.wait(30)
+
+
+def feed_of(jobs: Watched, pods: Watched, events: Watched) -> Feed:
+    api: Any = SimpleNamespace(
+        list_namespaced_custom_object=jobs,
+        list_namespaced_pod=pods,
+        list_namespaced_event=events,
+    )
+    return Feed(Cluster("ddpm", api, api), "run")
+
+
+def test_an_answer_that_nobody_understands_ends_the_launcher_and_not_the_job() -> None:
+    odd = Watched(None, {"type": "ADDED", "object": {"kind": "Pod"}})
+    others = Watched()
+    with feed_of(Watched(), odd, others) as feed:
+        with pytest.raises(LostSight, match=r"tells of pods is not understood \(KeyError\("):
+            for _ in range(20):
+                feed.wait(0.5)
+        for one in (odd, others):
+            one.ended.set()
+
+
+def test_a_watch_that_is_too_old_begins_anew_and_nobody_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(answers, "PAUSES", (0.001, 0.001))
+    pod = {"metadata": {"name": "run-worker-0", "uid": "u", "resourceVersion": "9"}, "status": {}}
+    gone = {"type": "ERROR", "object": {"code": 410, "message": "too old"}}
+    pods, others = Watched(None, gone, gone, {"type": "ADDED", "object": pod}), Watched()
+    with feed_of(others, pods, others) as feed:
+        while not feed.wait(0.5).pods:
+            pass
+        for one in (pods, others):
+            one.ended.set()
+    assert pods.lists >= 3
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,274 @@
+"""The workers' logs: each line is passed on once, and an end is counted once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from urllib3.exceptions import ReadTimeoutError
+
+from ddpm_core import params
+from ddpm_kube import answers, launch, logs, options
+from ddpm_kube.feed import View
+from ddpm_kube.judge import Judge
+from ddpm_kube.logs import Logs
+from ddpm_kube.spec import JobSpec
+
+POD = "run-worker-0"
+SENTENCE = "There are no prepared data."
+Read = Callable[..., Iterable[str]]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "AGAIN", 0.05)
+    monkeypatch.setattr(answers, "PAUSES", (0.001, 0.001))
+
+
+class Answer:
+    """A log as the API server sends it: `read` gives its lines, and may break off or wait."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines = lines
+
+    def stream(self, **_: object) -> Iterator[bytes]:
+        for line in self._lines:
+            yield f"{line}\n".encode()
+
+    def close(self) -> None:
+        """Nothing."""
+
+    release_conn = close
+
+
+def followed(read: Read) -> tuple[Logs, list[str]]:
+    """Logs of an API server that answers with the lines of `read`, and what they pass on."""
+    told: list[str] = []
+
+    def answer(*_: object, previous: bool, **__: object) -> Answer:
+        return Answer(read(previous))
+
+    core = SimpleNamespace(read_namespaced_pod_log=answer)
+    cluster: Any = SimpleNamespace(namespace="ddpm", core=core)
+    return Logs(cluster, told.append), told
+
+
+def pods(container: str, before: str = "", state: str = "running") -> dict[str, Any]:
+    status = {"name": "pytorch", "containerID": container, "state": {state: {}}}
+    if before:
+        status["lastState"] = {"terminated": {"containerID": before}}
+    return {POD: {"metadata": {"uid": "u-1"}, "status": {"containerStatuses": [status]}}}
+
+
+def stamped(texts: Iterable[str], minute: int = 0) -> list[str]:
+    """As lines of a log with times, a second each."""
+    return [f"2026-01-01T00:{minute:02}:{n:02}.5Z {text}" for n, text in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def judge() -> Judge:
+    config = params.load(None, ("tracking.uri=''",), "/workspace/run")
+    given = options.read({"volumes": [{"claim": "runs", "path": "/workspace"}], "processes": 3})
+    return Judge(JobSpec(config, given, "run", "ddpm", "ddpm:dev"), 30.0, lambda text: None)
+
+
+# Each line once
+
+
+def test_a_connection_that_breaks_again_and_again_repeats_no_line() -> None:
+    written = stamped(["a", f"ddpm train: {SENTENCE}", "x] failed (exitcode: 1) local_rank: 0"])
+    calls, whole = [], threading.Event()
+
+    def read(previous: bool) -> Iterator[str]:
+        calls.append(previous)
+        yield from written
+        if len(calls) < 6:
+            raise ReadTimeoutError(None, "/", "Read timed out.")  # type: ignore[arg-type]
+        yield "2026-01-01T00:01:00Z z"
+        whole.set()
+
+    log, told = followed(read)
+    log.follow(pods("c1"))
+    assert whole.wait(30)
+    log.follow({})
+    log.finish(30)
+    assert [line.partition("] ")[2] for line in told] == [
+        "a",
+        f"ddpm train: {SENTENCE}",
+        "x] failed (exitcode: 1) local_rank: 0",
+        "z",
+    ]
+    assert log.ends() == {(POD, SENTENCE): 1}
+
+
+def test_a_worker_that_is_silent_for_long_is_heard_when_it_speaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each connection that was answered begins the API server's patience anew."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    calls, spoken = [], threading.Event()
+
+    def read(previous: bool) -> Iterator[str]:
+        calls.append(previous)
+        if len(calls) < 4:
+            clock.now += 300.0
+            raise ReadTimeoutError(None, "/", "Read timed out.")  # type: ignore[arg-type]
+        yield from stamped(["at last"])
+        spoken.set()
+
+    log, told = followed(read)
+    log.follow(pods("c1"))
+    assert spoken.wait(30)
+    log.follow({})
+    log.finish(30)
+    assert told == ["[worker-0] at last"]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["status-in-time", "status-late"])
+def test_a_container_that_is_started_again_at_once_is_read_once(late: bool) -> None:
+    """The thread of the one before may run into its log before anybody tells that it has ended."""
+    first, second = stamped(["start 1"]), stamped(["start 2", "end 2"], minute=1)
+    calls, ended, again = [], threading.Event(), threading.Event()
+
+    def read(previous: bool) -> Iterator[str]:
+        calls.append(previous)
+        if len(calls) == 1:
+            yield from first
+            ended.set()
+        else:
+            yield from second
+            again.set()
+
+    log, told = followed(read)
+    log.follow(pods("c1"))
+    assert (again if late else ended).wait(30)
+    log.follow(pods("c2", before="c1"))
+    assert again.wait(30)
+    log.follow({})
+    log.finish(30)
+    assert told == ["[worker-0] start 1", "[worker-0] start 2", "[worker-0] end 2"]
+
+
+def test_a_launcher_that_comes_late_reads_the_container_before_too() -> None:
+    log, told = followed(
+        lambda previous: stamped(["before"]) if previous else stamped(["now"], minute=1)
+    )
+    log.follow(pods("c2", before="c1", state="terminated"))
+    log.finish(30)
+    assert sorted(told) == ["[worker-0] before", "[worker-0] now"]
+
+
+def test_times_of_any_zone_are_taken_and_lines_without_one_are_not_the_workers() -> None:
+    log, told = followed(
+        lambda _: [
+            "unable to retrieve container logs for containerd://c1",
+            "2026-01-01T01:00:00.1+01:00 a",
+            "2026-01-01T01:00:00.12+01:00 b",
+            "2026-01-01T01:00:00.1+01:00 a",
+        ]
+    )
+    log.follow(pods("c1", state="terminated"))
+    log.finish(30)
+    assert told == ["[worker-0] a", "[worker-0] b"]
+
+
+# What is asked while they are written
+
+
+def test_a_failure_is_explained_while_workers_go_on_writing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, written = threading.Semaphore(0), threading.Semaphore(0)
+
+    def read(previous: bool) -> Iterator[str]:
+        yield from stamped(["old 1", "old 2"])
+        written.release()
+        for number in range(50):
+            asked.acquire()
+            yield f"2026-01-01T00:01:{number:02}Z new"
+            written.release()
+
+    log, _ = followed(read)
+    log.follow(pods("c1"))
+    written.acquire()
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        """Each line that is said gives the worker time for another one."""
+        said.append(text)
+        asked.release()
+        written.acquire()
+
+    monkeypatch.setattr(launch, "say", say)
+    launch.explain(View(last=pods("c1")), log)
+    assert said[1:3] == ["    old 1", "    old 2"]
+    log.follow({})
+    asked.release(50)
+    log.finish(30)
+
+
+def test_a_job_is_judged_while_workers_go_on_writing(judge: Judge) -> None:
+    switches, stop = sys.getswitchinterval(), threading.Event()
+
+    def read(previous: bool) -> Iterator[str]:
+        for number in range(10**9):
+            if stop.is_set():
+                return
+            moment = f"2026-01-01T00:00:00.{number:09}Z"
+            yield f"{moment} ddpm train: sentence {number}"
+            yield f"{moment}1 x] failed (exitcode: 1)"
+
+    log, _ = followed(read)
+    sys.setswitchinterval(1e-6)
+    try:
+        log.follow(pods("c1"))
+        assert {judge.verdict(View(), log, 0.0) for _ in range(1000)} == {""}
+    finally:
+        stop.set()
+        sys.setswitchinterval(switches)
+    log.follow({})
+    log.finish(30)
+
+
+# Ends, not processes
+
+
+def test_an_end_of_three_processes_is_one_as_torchrun_really_tells_it(
+    tmp_path: Path, judge: Judge
+) -> None:
+    """Three processes that are started three times say the sentence up to nine times."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from ddpm_core.console import telling\nfrom ddpm_core.errors import UserError\n"
+        f"with telling('ddpm train'):\n    raise UserError({SENTENCE!r})\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node=3", "--max-restarts=2", str(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    said = done.stdout.splitlines()
+    ends = [number for number, line in enumerate(said) if "failed (exitcode: " in line]
+    assert len(ends) == 3, done.stdout
+
+    def ended(lines: list[str]) -> Logs:
+        written = [f"2026-01-01T00:00:00.{n:09}Z {text}" for n, text in enumerate(lines)]
+        log, _ = followed(lambda _: written)
+        log.follow(pods("c1", state="terminated"))
+        log.finish(30)
+        return log
+
+    twice, thrice = ended(said[: ends[2]]), ended(said)
+    assert twice.ends() == {(POD, SENTENCE): 2}
+    assert judge.verdict(View(), twice, 0.0) == ""
+    assert judge.verdict(View(), thrice, 0.0) == f"worker-0 ended 3 times with: {SENTENCE}"
