@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from kubernetes import client, config
 
 from ddpm_core.console import warn
@@ -97,6 +98,11 @@ def connect(namespace: str | None, own: str | None) -> Cluster:
             f"No Kubernetes cluster is known here: {str(error).rstrip('.')}. Set KUBECONFIG, or "
             "run in a pod whose ServiceAccount token is mounted."
         ) from error
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # of a file that is something else
+        raise UserError(
+            f"{config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION} is no kubeconfig: "
+            f"{' '.join(str(error).split())}. Set KUBECONFIG to one."
+        ) from error
     settings = client.Configuration.get_default_copy()
     settings.retries = False  # `asked` does that, and tells
     api = client.ApiClient(settings)
@@ -107,23 +113,32 @@ def connect(namespace: str | None, own: str | None) -> Cluster:
     )
 
 
-def remove(cluster: Cluster, job: dict[str, Any]) -> None:
-    """Delete a job, and wait until it and its pods are gone."""
+def remove(cluster: Cluster, job: dict[str, Any]) -> bool:
+    """Delete a job, and wait until it and its pods are gone; whether they are."""
     cluster.delete(job)
-    await_end(cluster, job)
+    return await_end(cluster, job)
 
 
-def await_end(cluster: Cluster, job: dict[str, Any]) -> None:
-    """Wait until a job that is being deleted, and its pods, are gone."""
+def await_end(cluster: Cluster, job: dict[str, Any]) -> bool:
+    """Wait until a job that is being deleted, and its pods, are gone.
+
+    False, with a warning, a minute after the pods' grace period: a finalizer or a dead node may
+    keep them for ever.
+    """
     name, uid = job["metadata"]["name"], job["metadata"].get("uid")
     pods = job["spec"]["pytorchReplicaSpecs"].get("Worker", {}).get("template", {}).get("spec", {})
-    deadline = time.monotonic() + float(pods.get("terminationGracePeriodSeconds", 30)) + 60.0
+    limit = float(pods.get("terminationGracePeriodSeconds", 30)) + 60.0
+    deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         left = cluster.job(name)
         if left is None or left["metadata"]["uid"] != uid:
-            return
+            return True
         time.sleep(1.0)
-    warn(f"The PyTorchJob {name} is still being deleted; `ddpm jobs gc` looks after it later.")
+    warn(
+        f"The PyTorchJob {name} is still being deleted after {limit:.0f} s. What it waits for: "
+        f"kubectl -n {cluster.namespace} get pytorchjob {name} -o jsonpath={{.metadata.finalizers}}"
+    )
+    return False
 
 
 def _or_none(call: Callable[[], dict[str, Any]], doing: str) -> dict[str, Any] | None:

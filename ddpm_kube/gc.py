@@ -63,14 +63,12 @@ def collect(cluster: Cluster, older_than: float, dry_run: bool = False) -> list[
 
 
 def remove_run(cluster: Cluster, run_id: str) -> list[str]:
-    """Delete what a run has left, whatever its state, and wait until it is gone; the names."""
+    """Delete what a run has left, whatever its state; the names of what is gone then."""
     labels = f"{_LABELS},{RUN}={label_value(run_id)}"
     found = cluster.all_jobs(labels)
     for job in found:
         cluster.delete(job)
-    for job in found:
-        await_end(cluster, job)
-    return [str(job["metadata"]["name"]) for job in found]
+    return [str(job["metadata"]["name"]) for job in found if await_end(cluster, job)]
 
 
 def _finished_at(job: dict[str, Any]) -> str | None:

@@ -110,7 +110,7 @@ def told_to_stop() -> Iterator[None]:
 
 
 def make_or_find(here: Here, job: Plain) -> Plain:
-    """The job as the cluster has it. Raises UserError if another one is at work under its name."""
+    """The job as the cluster has it. Raises UserError if another one keeps its name."""
     cluster, name = here.cluster, job["metadata"]["name"]
     while True:
         try:
@@ -124,7 +124,12 @@ def make_or_find(here: Here, job: Plain) -> Plain:
             continue
         if "deletionTimestamp" in found["metadata"] or finished(found):
             say(f"The PyTorchJob {name} of an earlier attempt is removed first.")
-            remove(cluster, found)
+            if not remove(cluster, found):
+                raise UserError(
+                    f"The PyTorchJob {cluster.namespace}/{name} of an earlier attempt cannot be "
+                    "removed. End what keeps it (a finalizer, a pod on a dead node), or give "
+                    "another run id."
+                )
             continue
         if differs(found, job):
             raise UserError(

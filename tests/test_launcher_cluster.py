@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kubernetes.client.exceptions import ApiException
+from kubernetes.config import kube_config
 
 from ddpm_core.errors import UserError
-from ddpm_kube import answers
+from ddpm_kube import answers, cluster, gc, launch
 from ddpm_kube.answers import PATIENCE, Backoff
-from ddpm_kube.cluster import Cluster
+from ddpm_kube.cluster import Cluster, connect
 from ddpm_kube.feed import Feed, LostSight
+from ddpm_kube.here import Here
+from ddpm_kube.job import MANAGER, RUN
 
 AWAY = ApiException(status=503, reason="away")
 Plain = dict[str, Any]
@@ -38,7 +42,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(answers, "time", made)
+    for module in (answers, cluster):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
@@ -144,3 +149,70 @@ def test_a_watch_that_is_too_old_begins_anew_and_nobody_is_told(
             one.ended.set()
     assert pods.lists >= 3
     assert capsys.readouterr().err == ""
+
+
+# A job that cannot be got rid of
+
+
+class Held:
+    """The jobs of an API server that a finalizer keeps, whoever deletes them."""
+
+    def __init__(self, job: Plain) -> None:
+        self.job, self.looks = job, 0
+
+    def create_namespaced_custom_object(self, *_: object, **__: object) -> Plain:
+        raise ApiException(status=409, reason="exists")
+
+    def get_namespaced_custom_object(self, *_: object, **__: object) -> Plain:
+        self.looks += 1
+        assert self.looks < 1000, "the launcher looks for ever"
+        return self.job
+
+    def delete_namespaced_custom_object(self, *_: object, **__: object) -> None:
+        self.job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+
+    def list_namespaced_custom_object(self, *_: object, **__: object) -> Plain:
+        return {"items": [self.job]}
+
+
+def held_job() -> Plain:
+    template = {"spec": {"terminationGracePeriodSeconds": 90}}
+    return {
+        "metadata": {"name": "train-run", "uid": "u-1", "labels": {**MANAGER, RUN: "run"}},
+        "spec": {"pytorchReplicaSpecs": {"Worker": {"template": template}}},
+        "status": {"conditions": [{"type": "Failed", "status": "True"}]},
+    }
+
+
+def test_a_job_that_is_never_gone_ends_the_launcher_with_what_to_do(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs: Any = Held(held_job())
+    with pytest.raises(UserError, match=r"ddpm/train-run .* cannot be removed\. End what keeps it"):
+        launch.make_or_find(Here(Cluster("ddpm", jobs, jobs), None), held_job())
+    assert 150 <= clock.now < 152
+    assert "kubectl -n ddpm get pytorchjob train-run" in capsys.readouterr().err
+
+
+def test_a_job_that_is_never_gone_does_not_count_as_removed(clock: Clock) -> None:
+    jobs: Any = Held(held_job())
+    assert gc.remove_run(Cluster("ddpm", jobs, jobs), "run") == []
+
+
+# Finding the cluster
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{a: [", b"\xff\xfe\x00", b"- a list\n", b"a text", b"", b"a: 1\n", b"contexts: [{name: 1}]"],
+)
+def test_a_kubeconfig_that_is_none_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    file = tmp_path / "config"
+    file.write_bytes(content)
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+    with pytest.raises(UserError) as caught:
+        connect(None, None)
+    assert str(file) in str(caught.value) and "Set KUBECONFIG" in str(caught.value)
+    assert "\n" not in str(caught.value)
