@@ -27,6 +27,10 @@ KIND = "mlflow.experimentKind"  # whether the UI speaks of training or of langua
 
 T = TypeVar("T")
 
+# Of a URI: a user with a password, and with http(s) a user alone, as tokens are given. A password
+# may itself hold an @; ssh://git@host holds nothing secret.
+_SECRET = re.compile(r'((?:https?)?://[^/\s":]*:)[^/\s"]*@|(https?://)[^/\s":]*@', re.IGNORECASE)
+
 
 def connect(uri: str) -> Any:
     """An MlflowClient that is quiet and gives up soon; what the environment asks for still holds.
@@ -54,9 +58,9 @@ def sqlite_path(uri: str) -> Path | None:
     return Path(uri.removeprefix(prefix)) if uri.startswith(prefix) else None
 
 
-def shown(uri: str) -> str:
-    """A text without the passwords that its URIs may hold."""
-    return re.sub(r"(://[^/\s:@\"]*):[^/\s@\"]+@", r"\1:***@", uri)
+def shown(text: str) -> str:
+    """A text without the passwords and tokens that its URIs may hold."""
+    return _SECRET.sub(r"\1\2***@", text)
 
 
 def find_experiment(client: Any, uri: str, name: str) -> str:

@@ -10,11 +10,11 @@ from pathlib import PurePosixPath
 import yaml
 
 from ddpm_core.config import Config
+from ddpm_core.mlflow_run import flatten, shown
 from ddpm_kube.names import job_name
 from ddpm_kube.options import Options, amount, refusal
 
-# Of a URI with a password in it, and of variables that are usually secret.
-_PASSWORD = re.compile(r"\w+://[^/\s:@]*:[^/\s@]+@")
+# Of variables that are usually secret.
 _SECRET = re.compile(r"SECRET|PASSWORD|TOKEN|CREDENTIAL|API_?KEY|ACCESS_KEY_ID", re.IGNORECASE)
 _LARGEST = 200 * 1024  # bytes of params; annotations may have 256 KiB in all
 
@@ -148,8 +148,9 @@ def _places(spec: JobSpec) -> Iterator[str]:
 def _secrets(spec: JobSpec) -> Iterator[str]:
     """The job can be read by anyone who may list it."""
     options = spec.options
-    for match in sorted(set(_PASSWORD.findall(spec.params))):
-        yield f"params: {match.partition('://')[0]}://...@ holds a password; give it as a Secret"
+    for key, text in flatten(spec.config.dump()).items():
+        if (masked := shown(text)) != text:
+            yield f"{key}: {masked} holds a password or token; give it as a Secret"
     for name in sorted(options.env):
         if _SECRET.search(name):
             yield f"env: {name} looks like a secret; put it into a Secret, and name that in secrets"

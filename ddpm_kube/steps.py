@@ -48,9 +48,9 @@ def settings(
         )
     if shown(dumped := text_of(config)) != dumped:
         raise UserError(
-            "A URI among the params holds a password, and KFP shows and logs its inputs: leave it "
-            "out, and give it to the pods as a Secret (MLflow: MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD)."
+            "A URI among the params holds a password or token, and KFP shows and logs its inputs: "
+            "leave it out. MLflow's go into the Secret ddpm-mlflow, as MLFLOW_TRACKING_USERNAME "
+            "and MLFLOW_TRACKING_PASSWORD."
         )
     return config
 

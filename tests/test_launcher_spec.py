@@ -12,6 +12,7 @@ import yaml
 
 from ddpm_core import params
 from ddpm_core.errors import UserError
+from ddpm_core.mlflow_run import shown
 from ddpm_kube import cli, options
 from ddpm_kube.job import HASH, PARAMS, RUN, build
 from ddpm_kube.names import job_name, label_value
@@ -201,7 +202,11 @@ def test_all_impossible_combinations_are_told_at_once() -> None:
         ((), {"volumes": [*MOUNTED["volumes"], {"claim": "b", "path": "/workspace"}]}, "twice"),
         ((), {"volumes": [*MOUNTED["volumes"], {"claim": "b", "path": "/tmp/x"}]}, "in use"),
         (("tracking.uri=sqlite:///x.db",), {}, "would be lost with the pod"),
-        (("tracking.uri=http://me:pass@mlflow:5000",), {}, "http://...@ holds a password"),
+        (
+            ("tracking.uri=http://me:pass@mlflow:5000",),
+            {},
+            "holds a password",
+        ),
         ((), {"deadline_seconds": 10}, "deadline_seconds: 10"),
         ((), {"run_id": " "}, "run_id: empty"),
     ],
@@ -210,8 +215,44 @@ def test_what_cannot_work_is_refused(settings: tuple[str, ...], given: Settings,
     assert told in refused(*settings, **given)
 
 
-def test_a_password_is_not_repeated_in_the_refusal() -> None:
-    assert "hunter2" not in refused("tracking.uri=http://me:hunter2@mlflow:5000")
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        ("http://me:hunter2@mlflow:5000", "http://me:***@mlflow:5000"),
+        ("HTTPS://me:hunter2@mlflow", "HTTPS://me:***@mlflow"),
+        ("http://me:hunt@er2@mlflow/x", "http://me:***@mlflow/x"),
+        ("http://m@e:hunter2@mlflow", "http://m@e:***@mlflow"),
+        ("http://:hunter2@mlflow", "http://:***@mlflow"),
+        ("https://hunter2@mlflow", "https://***@mlflow"),
+        ("https://hunt@er2@mlflow", "https://***@mlflow"),
+        ("postgresql+psycopg2://me:hunter2@db/runs", "postgresql+psycopg2://me:***@db/runs"),
+        ("dvc:https://hunter2@github.com/o/r.git#p@v1", "dvc:https://***@github.com/o/r.git#p@v1"),
+        ("ssh://git:hunter2@host/r.git", "ssh://git:***@host/r.git"),
+    ],
+)
+def test_a_password_or_token_in_a_uri_is_refused_and_not_repeated(uri: str, told: str) -> None:
+    assert shown(uri) == told
+    for text in (f'{{"uri": "{uri}"}}', f"from {uri} and http://host:80/x@y"):
+        assert shown(text) == text.replace(uri, told)
+    sentence = refused(f"prepare.source={uri}")
+    assert f"prepare.source: {told} holds a password or token" in sentence
+    assert "hunter2" not in sentence and "er2" not in sentence
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "dvc:ssh://git@host:22/registry.git#photos@v1",
+        "dvc:https://host:8443/registry.git#photos@v1",
+        "dvc:git@github.com:o/r.git#photos@v1",
+        "s3://bucket/a:b@c",
+        "http://mlflow:5000",
+        "sqlite:////a/b@c.db",
+    ],
+)
+def test_a_uri_without_a_secret_is_shown_whole_and_taken(uri: str) -> None:
+    assert shown(uri) == uri
+    assert spec((f"prepare.source={uri}",)).config.prepare.source == uri
 
 
 def test_unknown_options_and_wrong_types_are_told_together() -> None:

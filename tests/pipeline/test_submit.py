@@ -43,6 +43,10 @@ train: {steps: 8, batch_size: 8}
         ({"job": {"max_replicas": 9}}, "more than the 8 images of a batch"),
         ({"workspace": "/elsewhere"}, "/elsewhere lies on no volume"),
         ({"tracking": "http://me:secret@mlflow"}, "A URI among the params holds a password"),
+        (
+            {"source": "dvc:https://ghp_TOKEN@github.com/me/registry.git#photos@v1"},
+            "A URI among the params holds a password or token",
+        ),
         ({"backend": "slurm"}, "pytorchjob or process is needed"),
         ({"params": TINY + "#" * 10_000}, "more than the 10,000 bytes that KFP takes"),
     ],
