@@ -19,7 +19,7 @@ from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.evaluate import evaluate, stale
-from ddpm_core.workspace import METRICS, RUN, Workspace, samples_key
+from ddpm_core.workspace import METRICS, RUN, Workspace, samples_key, snapshot_key
 
 PICTURES = (
     "FID_vs_TrainingSteps.png",
@@ -197,7 +197,7 @@ def test_missing_files_and_samples_are_told(run: Run) -> None:
     assert run.stale() == "the samples of step 800 are not scored yet"
     shutil.rmtree(run.workspace.path(samples_key(800)))
     shutil.rmtree(run.workspace.path(samples_key(200)))
-    assert run.stale() == "the samples of step 200 are gone"
+    assert run.stale() == "the samples of step 200, or their checkpoint, are gone"
     run.workspace.path("evaluation/report.html").unlink()
     assert run.stale() == "evaluation/report.html is missing"
 
@@ -213,6 +213,28 @@ def test_a_checkpoint_without_samples_is_a_named_row(
     assert "no complete samples" in table.splitlines()[-1]
     assert "no complete samples" in run.workspace.path("evaluation/report.html").read_text()
     assert run.results()["best"]["step"] == 600
+    assert run.stale() is None
+
+
+def test_samples_of_a_checkpoint_that_is_gone_are_in_no_ranking(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run.workspace.path(snapshot_key(600)))
+    assert run.stale() == "the samples of step 600, or their checkpoint, are gone"
+    assert list(run.evaluate()) == [200, 400]
+    assert "samples of step 600 are left out: its checkpoint is gone" in capsys.readouterr().err
+    assert run.results()["best"]["step"] == 400
+    assert run.stale() is None
+
+
+def test_samples_of_weights_that_their_checkpoint_has_not_are_in_no_ranking(run: Run) -> None:
+    kept = run.workspace.read_json(f"{samples_key(400)}/manifest.json")["weights"]
+    for step, weights in ((400, kept), (600, "0" * 64)):
+        files = {"ema-0.9.safetensors": {"size": 1, "sha256": weights}}
+        run.workspace.write_json(f"{snapshot_key(step)}/manifest.json", {"files": files})
+    assert run.stale() == "the samples of step 600, or their checkpoint, are gone"
+    assert "weights that it does not have: run `ddpm sample`" in run.evaluate()[600]["problem"]
+    assert run.results()["best"]["step"] == 400
     assert run.stale() is None
 
 
@@ -359,6 +381,9 @@ def test_without_samples_or_data_the_next_step_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run `ddpm sample` first"):
         run.evaluate()
     put_samples(run.workspace, 200, run.images[:5], "x")
+    with pytest.raises(UserError, match="run `ddpm sample` first"):
+        run.evaluate()
+    snapshot(run.workspace, 200)
     with pytest.raises(UserError, match="run `ddpm prepare` first"):
         run.evaluate()
 

@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from digits_workspace import HELD_OUT, Pixels, digits, make_config, put_data, put_samples
+from digits_workspace import (
+    HELD_OUT,
+    Pixels,
+    digits,
+    make_config,
+    put_data,
+    put_samples,
+    put_snapshot,
+)
 from mlflow_server import shared_server
 from PIL import Image, ImageFilter
 from safetensors.torch import save_file
@@ -116,6 +124,7 @@ def test_scores_in_its_features_are_named_and_its_checksum_is_kept(
         tmp_path / "run", images=digits(8)[0][:8], labels=digits(8)[1][:8], held_out=2
     )
     data = open_dataset(workspace).fingerprint
+    put_snapshot(workspace, 100)
     put_samples(workspace, 100, digits(8)[0][8:12], data)
     (row,) = evaluate(config, workspace)
     assert row["score_name"] == "kid_inception_4" and row["is_mean"] is not None

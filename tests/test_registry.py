@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -314,6 +315,21 @@ def test_what_copies_is_registered_but_not_promoted(
     assert (record["version"], record["promoted"]) == ("1", False)
     assert "copies training images" in record["why"]
     assert not connect(server.uri).get_registered_model(project.name).aliases
+
+
+def test_a_checkpoint_that_goes_after_it_was_scored_blocks_nothing(
+    server: Server, tmp_path: Path
+) -> None:
+    project = Project(tmp_path, "digits-gone", server.uri)
+    rows, config = project.score(), project.config()
+    best, other = sorted(rows, key=lambda step: rows[step]["score"])
+    shutil.rmtree(project.workspace.path(snapshot_key(best)))
+    with pytest.raises(UserError, match=rf"step {best}, is gone: run `ddpm evaluate` first"):
+        register(config, project.workspace)
+    for number in range(2):  # as independent jobs, which remove nothing
+        sample(config, project.workspace, World(0, 1, torch.device("cpu")), (number, 2))
+    evaluate(config, project.workspace)
+    assert register(config, project.workspace)["step"] == other
 
 
 def test_a_checkpoint_that_has_changed_since_it_was_scored_is_refused(

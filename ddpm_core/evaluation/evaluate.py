@@ -14,7 +14,7 @@ from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import UserError, require
 from ddpm_core.evaluation import memorisation, pictures
-from ddpm_core.evaluation.freshness import row_key, stale
+from ddpm_core.evaluation.freshness import outlived, row_key, sampled, stale
 from ddpm_core.evaluation.judge import Judge
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.outputs import write_outputs
@@ -39,11 +39,14 @@ ROWS = f"{EVALUATION}/rows"
 def evaluate(config: Config, workspace: Workspace) -> list[Row]:
     """Score what is not scored yet, and write all files; the rows, by step.
 
-    A checkpoint without whole samples becomes a row with the problem. Raises UserError where no
-    checkpoint can be scored.
+    A checkpoint without whole samples becomes a row with the problem; samples without a checkpoint
+    are left out. Raises UserError where no checkpoint can be scored.
     """
-    if not workspace.steps(SAMPLES):
-        raise UserError(f"There are no samples in {workspace.uri}: run `ddpm sample` first.")
+    if not sampled(workspace):
+        raise UserError(
+            f"There are no samples in {workspace.uri} of a checkpoint that is there: run "
+            "`ddpm sample` first."
+        )
     for package in ("jinja2", "matplotlib", "torch_fidelity"):  # before a classifier is trained
         require(package, "eval")
     judge = Judge(config, workspace)
@@ -71,14 +74,17 @@ def _steps(config: Config, workspace: Workspace) -> list[int]:
     every, named = config.train.milestone_every, config.sample.checkpoints
     expected = {step for step in trained if step % every == 0} | set(trained[-1:])
     expected |= set(named) if isinstance(named, tuple) else set()
-    return sorted(expected | set(workspace.steps(SAMPLES)))
+    there = sampled(workspace)
+    for step in set(workspace.steps(SAMPLES)) - set(there):
+        warn(f"The samples of step {step} are left out: its checkpoint is gone.")
+    return sorted(expected.union(there))
 
 
 def _kept(judge: Judge, workspace: Workspace, step: int) -> Row | None:
     """The row of an earlier run, if nothing that it depends on has changed."""
     row = workspace.read_json(f"{ROWS}/{step_name(step)}.json", Scored)
     samples = workspace.read_json(f"{samples_key(step)}/{MANIFEST}")
-    if not is_scored(row) or "samples_fingerprint" not in samples:
+    if not is_scored(row) or "samples_fingerprint" not in samples or outlived(workspace, step):
         return None
     return row if row.get("key") == _key(judge, samples) else None
 
@@ -104,6 +110,11 @@ def _row(judge: Judge, workspace: Workspace, step: int) -> Row:
 
 def _opened(workspace: Workspace, step: int) -> Samples:
     """Samples that are whole. Raises UserError, also for a manifest that is none."""
+    if outlived(workspace, step):
+        raise UserError(
+            f"Its samples are of weights that it does not have: run `ddpm sample`, or remove "
+            f"{samples_key(step)}."
+        )
     try:
         return open_samples(workspace, step)
     except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:

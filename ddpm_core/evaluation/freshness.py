@@ -10,15 +10,18 @@ from ddpm_core.evaluation.extractors import chosen
 from ddpm_core.evaluation.rows import Results
 from ddpm_core.evaluation.shared import FOLDER
 from ddpm_core.evaluation.weights import locate
+from ddpm_core.reading import Manifest
 from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.workspace import (
     DATA,
     EVALUATION,
     METRICS,
     SAMPLES,
+    SNAPSHOTS,
     Workspace,
     fingerprint,
     samples_key,
+    snapshot_key,
 )
 
 RESULTS = f"{EVALUATION}/results.json"
@@ -29,6 +32,22 @@ def row_key(settings: Evaluate, samples: str, data: str, holdout: str, extractor
     """What a row of scores depends on, as one fingerprint."""
     facts = [sorted(settings.metrics), settings.neighbours, samples, data, holdout, extractor]
     return fingerprint([RECIPE, *facts])
+
+
+def sampled(workspace: Workspace) -> list[int]:
+    """The steps that have samples, whole or not, and a checkpoint."""
+    trained = set(workspace.steps(SNAPSHOTS))
+    return [step for step in workspace.steps(SAMPLES) if step in trained]
+
+
+def outlived(workspace: Workspace, step: int) -> bool:
+    """Whether samples are of weights that the checkpoint of their step does not have.
+
+    A run of other settings leaves such, and nobody could have the model that a score of them means.
+    """
+    weights = workspace.read_json(f"{samples_key(step)}/{MANIFEST}").get("weights")
+    files = workspace.read_json(f"{snapshot_key(step)}/{MANIFEST}", Manifest).get("files", {})
+    return bool(weights and files) and all(file["sha256"] != weights for file in files.values())
 
 
 def stale(config: Config, workspace: Workspace) -> str | None:
@@ -45,14 +64,14 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     if results["extractor"]["fingerprint"] != extractor:
         return "the scores are of another extractor"
     rows = {int(row["step"]): row for row in results["rows"]}
-    sampled = workspace.steps(SAMPLES)
+    there = [step for step in sampled(workspace) if not outlived(workspace, step)]
     gone = [
-        step for step, row in rows.items() if row.get("score") is not None and step not in sampled
+        step for step, row in rows.items() if row.get("score") is not None and step not in there
     ]
     if gone:
-        return f"the samples of step {gone[0]} are gone"
+        return f"the samples of step {gone[0]}, or their checkpoint, are gone"
     fixed = (data.get("fingerprint", ""), data.get("holdout_fingerprint", ""), extractor)
-    for step in sampled:
+    for step in there:
         samples = workspace.read_json(f"{samples_key(step)}/{MANIFEST}").get("samples_fingerprint")
         if samples and rows.get(step, {}).get("key") != row_key(settings, samples, *fixed):
             return _difference(step, rows.get(step), samples, data, settings, results)

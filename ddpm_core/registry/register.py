@@ -18,7 +18,7 @@ from ddpm_core.registry.gate import Champion, Decision, decide
 from ddpm_core.registry.models import Registry, asking, decision_of, row_of
 from ddpm_core.registry.package import CARD, CHECKPOINT, evidence_key, upload, write_checkpoint
 from ddpm_core.tracking import Tracker
-from ddpm_core.workspace import EVALUATION, REGISTERED, RUN, Workspace
+from ddpm_core.workspace import EVALUATION, REGISTERED, RUN, SNAPSHOTS, Workspace
 
 Row = dict[str, Any]
 RESULTS = f"{EVALUATION}/results.json"
@@ -33,6 +33,11 @@ def register(config: Config, workspace: Workspace) -> dict[str, Any]:
     is scored.
     """
     row = best_row(workspace)
+    if row["step"] not in workspace.steps(SNAPSHOTS):
+        raise UserError(
+            f"The best checkpoint, step {row['step']}, is gone: run `ddpm evaluate` first, which "
+            "leaves it out."
+        )
     checkpoint = open_checkpoint(workspace, int(row["step"]))
     if row["evidence"]["weights"] not in checkpoint.checksums.values():
         raise UserError(
