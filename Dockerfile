@@ -30,7 +30,8 @@ FROM python:3.11-slim
 # git: a DVC data set is fetched from a repository.
 RUN apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends git \
     && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/* \
-    && pip uninstall -qy pip setuptools wheel --root-user-action ignore 2>/dev/null; rm -rf /root/.cache
+    && pip uninstall -qqy pip setuptools wheel --root-user-action ignore \
+    && rm -rf /root/.cache
 COPY --from=wanted /build/wanted.txt /build/requirements.lock /opt/ddpm/
 # The lock names what development needs too: here it only says which version, with which hash.
 # Compiled here, since the root file system of a pod is read-only.
