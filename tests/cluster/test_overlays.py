@@ -65,28 +65,34 @@ def test_plain_files_and_kustomize_give_the_same(folder: Path) -> None:
     assert sorted(rendered(folder), key=key) == sorted(plain, key=key)
 
 
+def combined(folder: Path, base: Path, *components: str, **more: object) -> list[Document]:
+    """What a Kustomization of one's own gives, made of these components."""
+    up = Path("../" * len(folder.resolve().parts[1:]))
+    own = {
+        "resources": [str(up / str(base)[1:])],
+        "components": [str(up / str(OVERLAYS / "components" / name)[1:]) for name in components],
+        **more,
+    }
+    (folder / "Kustomization").write_text(yaml.safe_dump(own))
+    return rendered(folder)
+
+
 def test_another_image_is_named_once(tmp_path: Path) -> None:
-    """In a Kustomization of one's own, with the overlays that it combines."""
-    up = Path("../" * len(tmp_path.resolve().parts[1:]))
-    (tmp_path / "Kustomization").write_text(
-        yaml.safe_dump(
-            {
-                "resources": [str(up / str(JOBS)[1:])],
-                "components": [
-                    str(up / str(OVERLAYS / "components" / name)[1:])
-                    for name in ("gpu", "kueue", "s3")
-                ],
-                "images": [{"name": "ddpm", "newName": "registry.example/ddpm", "newTag": "1"}],
-            }
-        )
-    )
-    documents = rendered(tmp_path)
+    image = {"name": "ddpm", "newName": "registry.example/ddpm", "newTag": "1"}
+    documents = combined(tmp_path, JOBS, "gpu", "kueue", "s3", images=[image])
     pods = [t for d in documents for t, _ in templates(d)]
     assert {c["image"] for t in pods for c in containers(t)} == {"registry.example/ddpm:1"}
     assert not any("persistentVolumeClaim" in v for t in pods for v in t["spec"]["volumes"])
     assert all("kueue.x-k8s.io/queue-name" in d["metadata"]["labels"] for d in documents)
     gpus = [c["resources"]["limits"].get("nvidia.com/gpu") for t in pods for c in containers(t)]
     assert gpus.count("1") == 3
+
+
+def test_beside_kfp_a_run_in_s3_leaves_the_claim_that_its_pods_mount(tmp_path: Path) -> None:
+    documents = combined(tmp_path, PLATFORM, "s3", "in-kubeflow")
+    assert {d["metadata"]["namespace"] for d in documents} == {"kubeflow"}
+    assert named(documents, "ConfigMap")["ddpm-params"]["data"]["workspace"].startswith("s3://")
+    assert "ddpm-workspace" in named(documents, "PersistentVolumeClaim")
 
 
 def test_in_kubeflow_only_our_own_pods_are_bound() -> None:
