@@ -89,7 +89,7 @@ def train(config: Config, backend: str, job: dict[str, Any], run_id: str) -> Non
 
 def job_options(job: dict[str, Any], config: Config | None) -> Options:
     """The options of a PyTorchJob: what is given, else what the manifests have."""
-    usual: dict[str, Any] = {"optional_secrets": ["ddpm-s3"]}
+    usual: dict[str, Any] = {"optional_secrets": ["ddpm-s3", "ddpm-mlflow"]}
     if config is None or "://" not in config.workspace:
         usual["volumes"] = [{"claim": "ddpm-workspace", "path": "/workspace"}]
     return options.read({**usual, **job})

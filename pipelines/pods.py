@@ -8,7 +8,15 @@ CORES = "1"  # of a pod, at most: sampling pods are many, a PyTorchJob's workers
 # Fixed names: KFP can't mount a claim that a parameter names only where the workspace is a path.
 CLAIM, VOLUME = "ddpm-workspace", "/workspace"
 PARAMS = "/etc/ddpm"
-S3_KEYS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
+# Of the Secrets; a pod starts without those that are not there.
+S3_KEYS = (
+    "AWS_ENDPOINT_URL",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_DEFAULT_REGION",
+)
+MLFLOW_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 
 
 def place(
@@ -23,7 +31,8 @@ def place(
     """Where and how a task's pod runs.
 
     `cpu` and `memory` are requested, `limit` is that of memory. `uses` names what the network
-    policies open. The pod runs as uid 1000; that its root is read-only cannot be said to KFP.
+    policies open; with mlflow the pod gets its password too. The pod runs as uid 1000; that its
+    root is read-only cannot be said to KFP.
     """
     # A cache hit would be told by the inputs alone, and serve what is gone from the workspace; the
     # verbs look into it, and skip what is up to date.
@@ -41,7 +50,9 @@ def place(
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
     kubernetes.mount_pvc(task, pvc_name=CLAIM, mount_path=VOLUME)
     kubernetes.use_config_map_as_volume(task, "ddpm-params", mount_path=PARAMS, optional=True)
-    kubernetes.use_secret_as_env(task, "ddpm-s3", {key: key for key in S3_KEYS}, optional=True)
+    secrets = {"ddpm-s3": S3_KEYS} | ({"ddpm-mlflow": MLFLOW_KEYS} if "mlflow" in uses else {})
+    for name, keys in secrets.items():
+        kubernetes.use_secret_as_env(task, name, {key: key for key in keys}, optional=True)
     kubernetes.empty_dir_mount(task, volume_name="tmp", mount_path="/tmp")
     kubernetes.empty_dir_mount(task, volume_name="shm", mount_path="/dev/shm", medium="Memory")
     for used in uses:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shlex
 from typing import Any
 
 import pytest
 import yaml
 from documents import (
     JOBS,
+    OVERLAYS,
     PLATFORM,
+    ROOT,
     Document,
     containers,
     mistakes,
@@ -86,6 +89,8 @@ def test_every_container_is_restricted_and_runs_the_image_that_is_named_once() -
         security = pod["securityContext"]
         assert security["runAsNonRoot"] is True and security["runAsUser"] == 1000, name
         assert security["fsGroup"] == 1000, name
+        # Else the owner of every file of a run is set again at each start of a pod.
+        assert security["fsGroupChangePolicy"] == "OnRootMismatch", name
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}, name
         writable = {v["name"] for v in pod["volumes"] if "configMap" not in v}
         for container in containers(template):
@@ -128,7 +133,8 @@ def test_whatever_a_pod_names_is_there() -> None:
                 if source := variable.get("valueFrom"):
                     assert source["configMapKeyRef"]["key"] in configmap(), name
             for source in container.get("envFrom", []):
-                assert source["secretRef"] == {"name": "ddpm-s3", "optional": True}, name
+                secret = source["secretRef"]
+                assert secret["name"] in ("ddpm-s3", "ddpm-mlflow") and secret["optional"], name
     for service in named(ALL, "Service").values():
         chosen = [t for _, t, _ in PODS if selects(service["spec"]["selector"], t)]
         assert len(chosen) == 1, service["metadata"]
@@ -161,22 +167,44 @@ def test_policies_deny_all_and_open_what_some_pod_uses() -> None:
         )
 
 
+def tasks() -> list[Document]:
+    """KFP's pods, such as the one that launches a PyTorchJob."""
+    _, platforms = yaml.safe_load_all((ROOT / "pipelines/ddpm.yaml").read_text(encoding="utf-8"))
+    return list(platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values())
+
+
 def labels_of_tasks() -> set[tuple[str, str]]:
-    """The labels of KFP's pods, such as the one that launches a PyTorchJob."""
-    text = (PLATFORM.parent / "pipelines" / "ddpm.yaml").read_text(encoding="utf-8")
-    _, platforms = yaml.safe_load_all(text)
-    executors = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values()
-    found = (e.get("podMetadata", {}).get("labels", {}).items() for e in executors)
+    found = (task.get("podMetadata", {}).get("labels", {}).items() for task in tasks())
     return set(itertools.chain(*found))
+
+
+def test_no_overlay_takes_away_what_the_pods_of_kfp_mount() -> None:
+    """Components are combined; what one deletes must not be what another one needs."""
+    mounted = {claim["constant"] for task in tasks() for claim in task["pvcMount"]}
+    assert mounted <= set(named(ALL, "PersistentVolumeClaim"))
+    for file in OVERLAYS.glob("components/*/Kustomization"):
+        for patch in yaml.safe_load(file.read_text(encoding="utf-8")).get("patches", []):
+            if "$patch: delete" in patch.get("patch", ""):
+                assert patch["target"]["name"] not in mounted, file
 
 
 def test_who_tracks_may_reach_mlflow_and_nobody_else() -> None:
     track = {"ddpm-champion", "ddpm-train", "ddpm-evaluate"}
     labelled = {n for n, t, _ in PODS if t["metadata"]["labels"].get("ddpm.io/uses-mlflow")}
     assert labelled == track
+    with_password = {
+        n
+        for n, t, _ in PODS
+        if all({"name": "ddpm-mlflow", "optional": True} in secrets(c) for c in containers(t))
+    }
+    assert with_password == track
     service = named(ALL, "Service")["mlflow"]
     port = service["spec"]["ports"][0]["port"]
     assert config().tracking.uri == f"http://{service['metadata']['name']}:{port}"
+
+
+def secrets(container: Document) -> list[Document]:
+    return [source["secretRef"] for source in container.get("envFrom", [])]
 
 
 def test_all_together_fit_a_node_of_two_cores_and_the_quota() -> None:
@@ -222,6 +250,7 @@ def test_training_starts_again_and_has_time_to_save() -> None:
     elastic = spec["elasticPolicy"]
     assert set(spec["pytorchReplicaSpecs"]) == {"Worker"}
     assert elastic["rdzvBackend"] == "c10d" and elastic["rdzvId"] and elastic["maxRestarts"] > 0
+    assert spec["runPolicy"]["schedulingPolicy"] == {"minAvailable": elastic["minReplicas"]}
     worker = spec["pytorchReplicaSpecs"]["Worker"]
     assert elastic["minReplicas"] < elastic["maxReplicas"] == worker["replicas"]
     [trainer] = worker["template"]["spec"]["containers"]
@@ -230,3 +259,13 @@ def test_training_starts_again_and_has_time_to_save() -> None:
     shutdown = float(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     assert 30 < shutdown < worker["template"]["spec"]["terminationGracePeriodSeconds"]
     assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_no_command_that_builds_the_image_may_fail_unseen() -> None:
+    """In the shell of a RUN what follows `;` or `||` is done whatever failed before it."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = [line for line in text.splitlines() if line.startswith("RUN ")]
+    assert len(commands) >= 5
+    for command in commands:
+        words = list(shlex.shlex(command, posix=True, punctuation_chars=True))
+        assert not {";", "||", "|", "&"} & set(words), command

@@ -18,6 +18,8 @@ from kfp.pipeline_spec import pipeline_spec_pb2 as spec_pb2
 import commands  # isort: skip
 from ddpm import ddpm  # isort: skip
 
+from ddpm_kube import steps
+
 COMPILED = ROOT / "pipelines/ddpm.yaml"
 
 
@@ -65,8 +67,24 @@ def test_every_component_is_ours_installs_nothing_and_is_never_cached(compiled: 
         }
         (claim,) = config["pvcMount"]
         assert (claim["constant"], claim["mountPath"]) == ("ddpm-workspace", "/workspace")
-        assert all(secret["optional"] for secret in config["secretAsEnv"])
+        given = {
+            secret["secretName"]: [key["secretKey"] for key in secret["keyToEnv"]]
+            for secret in config["secretAsEnv"]
+            if secret["optional"]
+        }
+        assert "AWS_SESSION_TOKEN" in given.pop("ddpm-s3")
+        tracks = "ddpm.io/uses-mlflow" in config["podMetadata"]["labels"]
+        password = ["MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"]
+        assert given == ({"ddpm-mlflow": password} if tracks else {})
         assert int(config["activeDeadlineSeconds"]) > 0
+
+
+def test_the_workers_of_a_pytorchjob_get_the_secrets_of_the_step_that_starts_it(
+    compiled: Any,
+) -> None:
+    _, platforms = compiled
+    given = [secret["secretName"] for secret in platforms["exec-train"]["secretAsEnv"]]
+    assert list(steps.job_options({}, None).optional_secrets) == given
 
 
 def test_names_types_loops_and_sizes_keep_to_the_limits_of_kfp(compiled: Any) -> None:
