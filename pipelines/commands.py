@@ -57,7 +57,9 @@ def compile_(
 def local(
     context: typer.Context,
     p: ParamsOption = None,
-    w: WorkspaceOption = "workspace",
+    w: Annotated[
+        str, typer.Option("--workspace", "-w", help="The directory where the run lives.")
+    ] = "workspace",
     s: SetOption = None,
     source: SourceOption = "",
     worst: WorstOption = 0.0,
@@ -69,6 +71,11 @@ def local(
     from local import PROCESS, run
 
     with telling("local"):
+        if "://" in w:
+            raise UserError(
+                f"-w {w} given; a directory is needed, since kfp.local keeps artifacts in files. "
+                "`submit` and `ddpm run` take s3://bucket/prefix."
+            )
         place, usual = Path(w).absolute(), Path("params.yaml")
         inputs = (
             given(p or (usual if usual.exists() else None), s, str(place), source, worst) | PROCESS

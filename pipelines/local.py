@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,8 @@ def in_session(work: Callable[[], int]) -> int:
         status = 1
         try:
             status = work()
+        except Exception:  # nobody hears of it after _exit
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -181,7 +181,31 @@ def test_a_token_is_read_from_a_file_or_the_environment(
         commands.token(tmp_path / "absent")
 
 
-# Signals
+# Here: `local`
+
+
+def test_local_takes_no_workspace_in_s3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        commands.app(["local", "-w", "s3://bucket/run"], obj=ddpm, standalone_mode=False)
+    assert stop.value.code == 1
+    assert "local: -w s3://bucket/run given; a directory is needed" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_local_did_not_expect_is_printed() -> None:
+    code = "import local, sys; sys.exit(local.in_session(lambda: 1 // 0))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "pipelines",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
 
 
 FAMILY = """
