@@ -92,24 +92,18 @@ def waiting(namespace: Namespace) -> list[tuple[str, str]]:
     return [(name, namespace.kubectl("logs", name, "-c", "wait")) for name in names]
 
 
-def done(namespace: Namespace, job: str) -> bool:
-    """Whether a Job is complete. Fails at once where it has failed."""
-    conditions = namespace.get("job", job).get("status", {}).get("conditions", [])
+def done(namespace: Namespace, name: str) -> bool:
+    """Whether a Job, or the PyTorchJob, has succeeded. Fails at once where it has failed."""
+    kind = "job" if name in JOBS else "pytorchjob"
+    conditions = namespace.get(kind, name).get("status", {}).get("conditions", [])
     held = {c["type"] for c in conditions if c["status"] == "True"}
     assert "Failed" not in held, conditions
-    return "Complete" in held
+    return bool(held & {"Complete", "Succeeded"})
 
 
-def finish(namespace: Namespace, *jobs: str) -> None:
-    for job in jobs:
-        wait_until(lambda job=job: done(namespace, job), f"job {job} completes", 900)
-
-
-def trained(namespace: Namespace) -> bool:
-    conditions = namespace.get("pytorchjob", "ddpm-train").get("status", {}).get("conditions", [])
-    held = {c["type"] for c in conditions if c["status"] == "True"}
-    assert "Failed" not in held, conditions
-    return "Succeeded" in held
+def finish(namespace: Namespace, *names: str) -> None:
+    for name in names:
+        wait_until(lambda name=name: done(namespace, name), f"{name} succeeds", 900)
 
 
 def compared(namespace: Namespace, name: str) -> list[list[object]]:
@@ -163,8 +157,7 @@ def test_a_killed_sampling_pod_is_drawn_again_alone(chain: Namespace) -> None:
     victim = wait_until(lambda: drawing(chain), "a sampling pod draws", 900, pause=0.2)
     before = {index_of(p): p["metadata"]["uid"] for p in pods(chain, "ddpm-sample")}
     chain.kubectl("delete", "pod", of(victim), "--grace-period=1", "--wait=false")
-    finish(chain, "ddpm-prepare", "ddpm-sample")
-    wait_until(lambda: trained(chain), "training succeeds", 600)
+    finish(chain, "ddpm-prepare", "ddpm-sample", "ddpm-train")
     after: dict[str, list[str]] = {}
     for pod in pods(chain, "ddpm-sample"):
         after.setdefault(index_of(pod), []).append(pod["metadata"]["uid"])
@@ -205,8 +198,7 @@ def test_running_again_with_other_settings_makes_what_depends_on_them_and_waits_
     configure(chain, seed=8)
     given = yaml.safe_dump_all(rendered()).replace("ddpm:dev", IMAGE)
     chain.kubectl("replace", "--force", "-f", "-", given=given, seconds=240)
-    finish(chain, "ddpm-prepare", "ddpm-sample")
-    wait_until(lambda: trained(chain), "training succeeds", 600)
+    finish(chain, "ddpm-prepare", "ddpm-sample", "ddpm-train")
     [evaluate] = pods(chain, "ddpm-evaluate")
     assert ": sample: " in chain.kubectl("logs", of(evaluate), "-c", "wait")
     [prepare] = pods(chain, "ddpm-prepare")
