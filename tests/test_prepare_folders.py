@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 from pictures import encoded, noise, prepared, rejected, write, write_classes
 
 from ddpm_core.data.captions import encode
+from ddpm_core.data.check import check_data
+from ddpm_core.data.folders import Directory, directory_state
 from ddpm_core.errors import UserError
 
 
@@ -118,6 +121,43 @@ def test_a_source_that_is_not_there_is_refused_with_what_is_allowed(tmp_path: Pa
         prepared(tmp_path, tmp_path / "nowhere")
     with pytest.raises(UserError, match="gs://bucket/x' given; digits, cifar10"):
         prepared(tmp_path, "gs://bucket/x")
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("pipe", "neither a directory nor a regular file"),
+        ("/dev/zero", "neither a directory nor a regular file"),
+        ("x" * 300, "File name too long"),
+        ("~nobody-of-this-name/x", "home directory"),
+        ("a\0b", "null byte|null character"),
+        ("file/x", "Not a directory"),
+    ],
+)
+def test_a_source_of_an_odd_name_or_kind_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, told: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    write(tmp_path / "file", b"x")
+    monkeypatch.chdir(tmp_path)
+    for use in (check_data, lambda name: prepared(tmp_path, name)):
+        with pytest.raises(UserError, match=rf"prepare\.source: .*({told})"):
+            use(source)
+
+
+def test_folders_may_lie_deeper_than_python_recurses(tmp_path: Path) -> None:
+    deep = tmp_path
+    for _ in range(200):
+        deep /= "d"
+        deep.mkdir()
+    write(deep / "0.png", noise(0))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 150)
+    try:
+        assert len(Directory(tmp_path, "x").listing().pictures) == 1
+        assert directory_state(tmp_path)["files"] == 1
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 # splits

@@ -31,7 +31,7 @@ def parse(uri: str) -> Tracked:
     repo, _, rest = uri.removeprefix("dvc:").partition("#")
     path, at, rev = rest.rpartition("@") if "@" in rest else (rest, "", "")
     path = path.strip("/")
-    if not repo or not path or (at and not rev):
+    if not repo or not path or (at and not rev) or "\0" in uri:
         raise UserError(
             f"prepare.source: {uri!r} given; dvc:REPO#PATH@REV is needed, "
             "as in dvc:../registry#photos@v2 or dvc:https://host/registry.git#photos."
@@ -68,7 +68,7 @@ def commit(tracked: Tracked) -> str | None:
     if _SHA.fullmatch(tracked.rev):
         return tracked.rev
     wanted = tracked.rev or "HEAD"
-    if Path(tracked.repo).expanduser().is_dir():
+    if Path(tracked.repo).is_dir():
         return _git(["-C", tracked.repo, "rev-parse", "--verify", f"{wanted}^{{commit}}"])
     lines = _git(["ls-remote", "--", tracked.repo, wanted, f"{wanted}^{{}}"])
     # Of an annotated tag the last line, ^{}, is the commit.

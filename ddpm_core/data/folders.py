@@ -91,7 +91,7 @@ def _walk(root: Path, workspace: str) -> Iterator[tuple[Item, int]]:
             with os.scandir(folder) as scan:
                 children = list(scan)
         except OSError as error:
-            yield Rejection(prefix.rstrip("/"), f"cannot be read: {error.strerror}"), 0
+            yield Rejection(prefix.rstrip("/") or ".", f"cannot be read: {error.strerror}"), 0
             continue
         for child in children:
             name = prefix + names.from_bytes(os.fsencode(child.name))

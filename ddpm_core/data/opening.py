@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,11 +83,18 @@ def _state(uri: str, workspace: str) -> dict[str, Any] | None:
 def _path(uri: str) -> Path:
     if "://" in uri or not uri.strip():  # empty, it would be the current folder
         raise UserError(f"prepare.source: {uri!r} given; {ALLOWED} is needed.")
-    path = Path(uri).expanduser()
-    if not path.exists():
+    try:
+        path = Path(uri).expanduser()
+        mode = path.stat().st_mode
+    except FileNotFoundError:
         raise UserError(
             f"prepare.source: there is no {uri!r} in {Path.cwd()}; {ALLOWED} is needed."
-        )
+        ) from None
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, ~nobody, a NUL byte
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"prepare.source: {uri!r} cannot be read: {reason}.") from error
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):  # a pipe hangs, a device never ends
+        raise UserError(f"prepare.source: {uri!r} is neither a directory nor a regular file.")
     return path
 
 
