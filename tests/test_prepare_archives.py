@@ -14,6 +14,7 @@ import pytest
 from pictures import encoded, noise, prepared, rejected, write, write_classes
 
 from ddpm_core.data import archives
+from ddpm_core.data.check import check_data
 from ddpm_core.errors import UserError
 
 
@@ -210,3 +211,68 @@ def test_a_name_that_stands_twice_counts_once_and_last(tmp_path: Path) -> None:
     data = prepared(tmp_path / "a", tmp_path / "x.tar")
     assert (data.images[:] == prepared(tmp_path / "b", tmp_path / "raw").images[:]).all()
     assert len(data) == 1 and isinstance(data.images[0], np.ndarray)
+
+
+# what leads the readers of archives to exceptions of other kinds
+
+
+def test_a_damaged_entry_of_lzma_stops_no_other(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_LZMA) as archive:
+        for number in range(3):
+            archive.writestr(f"{number}.png", encoded(noise(number)))
+        start = archive.infolist()[1].header_offset + 30 + len("1.png")
+    content = bytearray((tmp_path / "x.zip").read_bytes())
+    content[start + 4] = 255  # of the properties
+    (tmp_path / "x.zip").write_bytes(content)
+    assert_refused(tmp_path, tmp_path / "x.zip", "1.png", "cannot be unpacked", good=2)
+
+
+def test_an_entry_without_a_name_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("good.png", encoded(noise(1)))
+        nameless = zipfile.ZipInfo("x")
+        nameless.filename = ""
+        with archive.open(nameless, "w") as file:
+            file.write(encoded(noise(2)))
+    assert_refused(tmp_path, tmp_path / "x.zip", "", "without a name")
+
+
+def patched(tmp_path: Path, at: int, value: bytes, flags: int = 0) -> Path:
+    """A zip whose first record of the directory has other bytes at some place."""
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("0.png", encoded(noise(0)))
+    content = bytearray((tmp_path / "x.zip").read_bytes())
+    start = content.index(b"PK\x01\x02")
+    content[start + 9] |= flags
+    content[start + at : start + at + len(value)] = value
+    (tmp_path / "x.zip").write_bytes(content)
+    return tmp_path / "x.zip"
+
+
+def test_a_zip_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
+    for archive in (patched(tmp_path, 6, b"\x63"), patched(tmp_path, 46, b"\xff\xff", flags=8)):
+        for use in (check_data, lambda path: prepared(tmp_path, path)):
+            with pytest.raises(UserError, match=r"is damaged, or of a kind .* give the directory"):
+                use(archive)
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
+def test_a_tar_that_ends_inside_its_captions_is_one_sentence(tmp_path: Path, mode: str) -> None:
+    lines = "".join(f'{{"file": "{n}.png", "caption": "{n}"}}\n' for n in range(9999)).encode()
+    with tarfile.open(tmp_path / "x.tar", mode) as archive:  # type: ignore[call-overload]
+        add(archive, "0.png", encoded(noise(0)))
+        add(archive, "captions.jsonl", lines)
+    content = (tmp_path / "x.tar").read_bytes()
+    (tmp_path / "x.tar").write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match="is damaged"):
+        prepared(tmp_path, tmp_path / "x.tar")
+
+
+def test_a_wrong_header_of_a_sparse_file_is_one_sentence(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("0.png")
+        member.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+        member.size = 1000
+        archive.addfile(member, io.BytesIO(bytes(1000)))
+    with pytest.raises(UserError, match="is damaged"):
+        prepared(tmp_path, tmp_path / "x.tar")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import stat
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tarfile import HeaderError, ReadError, TarFile, TarInfo
@@ -29,23 +29,17 @@ from ddpm_core.storage import sha256_of
 
 # Pictures are compressed already: an archive that promises far more than it holds is a bomb.
 BOMB_RATIO, BOMB_FLOOR = 200, 2**30
-_BROKEN = (
-    *(zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, OSError),
-    *(NotImplementedError, RuntimeError, ValueError),
-)
 
 Item = Found | Folder | Rejection
 
 
 def open_archive(path: Path, uri: str) -> Zip | Tar:
     """By its content, whatever its name. Raises UserError for any other file."""
-    try:
+    with _told(uri):
         if zipfile.is_zipfile(path):
             return Zip(path, uri)
         if tarfile.is_tarfile(path):
             return Tar(path, uri)
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror}.") from error
     raise UserError(
         f"prepare.source: {uri} is a file, but neither a zip nor a tar archive (plain, gz, bz2 or "
         "xz), or it is damaged. Give an archive, or the directory that holds the pictures."
@@ -84,7 +78,9 @@ def _zip_items(archive: zipfile.ZipFile) -> Iterator[Item]:
     for ref, member in enumerate(archive.infolist()):
         name = _plain(_zip_name(member))
         kind = stat.S_IFMT(member.external_attr >> 16)
-        if names.leaves_root(name):
+        if not name:
+            yield from _nameless(member.file_size)
+        elif names.leaves_root(name):
             yield Rejection(name, "a path that leaves the archive")
         elif member.is_dir():
             yield Folder(name)
@@ -99,7 +95,8 @@ def _zip_name(member: zipfile.ZipInfo) -> str:
     for code page 437. Some programs of Windows separate with backslashes."""
     name = member.filename
     if not member.flag_bits & 0x800:
-        name = names.from_bytes(name.encode("cp437", "surrogateescape"))
+        with suppress(UnicodeEncodeError):  # a name that is given a second time, in Unicode
+            name = names.from_bytes(name.encode("cp437", "surrogateescape"))
     return name if "/" in name else name.replace("\\", "/")
 
 
@@ -107,7 +104,7 @@ def _zip_head(archive: zipfile.ZipFile, member: zipfile.ZipInfo, count: int) -> 
     try:
         with archive.open(member) as file:
             return file.read(count)
-    except _BROKEN:
+    except Exception:  # whatever a damaged entry leads its decompressor to
         return b""
 
 
@@ -116,8 +113,8 @@ def _zip_content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes | R
         return _too_large(member.filename, member.file_size)
     try:
         return archive.read(member)
-    except _BROKEN as error:
-        return Rejection(member.filename, f"cannot be unpacked: {error}")
+    except Exception as error:
+        return Rejection(member.filename, f"cannot be unpacked: {_reason(error)}")
 
 
 class Tar:
@@ -128,13 +125,15 @@ class Tar:
         self._uri, self._path = uri, path
 
     def listing(self) -> Listing:
-        return make_listing(self._items())
+        with _told(self._uri):
+            return make_listing(self._items())
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
         positions = {entry.ref: position for position, entry in enumerate(entries)}
-        for ref, archive, member in self._members():
-            if ref in positions:
-                yield positions[ref], _tar_content(archive, member)
+        with _told(self._uri):
+            for ref, archive, member in self._members():
+                if ref in positions:
+                    yield positions[ref], _tar_content(archive, member)
 
     def _items(self) -> Iterator[Item]:
         total = 0
@@ -142,7 +141,9 @@ class Tar:
             total += member.size
             _refuse_bomb(self._uri, self._path, total)
             name = _plain(member.name)
-            if names.leaves_root(name):
+            if not name:
+                yield from _nameless(member.size)
+            elif names.leaves_root(name):
                 yield Rejection(name, "a path that leaves the archive")
             elif member.isdir():
                 yield Folder(name)
@@ -154,12 +155,9 @@ class Tar:
                 yield Found(name, member.size, ref, partial(_tar_head, archive, member))
 
     def _members(self) -> Iterator[tuple[int, TarFile, TarInfo]]:
-        with (
-            _told(self._uri),
-            tarfile.open(
-                self._path, "r|*", encoding="utf-8", errors="surrogateescape", tarinfo=_Header
-            ) as archive,
-        ):
+        with tarfile.open(
+            self._path, "r|*", encoding="utf-8", errors="surrogateescape", tarinfo=_Header
+        ) as archive:
             ref = 0
             while (member := archive.next()) is not None:
                 yield ref, archive, member
@@ -200,6 +198,12 @@ def _no_file(name: str, what: str) -> Iterator[Rejection]:
         yield Rejection(name, f"{what}, no file")
 
 
+def _nameless(size: int) -> Iterator[Rejection]:
+    """The folder itself has no name either, and no content."""
+    if size:
+        yield Rejection("", "an entry without a name")
+
+
 def _plain(name: str) -> str:
     """Without `.` parts and doubled or closing slashes; an absolute path stays one."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
@@ -217,7 +221,19 @@ def _refuse_bomb(uri: str, path: Path, total: int) -> None:
 
 @contextmanager
 def _told(uri: str) -> Iterator[None]:
+    """A damaged archive leads its reader to exceptions of any kind."""
     try:
         yield
-    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError) as error:
-        raise UserError(f"The archive {uri} is damaged: {error}. Fetch it again.") from error
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise UserError(f"Cannot read {uri}: {error.strerror}.") from error
+        raise UserError(
+            f"The archive {uri} is damaged, or of a kind that is not read: {_reason(error)}. Fetch "
+            "it again, or unpack it and give the directory."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
