@@ -1,8 +1,7 @@
 """How long prepare takes, and how much memory: python -m benchmarks.prepare SOURCE [--size 32]
 
-Prepares the whole source and then a tenth of it (a directory or zip), each in a process of its own
-with workers of its own, and reads the largest memory of each of them from /proc (Linux). JSON on
-stdout.
+Prepares the whole source, and of a zip then a tenth, each in a process of its own with workers of
+its own, and reads the largest memory of each of them from /proc (Linux). JSON on stdout.
 """
 
 from __future__ import annotations

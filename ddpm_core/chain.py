@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
@@ -45,7 +46,8 @@ def run(
         else:
             say(f"{verb}: {reason.rstrip('.')}.")
             action()
-    say(f"Done. Look at {workspace.shown(EVALUATION)}/report.html, or run: ddpm status")
+    ask = shlex.join(["ddpm", "status", *arguments[1:]])
+    say(f"Done. Look at {workspace.shown(EVALUATION)}/report.html, or run: {ask}")
 
 
 def status(config: Config, workspace: Workspace) -> str:

@@ -61,10 +61,30 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("size", "multipliers", "chosen"),
+    [
+        (16, "[1, 2, 2]", (8,)),  # the digits
+        (32, "[1, 2, 2, 2]", (16,)),  # Ho et al.
+        (64, "[1, 2, 2]", (16,)),
+        (128, "[1, 2, 4, 4]", (16,)),
+        (128, "[1, 2, 2]", (32,)),
+        (8, "[1]", (8,)),
+    ],
+)
+def test_attention_suits_every_image_size(
+    size: int, multipliers: str, chosen: tuple[int, ...]
+) -> None:
+    given = [f"prepare.image_size={size}", f"model.multipliers={multipliers}"]
+    assert params.load(None, given).model.attention == chosen
+    assert params.load(None, [*given, "model.attention=auto"]).model.attention == chosen
+    assert params.load(None, [*given, "model.attention=[]"]).model.attention == ()
+
+
+@pytest.mark.parametrize(
     ("override", "told"),
     [
         ("prepare.image_size=28", "a multiple of"),
-        ("model.attention=[5]", "works at [16, 8, 4]"),
+        ("model.attention=[5]", "works at [16, 8, 4]; or auto"),
         ("sample.steps=2000", "there are only 1000"),
         ("train.microbatches=33", "more than batch_size, 32"),
         ("train.ema=[0.9, 0.9]", "a decay twice"),

@@ -30,6 +30,17 @@ def test_a_preset_is_valid(path: Path) -> None:
     assert config.sample.count % config.sample.batch_size == 0
 
 
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_has_whatever_the_stages_name(path: Path) -> None:
+    """dvc repro refuses a params.yaml that lacks a section or value that dvc.yaml names."""
+    stages = yaml.safe_load((FOLDER.parent / "dvc.yaml").read_text())["stages"]
+    given = yaml.safe_load(path.read_text())
+    for name in {name for stage in stages.values() for name in stage["params"]}:
+        value = given
+        for key in name.split("."):
+            value = value[key]
+
+
 def test_the_digits_preset_is_the_default_written_out() -> None:
     written = yaml.safe_load((FOLDER / "digits.yaml").read_text())
     assert params.load(FOLDER / "digits.yaml") == params.load(None)

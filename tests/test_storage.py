@@ -225,6 +225,8 @@ def test_a_workspace_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="Cannot use"):
         LocalStorage(tmp_path / "file" / "below")
+    with pytest.raises(UserError, match="Not a directory"):
+        LocalStorage(tmp_path / "file")
     with pytest.raises(UserError, match="a directory is needed"):
         open_storage("ftp://host/place")
     with pytest.raises(UserError, match="home directory"):
@@ -233,8 +235,17 @@ def test_a_workspace_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> Non
         open_storage("a\0b")
 
 
+def test_looking_makes_nothing(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "typo" / "run")
+    assert not storage.names("") and not storage.exists("data") and storage.size("a") is None
+    storage.sweep()
+    assert not (tmp_path / "typo").exists()
+    storage.write("a/b", b"made")
+    assert storage.read("a/b") == b"made"
+
+
 def test_what_a_killed_writer_left_is_swept_and_a_living_one_is_not(disk: LocalStorage) -> None:
-    (disk.root / "kept").mkdir()
+    (disk.root / "kept").mkdir(parents=True)
     code = (
         "import os, sys; from pathlib import Path\n"
         "from ddpm_core.storage import LocalStorage\n"

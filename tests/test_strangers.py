@@ -292,6 +292,7 @@ def test_nothing_is_written_through_a_link_out_of_the_workspace(tmp_path: Path) 
     outside.mkdir()
     (outside / "kept").write_text("kept")
     storage = LocalStorage(tmp_path / "run")
+    storage.root.mkdir()
     for name in ("samples", "snapshots"):
         (tmp_path / "run" / name).symlink_to(outside)
     attempts: list[Callable[[], object]] = [
@@ -312,6 +313,7 @@ def test_nothing_is_written_through_a_link_out_of_the_workspace(tmp_path: Path) 
 def test_a_log_or_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     run, outside = tmp_path / "run", tmp_path / "outside"
     storage = LocalStorage(run)
+    run.mkdir()
     for name in (LOG, f".{LOG}", ".lock"):
         (run / name).symlink_to(outside)
     log = RunLog(run / LOG)

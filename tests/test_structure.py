@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +86,4 @@ def test_no_file_names_a_package_index_or_a_path_of_one_machine() -> None:
             text = path.read_text(encoding="utf-8", errors="replace")
             assert "index" + "-url" not in text.replace("--no-emit-index" + "-url", ""), name
             assert "https://" + "files." not in text, name
+            assert not re.search(r"(?<![\w.])/(home|work|Users)/", text), name

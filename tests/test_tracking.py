@@ -34,6 +34,7 @@ def server() -> Server:
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
+    (tmp_path / "run").mkdir()
     return Workspace.open(str(tmp_path / "run"))
 
 
@@ -222,6 +223,7 @@ def test_a_server_killed_in_the_middle_gets_each_row_once_when_it_is_back(
     server.kill()
     log_rows(workspace, range(101, 201))
     wait_until(lambda: tracker._away, "the outage is noticed")
+    (tmp_path / "short").mkdir()
     short = Workspace.open(str(tmp_path / "short"))
     run_during_an_outage(config(server.uri), short)
     assert "still lacks 20 rows of log.jsonl and 2 other entries" in capsys.readouterr().err
@@ -356,7 +358,7 @@ def test_a_store_whose_making_was_killed_is_made_again_in_silence(tmp_path: Path
         from ddpm_core.workspace import Workspace
         given = params.validate({{"tracking": {{"uri": {uri!r}, "experiment": "tests"}}}})
         workspace = Workspace.open("run")
-        workspace.path("log.jsonl").write_text('{{"step": 1, "loss": 0.5}}\\n')
+        workspace.storage.write("log.jsonl", b'{{"step": 1, "loss": 0.5}}\\n')
         tracker = Tracker.open(given, workspace)
         tracker.artifact(workspace.path("log.jsonl"), "logs")
         tracker.close()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from ddpm_core.config.network import Diffusion, Model
+from ddpm_core.config.network import Diffusion, Model, attention_sizes
 from ddpm_core.config.prepare import Prepare
 from ddpm_core.config.results import Evaluate, Register, Sample, Tracking
 from ddpm_core.config.section import Section
@@ -53,6 +53,23 @@ class Config(Section):
     registration: Register = Field(Register(), alias="register")  # a class has a `register`
     tracking: Tracking = Tracking()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _attention_suits(cls, given: Any) -> Any:
+        """Put image sizes in the place of `model.attention: auto`, and where it is not given."""
+        if not isinstance(given, dict):
+            return given
+        model, prepare = given.get("model", {}), given.get("prepare", {})
+        if not isinstance(model, dict) or model.get("attention", "auto") != "auto":
+            return given
+        size = prepare.get("image_size") if isinstance(prepare, dict) else None
+        multipliers = model.get("multipliers")
+        chosen = attention_sizes(
+            size if isinstance(size, int) else Prepare().image_size,
+            len(multipliers if isinstance(multipliers, list | tuple) else Model().multipliers),
+        )
+        return {**given, "model": {**model, "attention": chosen}}
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         mistakes = [*self._network_mistakes(), *self._sampling_mistakes()]
@@ -72,7 +89,8 @@ class Config(Section):
             ]
         sizes = [size // 2**level for level in range(levels)]
         mistakes = [
-            f"model.attention: {a} given; the network of prepare.image_size {size} works at {sizes}"
+            f"model.attention: {a} given; the network of prepare.image_size {size} works at "
+            f"{sizes}; or auto"
             for a in self.model.attention
             if a not in sizes
         ]

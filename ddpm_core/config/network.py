@@ -9,6 +9,17 @@ from pydantic import BeforeValidator, Field, model_validator
 from ddpm_core.config.section import Positive, Section, as_tuple
 
 
+def attention_sizes(image_size: int, levels: int) -> list[int]:
+    """What `attention: auto` means: the largest image size of at most 16 below the images' own.
+
+    16 is where Ho et al. (2020), section B, have it for images of 32 pixels. Where no level is so
+    small, it is the smallest there is.
+    """
+    sizes = [max(1, image_size >> level) for level in range(levels)]
+    small = [size for size in sizes if size <= 16 and size < image_size]
+    return [max(small)] if small else sizes[-1:]
+
+
 class Model(Section):
     """The U-Net of Ho et al. (2020), section B."""
 
@@ -20,7 +31,7 @@ class Model(Section):
     )
     blocks: Positive = 1
     attention: Annotated[tuple[Positive, ...], BeforeValidator(as_tuple)] = Field(
-        (8,), description="image sizes at which self-attention is added"
+        (8,), description="image sizes at which self-attention is added; a list, or auto"
     )
     heads: Positive = 1
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0

@@ -6,10 +6,12 @@ and is renamed as one.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,11 +40,18 @@ class LocalStorage:
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self.uri = str(self.root)
+        with self._usable():
+            with suppress(FileNotFoundError):
+                if not stat.S_ISDIR(self.root.stat().st_mode):
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            yield
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise UserError(f"Cannot use {root} as workspace: {reason}.") from error
+            raise UserError(f"Cannot use {self.root} as workspace: {reason}.") from error
 
     def local(self, key: str) -> Path:
         return self.root / key
@@ -50,9 +59,10 @@ class LocalStorage:
     def _own(self, key: str) -> Path:
         """The path of what is to be changed. Raises UserError where a link leads out of the root.
 
-        Whoever made the workspace may have put links into it, to places that are not theirs.
+        Whoever made the workspace may have put links into it, to places that are not theirs. The
+        root is made here, so that looking into a workspace that is none makes nothing.
         """
-        path = self.root / key
+        path = self.scratch() / key
         if not path.parent.resolve().is_relative_to(self.root.resolve()):
             raise UserError(
                 f"{path.parent} is a link out of the workspace, and nothing is changed through "
@@ -64,6 +74,8 @@ class LocalStorage:
         """Nothing: what lies here is no copy."""
 
     def scratch(self) -> Path:
+        with self._usable():
+            self.root.mkdir(parents=True, exist_ok=True)
         return self.root
 
     def exists(self, key: str) -> bool:
@@ -134,7 +146,7 @@ class LocalStorage:
         remove(replaced)
 
     def mirror(self, key: str, turn: int) -> Whole:
-        return Whole(self.local(key))
+        return Whole(self._own(key))
 
     @contextmanager
     def lock(self) -> Iterator[bool]:

@@ -86,7 +86,12 @@ class Throughput:
         return row
 
     def summary(self) -> list[str]:
-        """A line on each worker: its images a second while it does not wait, and its shares."""
+        """A line on each worker: its images a second while it does not wait, and its shares.
+
+        None where no row was logged yet.
+        """
+        if not self._seconds.any():
+            return []
         busy = self._seconds[:, _BUSY].sum(1).clamp_min(1e-9)
         lines = []
         for worker, shares in enumerate(_shares(self._seconds)):
