@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from digits_workspace import HELD_OUT, Pixels, digits, put_data
+from digits_workspace import HELD_OUT, Pixels, digits, make_config, put_data
 
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.evaluation import memorisation
 from ddpm_core.evaluation.held_out import open_held_out
+from ddpm_core.evaluation.judge import Judge
 from ddpm_core.evaluation.memorisation import compare, nearest, straddling
 from ddpm_core.evaluation.pictures import write_neighbours
 from ddpm_core.workspace import Workspace
@@ -132,6 +133,73 @@ def test_samples_that_only_lie_nearer_are_suspicious_not_copies(train: PackedDat
 def test_noise_is_no_memory(train: PackedDataset) -> None:
     facts = verdict(noisy(held_out(), 60), train)
     assert facts["verdict"] == "none" and facts["p_value"] > 0.99
+
+
+VERBATIM, TWIN_LIKE = 0.0, 0.25  # times the median distance
+
+
+def said_to_copy(samples: int, held_out: int, rates: tuple[float, float], kind: float) -> float:
+    """The share of 300 models and data sets, of whose images these rates are (near-)copies."""
+    generator = np.random.default_rng(samples + held_out)
+
+    def distances(count: int, rate: float) -> np.ndarray:
+        usual = generator.gamma(20, 0.05, count)
+        return np.where(generator.random(count) < rate, kind, usual)
+
+    pairs = [(distances(samples, rates[0]), distances(held_out, rates[1])) for _ in range(300)]
+    return float(np.mean([compare(*pair)["verdict"] == "copies" for pair in pairs]))
+
+
+@pytest.mark.parametrize(
+    ("samples", "held_out"), [(20, 20), (180, 180), (500, 500), (500, 50), (500, 10)]
+)
+@pytest.mark.parametrize("rate", [0.005, 0.02, 0.2])
+def test_twins_as_frequent_as_among_held_out_images_are_no_copies(
+    samples: int, held_out: int, rate: float
+) -> None:
+    assert said_to_copy(samples, held_out, (rate, rate), TWIN_LIKE) <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("samples", "held_out", "rate", "kind", "least"),
+    [
+        (180, 180, 0.05, TWIN_LIKE, 0.75),
+        (500, 50, 0.1, TWIN_LIKE, 0.6),
+        (500, 10, 0.4, TWIN_LIKE, 0.6),
+        (180, 180, 0.02, VERBATIM, 0.6),
+        (500, 10, 0.02, VERBATIM, 0.85),
+        (2000, 2000, 0.005, VERBATIM, 0.85),
+    ],
+)
+def test_copies_are_found_as_often_as_is_said(
+    samples: int, held_out: int, rate: float, kind: float, least: float
+) -> None:
+    assert said_to_copy(samples, held_out, (rate, 0.0), kind) >= least
+
+
+def test_verbatim_twins_that_held_out_images_show_too_are_no_copies() -> None:
+    assert said_to_copy(500, 500, (0.01, 0.01), VERBATIM) <= 0.03
+    assert said_to_copy(180, 180, (0.01, 0.01), VERBATIM) <= 0.07
+
+
+def test_one_or_two_verbatim_copies_are_no_verdict_and_three_are() -> None:
+    usual = np.random.default_rng(0).gamma(20, 0.05, 180)
+    found = [compare(np.concatenate([np.zeros(count), usual[count:]]), usual) for count in (2, 3)]
+    assert [facts["verdict"] for facts in found] == ["none", "copies"]
+    assert [facts["verbatim"] for facts in found] == [2, 3]
+
+
+def test_more_samples_than_held_out_images_are_examined(tmp_path: Path) -> None:
+    workspace = Workspace.open(str(tmp_path))
+    images, labels = digits(8)
+    put_data(workspace, images, labels, held_out=10)
+    data = open_dataset(workspace)
+    judge = Judge(make_config(tmp_path, workspace=str(tmp_path)), workspace)
+    facts, found = judge.memorisation(noisy(data.take(np.arange(300)), 60))
+    assert (facts["count"], facts["holdout_count"], len(found.distance)) == (300, 10, 300)
+    planted = noisy(data.take(np.arange(300)), 60)
+    planted[290:] = data.take(np.arange(10))
+    assert judge.memorisation(planted)[0]["verdict"] == "copies"
 
 
 def test_without_held_out_images_nothing_is_claimed(train: PackedDataset) -> None:

@@ -86,7 +86,7 @@ def row(step: int, score: float, **changes: Any) -> dict[str, Any]:
     return made
 
 
-def memory(kind: str, copies: int = 0, share: float = 0.011) -> dict[str, Any]:
+def memory(kind: str, copies: int = 0, share: float = 0.011, verbatim: int = 0) -> dict[str, Any]:
     return {
         "verdict": kind,
         "count": 180,
@@ -100,6 +100,7 @@ def memory(kind: str, copies: int = 0, share: float = 0.011) -> dict[str, Any]:
         "nearer": 0.5,
         "copies": copies,
         "holdout_copies": 1,
+        "verbatim": verbatim,
     }
 
 
@@ -280,6 +281,11 @@ def test_the_trend_is_told(rows: list[dict[str, Any]], sentence: str) -> None:
         (memory("none"), "good", "1.1\N{NO-BREAK SPACE}% of 180 samples lie nearer"),
         (memory("near", share=0.2), "caution", "20\N{NO-BREAK SPACE}% of 180 samples"),
         (memory("copies", 9), "bad", "5\N{NO-BREAK SPACE}% of 180 samples are nearly the same"),
+        (
+            memory("copies", 9, verbatim=4),
+            "bad",
+            "training image, 4 of them the same but for noise",
+        ),
         ({"verdict": "unknown", "count": 3}, "unknown", "no held-out images"),
         (None, "unknown", "was not looked at"),
     ],
@@ -294,6 +300,19 @@ def test_memorisation_is_told(facts: Any, level: str, sentence: str) -> None:
 def test_a_score_at_the_floor_is_called_near() -> None:
     near = verdict.judge(results([row(200, 2.1)])).quality
     assert near is not None and near.summary.startswith("Its samples are about as near")
+
+
+def test_what_was_not_measured_is_not_said_to_be_absent() -> None:
+    lacking = {"fd": None, "score_name": "kid_in_domain_500"}
+    scores = [
+        row(200, 2.1, floor=floor, at_floor=floor, **lacking)
+        for floor in ({"fd": None, "kid_mean": 0.1}, None)
+    ]
+    told = [verdict.judge(results([score])).quality for score in scores]
+    assert all(found is not None for found in told)
+    assert "Fréchet distance, which would say how low it could be, was not" in told[0].detail
+    assert "no held-out real images" not in told[0].detail
+    assert "There are no held-out real images" in told[1].detail
 
 
 def test_caveats_name_small_numbers_features_and_what_is_not_ranked() -> None:
@@ -325,6 +344,13 @@ def test_names_from_strangers_are_text_and_nothing_else(name: str, tmp_path: Pat
     assert len(found.all("img")) == len(plain.all("img"))
     assert not [a for _, attributes in found.tags for a in attributes if a.startswith("on")]
     assert found.text.count(name) >= 2  # as class and as problem, as it was given
+
+
+def test_near_copies_are_told_with_how_many_were_looked_at(tmp_path: Path) -> None:
+    facts = {**memory("copies", 9), "count": 1500}
+    found = page(tmp_path, results([row(200, 6.0, memorisation=facts)]))
+    text = " ".join(found.text.split())
+    assert text.count("9 of 1,500") == 2 and text.count("1 of 180") == 2  # captions and table
 
 
 def test_every_picture_says_what_it_shows(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from ddpm_core.config import Config, Evaluate
@@ -121,11 +120,10 @@ class Judge:
         return self._floors[count]
 
     def memorisation(self, images: Pixels) -> tuple[Scores, Neighbours]:
-        """Facts about the first images, as many as there are held-out ones (at most 2,000)."""
+        """Facts about images, at most 2,000, against all held-out ones that are looked at."""
         _, held = self.held_out
-        most = min(len(held.distance) or memorisation.EXAMINED, len(images))
-        found = memorisation.nearest(np.asarray(images[:most]), self.train, self.device)
-        return memorisation.compare(found.distance, held.first(most).distance), found
+        found = memorisation.nearest(images[: memorisation.EXAMINED], self.train, self.device)
+        return memorisation.compare(found.distance, held.distance), found
 
     def _measure(self, features: Features, plain: Features) -> Scores:
         wanted, k = self.settings.metrics, self.settings.neighbours

@@ -70,10 +70,11 @@ def _quality(row: Row) -> Answer:
     score = number(row["score"])
     floor = (row.get("floor") or {}).get("fd")
     if floor is None or row["fd"] is None:
+        detail = "There are no held-out real images to say how low it could be."
+        if row.get("floor") is not None:
+            detail = "The Fréchet distance, which would say how low it could be, was not measured."
         return Answer(
-            score,
-            "How low its score could be is not known.",
-            "Lower is better. There are no held-out real images to say how low it could be.",
+            score, "How low its score could be is not known.", f"Lower is better. {detail}"
         )
     same, n = row["at_floor"]["fd"], row["floor_count"]
     detail = (
@@ -100,13 +101,18 @@ def _memorisation(facts: dict[str, Any] | None) -> Answer:
     )
     if facts["verdict"] == "copies":
         real = percent(facts["holdout_copies"] / facts["holdout_count"])
+        same = facts.get("verbatim")
+        verbatim = f", {same:,} of them the same but for noise" if same else ""
         detail = (
-            f"{percent(copies)} of {count:,} samples are nearly the same as a training image; "
-            f"of held-out images {real} are."
+            f"{percent(copies)} of {count:,} samples are nearly the same as a training image"
+            f"{verbatim}; of held-out images {real} are."
         )
         return Answer("copies", "Some are copies of training images.", detail, "bad")
     if facts["verdict"] == "near":
-        detail = f"No copies, but {share} That may be memory, or smoothness alone: see the pairs."
+        detail = (
+            f"No copies beyond chance, but {share} That may be memory, or smoothness alone: see "
+            "the pairs."
+        )
         summary = "They are no copies, but lie suspiciously near to training images."
         return Answer("suspicious", summary, detail, "caution")
     return Answer("no sign", "There is no sign of memorised images.", share, "good")

@@ -19,8 +19,8 @@ ELSEWHERE = ("workspace", "device", "register", "tracking")
 VERDICTS = {
     "none": "Its images are no nearer to the training images than held-out images are.",
     "near": "Its images lie somewhat nearer to the training images than held-out images do.",
-    "copies": "**It copies training images**: its images lie much nearer to them than held-out "
-    "images do.",
+    "copies": "**It copies training images**: of its images more are nearly the same as one of "
+    "them than of held-out images.",
 }
 
 TEMPLATE = """\
