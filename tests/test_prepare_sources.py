@@ -243,7 +243,9 @@ def test_what_dvc_cannot_get_is_told_in_its_words(
         prepared(tmp_path, f"dvc:{registry[0]}#photos@v9")
 
 
-@pytest.mark.parametrize("uri", ["dvc:", "dvc:repo", "dvc:#photos", "dvc:repo#photos@", "dvc:a\0b#photos"])
+@pytest.mark.parametrize(
+    "uri", ["dvc:", "dvc:repo", "dvc:#photos", "dvc:repo#photos@", "dvc:a\0b#photos"]
+)
 def test_an_incomplete_dvc_source_is_refused_with_an_example(tmp_path: Path, uri: str) -> None:
     with pytest.raises(UserError, match="dvc:REPO#PATH@REV is needed"):
         prepared(tmp_path, uri)
