@@ -273,13 +273,20 @@ def test_a_long_caption_is_cut_between_characters(text: str) -> None:
     assert 64 - len(kept.encode()) < len(text[:1].encode()) + 4
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"file": "a.png"}', "3"])
+WRONG = ["{", "[]", '{"file": "a.png"}', "3", '"x"', "[" * 100_000]
+WRONG += ['{"file": "cat/000.png", "caption": ' + x + "}" for x in ("null", "3", '["a"]', "{}")]
+WRONG += ['{"file": 7, "caption": "x"}', '{"file": null, "caption": "x"}']
+
+
+@pytest.mark.parametrize("line", WRONG, ids=range(len(WRONG)))
 def test_a_wrong_line_of_captions_is_told_with_its_number(tmp_path: Path, line: str) -> None:
     root = write_classes(tmp_path / "raw", ["cat"])
     good = json.dumps({"file": "cat/000.png", "caption": "x"})
     write(root / "captions.jsonl", f"{good}\n{line}\n")
     with pytest.raises(UserError, match=r"captions\.jsonl, line 2"):
         prepared(tmp_path, root)
+    notes = check_data(root).notes
+    assert [note for note in notes if note.startswith("prepare stops: captions.jsonl, line 2")]
 
 
 def test_captions_of_files_that_are_not_there_are_told(
@@ -289,6 +296,32 @@ def test_captions_of_files_that_are_not_there_are_told(
     write(root / "captions.jsonl", json.dumps({"file": "cat/999.png", "caption": "x"}))
     prepared(tmp_path, root)
     assert "1 of the captions in captions.jsonl name no picture" in capsys.readouterr().err
+
+
+def captions_of(tmp_path: Path, root: Path) -> list[bytes]:
+    captions = prepared(tmp_path, root, max_rejected=0.0).captions
+    assert captions is not None
+    return [bytes(row).rstrip(b"\0") for row in captions]
+
+
+def test_the_extension_of_a_text_beside_a_picture_may_be_in_capitals(tmp_path: Path) -> None:
+    write(tmp_path / "raw/0.JPG", noise(1), kind="JPEG")
+    write(tmp_path / "raw/0.TXT", "dawn")
+    assert captions_of(tmp_path, tmp_path / "raw") == [b"dawn"]
+
+
+@pytest.mark.parametrize("on_disk", ["caf\u00e9", "cafe\u0301"])
+@pytest.mark.parametrize("written", ["caf\u00e9", "cafe\u0301"])
+def test_a_composed_name_is_the_decomposed_one_to_captions(
+    tmp_path: Path, on_disk: str, written: str
+) -> None:
+    root = tmp_path / "raw"
+    write(root / on_disk / f"{on_disk}1.png", noise(1))
+    write(root / on_disk / f"{on_disk}2.png", noise(2))
+    write(root / on_disk / f"{written}2.txt", "two")
+    line = {"file": f"{written}/{written}1.png", "caption": "one"}
+    write(root / "captions.jsonl", json.dumps(line, ensure_ascii=False))
+    assert captions_of(tmp_path, root) == [b"one", b"two"]
 
 
 # links

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpm_core.data import names
+from ddpm_core.data.names import composed
 from ddpm_core.data.sources import CAPTIONS, Listing
 from ddpm_core.errors import UserError
 
@@ -24,15 +25,16 @@ def captions(
     A class gives `template` with {class} replaced and underscores as spaces. What is to be told is
     added to `notes`.
     """
+    pictures = [composed(entry.name) for entry in listing.pictures]
     lines = _from_lines(listing)
-    lost = lines.keys() - {entry.name for entry in listing.pictures}
+    lost = lines.keys() - set(pictures)
     if lost:
         notes.append(f"{len(lost):,} of the captions in {CAPTIONS} name no picture that is used.")
-    written = {**_beside(listing), **lines}
+    written = {**_beside(listing, pictures), **lines}
     of_class = {name: _of_class(name, template) for name in set(classes)}
     texts = [
-        written.get(entry.name, of_class[name])
-        for entry, name in zip(listing.pictures, classes, strict=True)
+        written.get(picture, of_class[name])
+        for picture, name in zip(pictures, classes, strict=True)
     ]
     return texts if any(texts) else None
 
@@ -54,14 +56,16 @@ def _of_class(name: str | None, template: str) -> str:
     return "" if name is None else template.replace("{class}", name.replace("_", " "))
 
 
-def _beside(listing: Listing) -> dict[str, str]:
+def _beside(listing: Listing, pictures: Sequence[str]) -> dict[str, str]:
     texts = {
-        names.stem(name): text for name, text in listing.texts.items() if name.endswith(".txt")
+        names.stem(composed(name)): text
+        for name, text in listing.texts.items()
+        if names.suffix(name) == "txt"
     }
     return {
-        entry.name: _one_line(texts[stem])
-        for entry in listing.pictures
-        if (stem := names.stem(entry.name)) in texts
+        picture: _one_line(texts[stem])
+        for picture in pictures
+        if (stem := names.stem(picture)) in texts
     }
 
 
@@ -76,17 +80,20 @@ def _from_lines(listing: Listing) -> dict[str, str]:
         if file == CAPTIONS:
             for number, line in enumerate(text.splitlines(), 1):
                 if line.strip():
-                    picture, caption = _line(line, f"{names.shown(name)}, line {number}")
-                    found[folder + slash + picture] = caption
+                    picture, caption = _line(line, f"{names.one_line(name)}, line {number}")
+                    found[composed(folder + slash + picture)] = caption
     return found
 
 
 def _line(line: bytes, where: str) -> tuple[str, str]:
     try:
         value = json.loads(line)
-        return str(value["file"]).removeprefix("./"), " ".join(str(value["caption"]).split())
-    except (ValueError, KeyError, TypeError) as error:
+        picture, caption = value["file"], value["caption"]
+        if not (isinstance(picture, str) and isinstance(caption, str)):
+            raise TypeError
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(
-            f'{where}: {{"file": "...", "caption": "..."}} is needed, '
+            f'{where}: {{"file": "...", "caption": "..."}} is needed, both of them texts; '
             f"{names.shown(names.from_bytes(line[:80]))!r} was found."
         ) from error
+    return picture.removeprefix("./"), " ".join(caption.split())

@@ -15,6 +15,7 @@ from ddpm_core import console
 from ddpm_core.config import Prepare
 from ddpm_core.config.section import Auto
 from ddpm_core.data import names
+from ddpm_core.data.captions import captions
 from ddpm_core.data.cifar import recognise
 from ddpm_core.data.examine import Examined, examine
 from ddpm_core.data.layout import Layout, arrange
@@ -24,6 +25,7 @@ from ddpm_core.data.pool import chunked, spread, workers_for
 from ddpm_core.data.rejected import SHOWN, in_order, refuse_nothing
 from ddpm_core.data.sources import Entry, Listing, Rejection, Source
 from ddpm_core.data.split import untrainable
+from ddpm_core.errors import UserError
 
 SIDES = (8, 16, 32, 64, 128, 256, 512, 1024)
 IMBALANCE = 3.0  # of the largest class to the smallest, from where on it is told
@@ -65,11 +67,22 @@ def check_data(source: str | Path, workers: int | Auto = "auto") -> DataReport:
         pictures, listing = recognise(opened)
         refuse_nothing(listing, settings)
         layout = arrange(listing)
+        layout.notes += _captions(listing, layout, settings.caption)
         examined = _examine_all(pictures, listing.pictures, workers)
     report = summarise(str(source), listing, layout, examined)
     for line in lines(report):
         console.say(line)
     return report
+
+
+def _captions(listing: Listing, layout: Layout, template: str) -> list[str]:
+    """What prepare would tell of captions, or why it would stop."""
+    notes: list[str] = []
+    try:
+        captions(listing, layout.classes, template, notes)
+    except UserError as error:
+        notes.append(f"prepare stops: {error}")
+    return notes
 
 
 def _examine_all(source: Source, entries: Sequence[Entry], workers: int | str) -> list[Examined]:

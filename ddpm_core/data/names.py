@@ -71,7 +71,12 @@ def to_bytes(name: str) -> bytes:
 
 def shown(name: str) -> str:
     """A name as text that any file can hold: composed (NFC), bytes that are no UTF-8 as `\\xNN`."""
-    return unicodedata.normalize("NFC", to_bytes(name).decode("utf-8", "backslashreplace"))
+    return composed(to_bytes(name).decode("utf-8", "backslashreplace"))
+
+
+def composed(name: str) -> str:
+    """The name under which two spellings of it are one (NFC): macOS takes letters apart."""
+    return unicodedata.normalize("NFC", name)
 
 
 def one_line(text: str) -> str:
