@@ -18,6 +18,7 @@ from rich.progress import (
 
 from ddpm_core.errors import Interrupted, UserError
 
+WIDE = 70  # columns of a terminal that has room for more than what is done and the time left
 PLAIN_INTERVAL = 10.0  # seconds between two lines where there is no terminal
 
 _console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -83,16 +84,17 @@ def progress(
 
     `done` is what an earlier run has done already; it does not count for the rate.
     """
-    if _console.is_terminal:
-        with Progress(
+    if _console.is_terminal and not _console.is_dumb_terminal:
+        wide = _console.width >= WIDE
+        columns = [
             TextColumn("{task.description}"),
-            BarColumn(),
+            *([BarColumn()] if wide else []),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=_console,
-        ) as bar:
+            *([TextColumn("{task.fields[rate]}")] if wide else []),
+            TimeRemainingColumn(compact=not wide),
+            *([TextColumn("{task.fields[note]}")] if wide else []),
+        ]
+        with Progress(*columns, console=_console) as bar:
             task = bar.add_task(description, total=total, completed=done, rate="", note="")
             started, count = time.monotonic(), 0
 

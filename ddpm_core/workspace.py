@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_core.errors import Corrupt
-from ddpm_core.reading import Shape, conforming, parse_object
-from ddpm_core.storage import Storage, open_storage
+from ddpm_core.reading import Manifest, Shape, conforming, is_plain, parse_object
+from ddpm_core.storage import MANIFEST, Storage, open_storage
 
 DATA = "data"
 SNAPSHOTS = "snapshots"
@@ -59,6 +59,24 @@ class Workspace:
             return conforming(parse_object(self.storage.read(key), key), shape, key)
         except (FileNotFoundError, NotADirectoryError, Corrupt):
             return {}
+
+    def damage(self, key: str, manifest: dict[str, Any] | None = None) -> str:
+        """A sentence about the first file of a sealed folder that is not as it was written, or "".
+
+        Of their content the sizes are looked at, no more: `verify` reads it.
+        """
+        manifest = manifest or self.read_json(f"{key}/{MANIFEST}", Manifest)
+        if not manifest:
+            return f"{key} has no {MANIFEST}."
+        for name, facts in manifest["files"].items():
+            if not is_plain(name):
+                return f"{key} names a file outside it, or none: {name[:200]!r}."
+            size = self.storage.size(f"{key}/{name}")
+            if size is None:
+                return f"{key} lacks its file {name}."
+            if size != facts["size"]:
+                return f"{key}/{name} has {size} bytes; {facts['size']} were written."
+        return ""
 
     def write_json(self, key: str, value: dict[str, Any]) -> None:
         self.storage.write(key, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())

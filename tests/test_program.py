@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +68,60 @@ def test_a_log_file_has_no_escape_codes_and_no_carriage_returns(tmp_path: Path) 
     assert "12/12" in said
     assert "\x1b" not in said
     assert "\r" not in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "seen", "unseen"),
+    [
+        ("xterm", 100, ["40/40", "images/s", "0:00:00"], []),
+        ("xterm", 40, ["40/40", "00:00"], ["images/s"]),
+        ("dumb", 100, ["draw: 40/40 images"], ["\x1b", "\r\x1b"]),
+    ],
+)
+def test_a_terminal_shows_what_it_has_room_for(
+    tmp_path: Path, kind: str, columns: int, seen: list[str], unseen: list[str]
+) -> None:
+    code = (
+        "from ddpm_core.console import progress\n"
+        "with progress('draw', 40, 'images') as advance:\n"
+        "    for _ in range(40): advance(note='loss 0.1')\n"
+    )
+    ours, theirs = pty.openpty()
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**environment(), "TERM": kind, "COLUMNS": str(columns)},
+        stdout=theirs,
+        stderr=theirs,
+        check=True,
+    )
+    os.close(theirs)
+    text = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert all(part in text for part in seen), text
+    assert not any(part in text for part in unseen), text
+
+
+def test_ctrl_c_while_the_program_is_loading_is_no_traceback(tmp_path: Path) -> None:
+    code = (
+        "import builtins, os, signal, sys\n"
+        "from ddpm_core.program import main\n"
+        "load = builtins.__import__\n"
+        "def slowly(name, *rest):\n"
+        "    if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return load(name, *rest)\n"
+        "builtins.__import__ = slowly\n"
+        "main()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", "")
 
 
 def test_status_says_what_is_stale_and_why(tmp_path: Path) -> None:

@@ -105,14 +105,18 @@ def test_killed_twenty_times_at_random_moments_equals_uninterrupted(
     assert steps == list(range(2, STEPS + 1, 2))
 
 
-def test_sigterm_saves_and_says_where_it_stopped(prepared: Path, soon: dict[str, bytes]) -> None:
-    folder = new_run(prepared, "term", LONG)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_saves_and_says_where_it_stopped(
+    prepared: Path, soon: dict[str, bytes], name: str
+) -> None:
+    folder = new_run(prepared, name, LONG)
     process = start(folder, "train", *SOON)
     log = folder / "workspace" / "log.jsonl"
     assert wait_until(log.exists, process)
-    process.send_signal(signal.SIGTERM)
+    number = signal.Signals[name]
+    process.send_signal(number)
     said = process.ended()
-    assert process.returncode == 143
+    assert process.returncode == 128 + number
     assert "with its snapshot written. The same command goes on from there." in said
     assert "going on from step" in ddpm(folder, "train", *SOON)
     assert final_weights(folder) == soon
@@ -140,7 +144,7 @@ def test_the_log_of_a_resumed_run_is_that_of_one_that_never_stopped(prepared: Pa
     def curve(name: str) -> list[tuple[float, float, float]]:
         return [(r["step"], r["loss"], r["grad_norm"]) for r in rows(prepared / name)]
 
-    assert curve("term") == curve("soon")
+    assert curve("SIGTERM") == curve("soon")
     assert curve("killed") == curve("undisturbed")
 
 

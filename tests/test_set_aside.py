@@ -50,6 +50,24 @@ def test_who_asks_for_what_is_there_is_refused_and_nothing_moves(
     assert not (folder / "workspace/superseded").exists()
 
 
+def test_what_can_not_be_made_moves_nothing(prepared: Path) -> None:
+    folder = begun(prepared, "unmade", 10)
+    said = ddpm(folder, "train", *settings("train.init=absent"), status=1)
+    assert "it is no folder and no models:/ URI" in said
+    assert steps_of(folder / "workspace") == [6, 8, 10]
+    assert "up to date" in ddpm(folder, "train", *settings("train.steps=10"))
+
+
+def test_a_damaged_newest_snapshot_is_told_and_trained_again(prepared: Path) -> None:
+    folder = begun(prepared, "stale", 10)
+    for damage in (lambda file: file.write_bytes(b"cut"), lambda file: file.unlink()):
+        damage(folder / "workspace/snapshots/step-00000010/model.safetensors")
+        assert "step-00000010" in ddpm(folder, "status", *settings("train.steps=10"))
+        ddpm(folder, "train", *settings("train.steps=10"))
+        said = ddpm(folder, "wait", "train", *settings("train.steps=10"))
+        assert "up to date" in said
+
+
 def test_the_log_of_a_run_without_a_snapshot_goes_with_its_settings(prepared: Path) -> None:
     # The advice that this failure gives is to lower the rate, which is another setting.
     folder = new_run(prepared, "burst", TINY)

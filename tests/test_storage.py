@@ -229,6 +229,11 @@ def test_a_workspace_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> Non
         LocalStorage(tmp_path / "file")
     with pytest.raises(UserError, match="a directory is needed"):
         open_storage("ftp://host/place")
+    with pytest.raises(UserError, match="a directory is needed"):
+        open_storage("s3:/bucket/run")
+    for prefix in ("a/./b", "/double//slash", "..", "a//b"):
+        with pytest.raises(UserError, match="s3://bucket/prefix is needed"):
+            open_storage(f"s3://bucket/{prefix}")
     with pytest.raises(UserError, match="home directory"):
         open_storage("~nobody-of-this-name/run")
     with pytest.raises(UserError, match="null byte"):

@@ -28,9 +28,11 @@ from ddpm_core import params
 from ddpm_core.config import Optimizer
 from ddpm_core.diffusion.process import make_schedule, q_sample
 from ddpm_core.distributed import World
+from ddpm_core.errors import UserError
 from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.training.ema import Ema
-from ddpm_core.training.execution import Execution, explain_memory, is_out_of_memory, learning_rate
+from ddpm_core.training.execution import Execution, learning_rate
+from ddpm_core.training.explain import explained
 from ddpm_core.training.identity import differences, identity
 from ddpm_core.training.runlog import RunLog, read_rows
 from ddpm_core.training.snapshot import prunable
@@ -172,22 +174,75 @@ def test_a_line_half_written_is_no_row(tmp_path: Path) -> None:
 
 
 def test_out_of_memory_names_what_to_change() -> None:
-    train = params.load().train
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    assert is_out_of_memory(error)
-    assert not is_out_of_memory(RuntimeError("shapes differ"))
-    assert "raise microbatches" in str(explain_memory(error, train))
-    with pytest.raises(RuntimeError) as caught:
+    config = params.load()
+    told = r"batch_size 32 .* model.channels 32 .* raise microbatches"
+    with pytest.raises(UserError, match=told), explained(config):
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert is_out_of_memory(caught.value)
+    with pytest.raises(UserError, match="Tried to allocate 2 GiB"), explained(config):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    with pytest.raises(RuntimeError, match="shapes differ"), explained(config):
+        raise RuntimeError("shapes differ")
+
+
+def test_a_compilation_that_fails_names_what_to_do() -> None:
+    error = torch._dynamo.exc.BackendCompilerFailed(None, ImportError("main.so: too short"), None)
+    with pytest.raises(UserError, match=r"too short.* train\.compile: false"):  # noqa: SIM117
+        with explained(params.load()):
+            raise error
 
 
 def test_a_dry_run_prints_what_it_will_take_and_does_nothing(prepared: Path) -> None:
     folder = new_run(prepared, "dry", LIVELY)
     said = ddpm(folder, "train", "--dry-run", "-S", "train.steps=1000000")
-    for line in ("steps: 1000000", "parameters", "a snapshot, at most", "a worker", "1 x cpu"):
+    for line in ("steps: 1000000", "parameters", "a snapshot, at most", "each worker", "1 x cpu"):
         assert line in said
-    assert not (folder / "workspace" / "snapshots").exists()
+    assert [path.name for path in (folder / "workspace").iterdir()] == ["data"]
+
+
+@pytest.mark.parametrize("reduction", ["flat", "exact"])
+def test_a_dry_run_knows_the_memory_that_training_takes(tmp_path: Path, reduction: str) -> None:
+    """Ten million weights on images of 8 pixels, whose activations are nothing beside them."""
+    given = {
+        "prepare": {"image_size": 8},
+        "model": {"channels": 128, "multipliers": [1, 2], "blocks": 1, "attention": []},
+        "train": {
+            "batch_size": 1,
+            "steps": 2,
+            "grid": 1,
+            "snapshot_every": 2,
+            "reduction": reduction,
+        },
+    }
+    code = (
+        "import json, resource, sys; from pathlib import Path\n"
+        "from digits_workspace import digits, make_config, put_data\n"
+        "from ddpm_core.training import budget, launcher\n"
+        "from ddpm_core.data.dataset import open_dataset\n"
+        "from ddpm_core.workspace import Workspace\n"
+        "config = make_config(Path('.'), **json.loads(sys.argv[1]))\n"
+        "workspace = Workspace.open(config.workspace)\n"
+        "put_data(workspace, *digits(8))\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "small = {'model': {'channels': 8, 'multipliers': [1], 'attention': []}}\n"
+        "other = make_config(Path('small'), **{**json.loads(sys.argv[1]), **small})\n"
+        "put_data(Workspace.open(other.workspace), *digits(8))\n"
+        "launcher.train(other, {}, ['train']); before = peak()\n"
+        "launcher.train(config, {}, ['train']); took = 1024 * (peak() - before)\n"
+        "count = budget.count_parameters(config, open_dataset(workspace))\n"
+        "print(count, took, sum(budget.memory_needed(config, count, 1)))\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(given)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**environment(), "PYTHONPATH": str(Path(__file__).parent)},
+    )
+    assert told.returncode == 0, told.stderr
+    parameters, took, expected = map(int, told.stdout.split())
+    assert parameters > 5_000_000
+    assert expected / 1.4 < took < expected * 1.4, (took, expected)
 
 
 def test_a_warm_start_takes_the_weights_of_another_run(prepared: Path) -> None:

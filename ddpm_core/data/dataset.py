@@ -183,19 +183,7 @@ def _manifest(workspace: Workspace) -> dict[str, Any]:
     manifest = workspace.read_json(f"{DATA}/{MANIFEST}", Prepared)
     if not manifest:
         raise UserError(f"There are no prepared data in {workspace.uri}: run `ddpm prepare` first.")
-    missing = damage(workspace, manifest)
+    missing = workspace.damage(DATA, manifest)
     if missing:
         raise UserError(f"{missing} Run `ddpm prepare` again.")
     return manifest
-
-
-def damage(workspace: Workspace, manifest: dict[str, Any]) -> str:
-    """A sentence about the first file of the data that is missing or has another size, or ""."""
-    for name, facts in manifest["files"].items():
-        must_be_inside(DATA, name)
-        size = workspace.storage.size(f"{DATA}/{name}")
-        if size is None:
-            return f"The prepared data lack their file {name}."
-        if size != facts["size"]:
-            return f"{DATA}/{name} has {size} bytes; {facts['size']} were written."
-    return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpm_core.config import Config
-from ddpm_core.data.dataset import Prepared, damage
+from ddpm_core.data.dataset import Prepared
 from ddpm_core.data.opening import changed
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, Workspace
@@ -23,7 +23,7 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     for key, value in now.items():
         if key not in _FREE and value != before.get(key):
             return f"prepare.{key} is {value!r}, it was {before.get(key)!r}."
-    missing = damage(workspace, manifest)
+    missing = workspace.damage(DATA, manifest)
     if missing:
         return missing
     if changed(config.prepare, manifest["source"], workspace.uri):

@@ -13,6 +13,7 @@ mirror    a file that grows, in S3
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ddpm_core.errors import UserError
@@ -42,7 +43,7 @@ def open_storage(uri: str) -> Storage:
         from ddpm_core.storage.s3 import S3Storage
 
         return S3Storage(uri)
-    if "://" in uri:
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", uri):
         raise UserError(f"workspace: {uri!r} given; a directory is needed, or s3://bucket/prefix.")
     try:
         return LocalStorage(Path(uri).expanduser())

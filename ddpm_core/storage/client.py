@@ -35,8 +35,12 @@ REFUSED = {
 def split(uri: str, setting: str) -> tuple[str, str]:
     """(bucket, key) of s3://bucket/key. Raises UserError, naming the setting."""
     bucket, _, key = uri.removeprefix("s3://").partition("/")
-    if not bucket:
-        raise UserError(f"{setting}: {uri!r} given; s3://bucket/prefix is needed.")
+    parts = key.removesuffix("/").split("/")
+    if not bucket or (key and set(parts) & {"", ".", ".."}):
+        raise UserError(
+            f"{setting}: {uri!r} given; s3://bucket/prefix is needed, where no part of the prefix "
+            "is empty, . or .. (they are names in S3, and not what a folder has)."
+        )
     return bucket, key
 
 

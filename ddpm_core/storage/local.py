@@ -40,10 +40,9 @@ class LocalStorage:
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self.uri = str(self.root)
-        with self._usable():
-            with suppress(FileNotFoundError):
-                if not stat.S_ISDIR(self.root.stat().st_mode):
-                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        with self._usable(), suppress(FileNotFoundError):
+            if not stat.S_ISDIR(self.root.stat().st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 
     @contextmanager
     def _usable(self) -> Iterator[None]:

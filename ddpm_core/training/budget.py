@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import yaml
 
 from ddpm_core.config import Config
@@ -27,9 +28,19 @@ def disk_needed(config: Config, parameters: int) -> tuple[int, int]:
     return whole, (kept + 1) * whole + max(0, milestones - kept) * weights
 
 
-def memory_needed(config: Config, parameters: int) -> int:
-    """Bytes of weights, gradients, optimizer and averages; activations come on top."""
-    return 4 * parameters * (4 + len(config.train.ema))
+def memory_needed(config: Config, parameters: int, processes: int) -> tuple[int, int]:
+    """Bytes that a worker takes on its device, activations apart, and the first on the host.
+
+    On the device: weights, gradients, optimizer and averages, the network of the preview, and the
+    sums of all workers' gradients; on the host a snapshot while it is being written.
+    """
+    train = config.train
+    copies = 4 + len(train.ema) + (1 if train.grid else 0)
+    if train.reduction == "exact":
+        copies += 3  # whole numbers of 64 bits, and what is added to them
+    elif processes > 1:
+        copies += 1
+    return 4 * parameters * copies, disk_needed(config, parameters)[0]
 
 
 def describe(config: Config, workspace: Workspace, processes: int) -> str:
@@ -49,11 +60,21 @@ def describe(config: Config, workspace: Workspace, processes: int) -> str:
         f"steps       {train.steps} of {train.batch_size} images, "
         f"{train.steps * train.batch_size / len(data):,.1f} epochs",
         f"disk        {_size(whole)} a snapshot, at most {_size(kept)} in {workspace.uri}",
-        f"memory      {_size(memory_needed(config, parameters))} a worker, and its activations",
+        f"memory      {_memory(memory_needed(config, parameters, processes), device)}",
         f"devices     {processes} x {device.type}, precision {execution.precision}, "
         f"compile {'on' if execution.compile else 'off'}",
     ]
     return "\n".join(lines)
+
+
+def _memory(needed: tuple[int, int], device: torch.device) -> str:
+    on_device, on_host = needed
+    if device.type == "cpu":
+        return f"{_size(on_device + on_host)}, and the activations of a batch; of each worker"
+    return (
+        f"{_size(on_device)} of each device, and the activations of a batch; {_size(on_host)} of "
+        "the host"
+    )
 
 
 def count_parameters(config: Config, data: PackedDataset) -> int:

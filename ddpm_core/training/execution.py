@@ -12,7 +12,6 @@ import torch
 
 from ddpm_core import config
 from ddpm_core.adam import Adam
-from ddpm_core.errors import UserError
 from ddpm_core.precision import autocast, choose
 
 
@@ -70,18 +69,3 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
         return settings.lr
     done = (step - settings.warmup) / max(1, steps - settings.warmup)
     return settings.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def explain_memory(error: BaseException, train: config.Train) -> UserError:
-    """The sentence for a device that is out of memory."""
-    return UserError(
-        f"Out of memory with train.batch_size {train.batch_size} in train.microbatches "
-        f"{train.microbatches}: raise microbatches (the result stays the same to rounding), or "
-        f"lower batch_size. ({str(error).splitlines()[0]})"
-    )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )

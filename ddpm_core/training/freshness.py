@@ -28,6 +28,8 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     found = workspace.read_json(newest, Identified).get("identity")
     if found is None:
         return f"the snapshot of step {steps[-1]} is damaged"
+    if damage := workspace.damage(snapshot_key(steps[-1])):
+        return damage.rstrip(".")
     if fields := differences(found, identity(config, data)):
         return "settings differ: " + "; ".join(fields)
     if steps[-1] != config.train.steps:

@@ -13,7 +13,6 @@ from ddpm_core.lease import Lease
 from ddpm_core.storage import Mirror
 from ddpm_core.tracking import Tracker
 from ddpm_core.training import snapshot
-from ddpm_core.training.execution import explain_memory, is_out_of_memory
 from ddpm_core.training.preview import GRID
 from ddpm_core.training.runlog import RunLog
 from ddpm_core.training.state import TrainState
@@ -59,10 +58,6 @@ def keeping_records(
         status = "FINISHED"
     except Interrupted:
         status = "KILLED"
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise explain_memory(error, config.train) from error
         raise
     finally:
         writer.close()

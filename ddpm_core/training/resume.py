@@ -38,9 +38,14 @@ def start(
 ) -> tuple[dict[str, Any], TrainState | None]:
     """The settings that go with every snapshot, and the state to go on from (None: all done)."""
     settings = settings_of(config, data)
+    model = UNet(network_config(config, data))
     at = 0
     if world.rank == 0:
-        set_aside_others(config, workspace, data, policy)
+        if found := others(workspace, settings["identity"]):
+            initial_weights(model, config)  # what can't be made is refused before anything moves
+            set_aside(workspace, found, policy)
+        if (run := workspace.read_json(RUN)).get("identity") != settings["identity"]:
+            workspace.write_json(RUN, {**run, "identity": settings["identity"]})
         at = choose_step(config, workspace, policy)
     at = world.from_first(at)
     if at >= config.train.steps:
@@ -49,7 +54,6 @@ def start(
     parts = snapshot.read(workspace.path(snapshot_key(at))) if at else None
     earlier = parts.documents[snapshot.STATE]["execution"] if parts else None
     execution = Execution.choose(config.train, world.device, earlier)
-    model = UNet(network_config(config, data))
     if parts is None:
         initial_weights(model, config)
     state = TrainState.create(config, world, execution, model)
@@ -100,42 +104,49 @@ def caption_counts(data: PackedDataset) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
-def set_aside_others(
-    config: Config, workspace: Workspace, data: PackedDataset, policy: Policy
-) -> None:
-    """Move what was made of other settings or data to superseded/, and tell what differs.
+@dataclass(frozen=True)
+class Others:
+    """What a workspace holds of other settings or data: snapshots, and what differs."""
+
+    steps: list[int]
+    fields: list[str]
+
+
+def others(workspace: Workspace, wanted: dict[str, Any]) -> Others | None:
+    """What was made of something else than `wanted`, an identity; None: nothing.
 
     A run that ended before its first snapshot has left a log; run.json says of which settings.
     """
-    wanted = identity(config, data.fingerprint)
-    run = workspace.read_json(RUN)
-    begun = run.get("identity")
-    others: dict[int, list[str]] = {}
+    found: dict[int, list[str]] = {}
     for at in workspace.steps(SNAPSHOTS):
-        found = workspace.read_json(f"{snapshot_key(at)}/{SETTINGS}", Identified).get("identity")
-        if found is not None and (fields := differences(found, wanted)):
-            others[at] = fields
-    logged = workspace.storage.exists(LOG)
-    fields = others[max(others)] if others else []
-    if logged and not fields and isinstance(begun, dict):
+        theirs = workspace.read_json(f"{snapshot_key(at)}/{SETTINGS}", Identified).get("identity")
+        if theirs is not None and (fields := differences(theirs, wanted)):
+            found[at] = fields
+    if found:
+        return Others(list(found), found[max(found)])
+    begun = workspace.read_json(RUN).get("identity")
+    if isinstance(begun, dict) and workspace.storage.exists(LOG):
         fields = differences(begun, wanted)
-    if fields:
-        told = "\n".join(f"  {field}" for field in fields)
-        if policy.strict or policy.from_step is not None:
-            given = "--resume=strict" if policy.strict else f"--from-step {policy.from_step}"
-            raise UserError(
-                f"{workspace.uri} holds a run of other settings, and {given} was given:\n{told}"
-            )
-        place = move_aside(workspace, list(others))
-        if logged:
-            workspace.storage.move(LOG, f"{place}/{LOG}")
-        run = {}
-        warn(
-            f"The run here is of other settings; it was moved to {place}, and training starts "
-            f"afresh. What differs:\n{told}"
+        return Others([], fields) if fields else None
+    return None
+
+
+def set_aside(workspace: Workspace, found: Others, policy: Policy) -> None:
+    """Move it to superseded/, and tell what differs. Raises UserError where policy forbids it."""
+    told = "\n".join(f"  {field}" for field in found.fields)
+    if policy.strict or policy.from_step is not None:
+        given = "--resume=strict" if policy.strict else f"--from-step {policy.from_step}"
+        raise UserError(
+            f"{workspace.uri} holds a run of other settings, and {given} was given:\n{told}"
         )
-    if run.get("identity") != wanted:
-        workspace.write_json(RUN, {**run, "identity": wanted})
+    place = move_aside(workspace, found.steps)
+    if workspace.storage.exists(LOG):
+        workspace.storage.move(LOG, f"{place}/{LOG}")
+    workspace.storage.remove(RUN)
+    warn(
+        f"The run here is of other settings; it was moved to {place}, and training starts "
+        f"afresh. What differs:\n{told}"
+    )
 
 
 def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:

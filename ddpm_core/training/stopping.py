@@ -17,7 +17,7 @@ LAG = 2  # steps between a wish and its being read: by then the device has long 
 
 
 class StopRequest:
-    """SIGTERM, Ctrl-C or torchrun's death: the wish travels with the reduction of the gradients.
+    """SIGTERM, Ctrl-C, a closed terminal or torchrun's death, told to all by the next reduction.
 
     Each step's summed wish is read `LAG` steps later, on every worker at the same step. A second
     signal ends the process at once. `status` is the exit status that the stop calls for; 0: this
@@ -32,8 +32,9 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._asked)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants a closed terminal
+                self._previous[number] = signal.signal(number, self._asked)
         return self
 
     def __exit__(

@@ -22,6 +22,7 @@ from ddpm_core.training import resume, snapshot
 from ddpm_core.training.agreement import check_agreement
 from ddpm_core.training.batches import next_batch
 from ddpm_core.training.execution import learning_rate
+from ddpm_core.training.explain import explained
 from ddpm_core.training.initial import check_data_fits
 from ddpm_core.training.preview import preview
 from ddpm_core.training.records import keeping_records
@@ -69,7 +70,12 @@ def train(config: Config, workspace: Workspace, world: World, policy: resume.Pol
     """
     data = open_dataset(workspace)
     check_data_fits(config, data)
-    with leaving_together(world), StopRequest(world) as stop, hold_first(workspace, world) as lease:
+    with (
+        explained(config),
+        leaving_together(world),
+        StopRequest(world) as stop,
+        hold_first(workspace, world) as lease,
+    ):
         settings, state = resume.start(config, workspace, world, data, policy)
         if state is None:
             if world.rank == 0:

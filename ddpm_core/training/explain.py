@@ -1,0 +1,48 @@
+"""What PyTorch raises and the user can mend, as a sentence that says how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ddpm_core.config import Config
+from ddpm_core.errors import UserError
+
+
+@contextmanager
+def explained(config: Config) -> Iterator[None]:
+    """Raises UserError in the place of an error of memory or of torch.compile."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise UserError(_memory(config, _short(error))) from error
+        if type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+            raise UserError(
+                f"The network could not be compiled: {_short(error)} If an earlier compilation "
+                "was killed, remove what it left (TORCHINDUCTOR_CACHE_DIR, or torchinductor_* in the"
+                " folder for temporary files); train.compile: false does without."
+            ) from error
+        raise
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def _memory(config: Config, reason: str) -> str:
+    train, model = config.train, config.model
+    return (
+        f"Out of memory with train.batch_size {train.batch_size} in train.microbatches "
+        f"{train.microbatches}, model.channels {model.channels} times {list(model.multipliers)}: "
+        "raise microbatches (the result stays the same to rounding), or lower batch_size or "
+        f"channels. ({reason})"
+    )
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
