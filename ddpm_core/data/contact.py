@@ -5,20 +5,28 @@ Drawn with Pillow alone: prepare runs where torch is slow to import, or not ther
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from ddpm_core.data.names import one_line
+
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 Pixels = NDArray[np.uint8]
 Indices = NDArray[np.int64]
 
 COLUMNS = 12
 MOST_CLASSES = 60
+LARGEST = 128  # pixels a side of a tile: the largest sheet is 1,562 x 9,142
 _SMALLEST, _NARROWEST = 48, 480  # pixels
 _TEXT, _TITLE, _GAP = 15, 22, 2
+_DEJAVU = "mpl-data/fonts/ttf/DejaVuSans.ttf"
 _PAPER, _INK = (255, 255, 255), (0, 0, 0)
 
 
@@ -32,26 +40,64 @@ def choose(labels: Indices, columns: int = COLUMNS, most: int = MOST_CLASSES) ->
     return chosen
 
 
-def sheet(rows: Sequence[tuple[str, Pixels]]) -> Image.Image:
-    """Rows of a title and pictures (n, S, S, C) under one another, as RGB."""
-    strips = [_strip(title, pixels) for title, pixels in rows]
-    width = max(strip.width for strip in strips)
-    canvas = Image.new("RGB", (width, sum(strip.height for strip in strips)), _PAPER)
-    top = 0
-    for strip in strips:
-        canvas.paste(strip, (0, top))
-        top += strip.height
+def shrunk(pixels: Pixels) -> Pixels:
+    """Pictures (n, S, S, C) as tiles (n, s, s, C), s at most LARGEST: a sheet holds hundreds."""
+    if pixels.shape[1] <= LARGEST:
+        return pixels
+    tiles = [_picture(tile).resize((LARGEST, LARGEST), Image.Resampling.LANCZOS) for tile in pixels]
+    return np.stack([np.asarray(tile).reshape(LARGEST, LARGEST, -1) for tile in tiles])
+
+
+def sheet(rows: Sequence[tuple[str, Pixels]], more: str = "") -> Image.Image:
+    """Rows of a title and tiles (n, s, s, C) under one another, as RGB; `more` stands below.
+
+    Small tiles are enlarged a whole number of times.
+    """
+    side = rows[0][1].shape[1] * math.ceil(_SMALLEST / rows[0][1].shape[1])
+    widest = max(len(tiles) for _, tiles in rows)
+    size = (
+        max(_NARROWEST, widest * (side + _GAP) + _GAP),
+        len(rows) * (side + _TITLE + _GAP) + (_TITLE if more else 0),
+    )
+    canvas, font = Image.new("RGB", size, _PAPER), readable_font()
+    draw, top = ImageDraw.Draw(canvas), 0
+    for title, tiles in rows:
+        draw.text((_GAP, top + 2), legible(title, font), fill=_INK, font=font)
+        for column, tile in enumerate(tiles):
+            large = _picture(tile).resize((side, side), Image.Resampling.NEAREST)
+            canvas.paste(large, (_GAP + column * (side + _GAP), top + _TITLE))
+        top += side + _TITLE + _GAP
+    draw.text((_GAP, top + 2), legible(more, font), fill=_INK, font=font)
     return canvas
 
 
-def _strip(title: str, pixels: Pixels) -> Image.Image:
-    """One row: the title above its pictures, small ones enlarged a whole number of times."""
-    side = pixels.shape[1] * math.ceil(_SMALLEST / pixels.shape[1])
-    width = max(_NARROWEST, len(pixels) * (side + _GAP) + _GAP)
-    strip = Image.new("RGB", (width, side + _TITLE + _GAP), _PAPER)
-    ImageDraw.Draw(strip).text((_GAP, 2), title, fill=_INK, font=ImageFont.load_default(_TEXT))
-    for column, tile in enumerate(pixels):
-        picture = Image.fromarray(tile[:, :, 0] if tile.shape[2] == 1 else tile)
-        large = picture.resize((side, side), Image.Resampling.NEAREST)
-        strip.paste(large, (_GAP + column * (side + _GAP), _TITLE))
-    return strip
+def readable_font() -> Font:
+    """DejaVu Sans, which has the letters of most alphabets, where matplotlib brings it; else the
+    font of Pillow, which has those of ASCII."""
+    package = importlib.util.find_spec("matplotlib")
+    path = Path(package.origin or "").parent / _DEJAVU if package else None
+    if path is not None and path.is_file():
+        with suppress(OSError, ImportError):
+            return ImageFont.truetype(str(path), _TEXT)
+    return ImageFont.load_default(_TEXT)
+
+
+def legible(text: str, font: Font) -> str:
+    """The text on one line, letters that the font lacks as `\\u732b`: it draws them all alike."""
+    absent = _drawn("\U0010fffd", font)
+    return "".join(
+        c if c.isascii() or _drawn(c, font) != absent else c.encode("unicode_escape").decode()
+        for c in one_line(text)
+    )
+
+
+def _drawn(letter: str, font: Font) -> bytes:
+    try:
+        mask = font.getmask(letter)
+    except UnicodeEncodeError:  # a font of Pillow without FreeType
+        return b""
+    return repr(mask.size).encode() + bytes(mask)
+
+
+def _picture(tile: Pixels) -> Image.Image:
+    return Image.fromarray(tile[:, :, 0] if tile.shape[2] == 1 else tile)

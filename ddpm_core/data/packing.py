@@ -119,11 +119,14 @@ class _Writer:
         rows = []
         for members in contact.choose(labels):
             positions = self.pictures.positions[chosen[members]]
-            pixels = np.concatenate(list(self.scratch.read(positions)))[..., : self.channels]
+            blocks = self.scratch.read(positions)
+            tiles = [contact.shrunk(block[..., : self.channels]) for block in blocks]
             count = int((labels == labels[members[0]]).sum())
             title = self.classes[labels[members[0]]] if self.classes else "all"
-            rows.append((f"{title} ({count:,})", pixels))
-        contact.sheet(rows).save(self.folder / "contact.png")
+            rows.append((f"{title} ({count:,})", np.concatenate(tiles)))
+        hidden = len(np.unique(labels)) - len(rows)
+        more = f"and {hidden:,} more classes" if hidden else ""
+        contact.sheet(rows, more).save(self.folder / "contact.png")
 
 
 def _told(facts: dict[str, Any], pictures: Pictures) -> list[str]:
