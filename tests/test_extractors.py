@@ -6,6 +6,7 @@ Trust in the latter is earned: its distance is low for real images and grows wit
 from __future__ import annotations
 
 import functools
+import hashlib
 import http.server
 import io
 import tempfile
@@ -204,6 +205,23 @@ def test_a_uri_is_fetched_once(tmp_path: Path, web: tuple[str, list[str]]) -> No
         path = locate(f"{address}/weights.pth", workspace)
         assert path.read_bytes() == b"weights" and path.name == "weights.pth"
     assert asked == ["/weights.pth"]
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "without a sum at first"])
+def test_a_wrong_download_is_not_kept(
+    tmp_path: Path, web: tuple[str, list[str]], checked: bool
+) -> None:
+    workspace = Workspace.open(str(tmp_path / "run"))
+    uri, served = f"{web[0]}/weights.pth", tmp_path / "web" / "weights.pth"
+    right = f"{uri}#sha256={hashlib.sha256(b'right').hexdigest().upper()}"
+    if not checked:
+        assert locate(uri, workspace).read_bytes() == b"weights"
+    with pytest.raises(UserError, match=r"/weights\.pth has the SHA-256 .* is asked for"):
+        locate(right, workspace)
+    served.write_bytes(b"right")
+    for _ in range(2):
+        assert locate(right, workspace).read_bytes() == b"right"
+    assert len(web[1]) == (2 if checked else 3)
 
 
 def test_s3_is_fetched_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,15 +26,21 @@ def locate(given: str, workspace: Workspace) -> Path:
     `#sha256=HEX` at the end of either is what the file must have. Raises UserError.
     """
     uri, _, wanted = given.partition("#sha256=")
-    path = _file(uri) or _fetched(uri, workspace)
+    path = _file(uri)
+    if path is None:
+        return _fetched(uri, wanted.lower(), workspace)
     if not path.is_file():
         raise UserError(f"evaluate.inception_weights: there is no file {path}.")
-    if wanted and sha256_of(path) != wanted.lower():
-        raise UserError(
-            f"evaluate.inception_weights: {path} has the SHA-256 {sha256_of(path)}; "
-            f"{wanted.lower()} is asked for."
-        )
+    _must_be(path, wanted.lower(), str(path))
     return path
+
+
+def _must_be(path: Path, wanted: str, told: str) -> None:
+    """Raise UserError unless a file has the SHA-256 that is wanted, or none is."""
+    if wanted and (found := sha256_of(path)) != wanted:
+        raise UserError(
+            f"evaluate.inception_weights: {told} has the SHA-256 {found}; {wanted} is asked for."
+        )
 
 
 def _file(uri: str) -> Path | None:
@@ -44,15 +50,18 @@ def _file(uri: str) -> Path | None:
     return Path(uri).expanduser() if "://" not in uri else None
 
 
-def _fetched(uri: str, workspace: Workspace) -> Path:
-    """The workspace's copy of what a URI names."""
+def _fetched(uri: str, wanted: str, workspace: Workspace) -> Path:
+    """The workspace's copy of what a URI names: only a file that is the wanted one is kept."""
     key = f"{EVALUATION}/inception/{fingerprint(uri)}"
     name = Path(urlsplit(urldefrag(uri).url).path).name or "weights.pth"
-    if not workspace.storage.exists(f"{key}/{MANIFEST}"):
+    storage, file = workspace.storage, f"{key}/{name}"
+    kept = storage.exists(f"{key}/{MANIFEST}") and storage.size(file) is not None
+    if not kept or (wanted and storage.checksum(file) != wanted):
         say(f"evaluate: fetching {shown(uri)}")
-        with workspace.storage.new_folder(key, {"uri": shown(uri)}) as folder:
+        with storage.new_folder(key, {"uri": shown(uri)}) as folder:
             _fetch(uri, folder / name)
-    return workspace.path(f"{key}/{name}")
+            _must_be(folder / name, wanted, shown(uri))
+    return workspace.path(file)
 
 
 def _fetch(uri: str, path: Path) -> None:
