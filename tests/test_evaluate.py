@@ -354,7 +354,7 @@ def test_metrics_that_are_not_asked_for_are_absent(run: Run) -> None:
     row = run.evaluate(metrics=("kid",))[600]
     assert row["score_name"] == "kid_in_domain_100" and row["score"] == row["kid_mean"]
     assert row["memorisation"] is None
-    for metric in ("fd", "is_mean", "precision", "density"):
+    for metric in ("fd", "is_mean", "precision", "density", "kid_std"):  # 100 are too few for it
         assert row[metric] is None, metric
     for name in PICTURES:  # dvc expects them all
         assert run.workspace.path(f"evaluation/{name}").stat().st_size > 1000

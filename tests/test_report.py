@@ -412,6 +412,21 @@ def test_every_plot_is_a_picture_whatever_there_is_to_draw() -> None:
     assert plots.draw(list(RUN)) == drawings[0]
 
 
+def test_a_kernel_distance_without_deviation_has_no_band_and_says_so(tmp_path: Path) -> None:
+    rows = [row(200, 30.0, kid_std=None), row(400, 12.0, kid_std=None)]
+    name, drawn = "KID_vs_TrainingSteps.png", []
+    for some in (rows, [{**r, "kid_std": 0.0} for r in rows]):
+        with Image.open(io.BytesIO(plots.draw(some)[name])) as picture:
+            drawn.append(np.asarray(picture.convert("L")))
+    differing = np.flatnonzero((drawn[0] != drawn[1]).any(0))
+    assert len(differing) > 0 and differing.max() < 60  # the caption, and nothing of the curve
+    assert "KID of 500 images has no deviation" in " ".join(verdict.caveats(results(rows)))
+    assert "KID of" not in " ".join(verdict.caveats(results(RUN)))
+    lines = list(csv.DictReader(io.StringIO(results_csv(rows))))
+    assert [line["kid_std"] for line in lines] == ["", ""]
+    assert "kid_std_in_domain_500" not in named_metrics(rows[0])
+
+
 def test_the_first_25_are_the_first_25() -> None:
     rows = [row(100 * (i + 1), 50.0 - i) for i in range(30)]
     name = "FID_vs_TrainingSteps_First25.png"

@@ -72,21 +72,24 @@ def frechet_distance(a: Moments, b: Moments) -> float:
     return max(0.0, float(result[module.KEY_METRIC_FID]))
 
 
-def kernel_distance(samples: Tensor, real: Tensor) -> tuple[float, float]:
+def kernel_distance(samples: Tensor, real: Tensor) -> tuple[float, float | None]:
     """Mean and deviation of the unbiased MMD^2 with kernel (x.y / D + 1)^3 over 100 subsets.
 
-    Subsets are of 1,000 rows, or as many as the smaller set has (at least 2). Binkowski et al.
+    Subsets are of 1,000 rows, or as many as the smaller set has (at least 2). The deviation is None
+    where each of them has all samples: it would say nothing of other samples. Binkowski et al.
     (2018); values slightly below 0 are ordinary.
     """
+    size = min(KID_SUBSET_SIZE, len(samples), len(real))
     module = require("torch_fidelity.metric_kid", "eval")
     result = module.kid_features_to_metric(
         samples.double(),
         real.double(),
         kid_subsets=KID_SUBSETS,
-        kid_subset_size=min(KID_SUBSET_SIZE, len(samples), len(real)),
+        kid_subset_size=size,
         verbose=False,
     )
-    return float(result[module.KEY_METRIC_KID_MEAN]), float(result[module.KEY_METRIC_KID_STD])
+    deviation = float(result[module.KEY_METRIC_KID_STD]) if size < len(samples) else None
+    return float(result[module.KEY_METRIC_KID_MEAN]), deviation
 
 
 def inception_score(logits: Tensor) -> tuple[float, float]:

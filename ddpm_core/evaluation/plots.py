@@ -49,10 +49,13 @@ def _inception(rows: Sequence[Row], suffix: str) -> bytes:
 
 def _kernel(rows: Sequence[Row]) -> bytes:
     figure, axes = _figure(rows, "kid")
-    if _line(axes, rows, "kid_mean", BLUE, deviation="kid_std"):
+    measured = [row for row in rows if row.get("kid_mean") is not None]
+    spread = all(row.get("kid_std") is not None for row in measured)
+    if _line(axes, rows, "kid_mean", BLUE, deviation="kid_std" if spread else None):
         _floor(axes, rows, "kid_mean")
         _from_zero(axes, [row["kid_mean"] for row in rows if row["kid_mean"] is not None])
-    return _png(figure, axes, "lower is better; mean and deviation of 100 subsets")
+    told = "mean and deviation of 100 subsets" if spread else "of too few images for a deviation"
+    return _png(figure, axes, f"lower is better; {told}")
 
 
 def _shares(rows: Sequence[Row]) -> bytes:

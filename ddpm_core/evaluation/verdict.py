@@ -156,6 +156,10 @@ def caveats(results: dict[str, Any]) -> list[str]:
     notes += _on_features(extractor)
     if row["floor_count"] and row["floor_count"] < 100:
         notes.append(f"The floor is measured on only {row['floor_count']} held-out images.")
+    if row.get("kid_mean") is not None and row.get("kid_std") is None:
+        notes.append(
+            f"KID of {facts['count']:,} images has no deviation: each of its subsets has them all."
+        )
     others = [r for r in results["rows"] if is_scored(r) and r not in ranked(results["rows"])]
     if others:
         steps = ", ".join(f"{r['step']:,}" for r in others)
