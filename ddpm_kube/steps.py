@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpm_core import params
+from pydantic import ValidationError
+
+from ddpm_core import params, yaml_text
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 from ddpm_core.mlflow_run import shown
@@ -46,13 +48,44 @@ def settings(
             "sample.checkpoints: best given, but in the pipeline evaluate depends on sample: give "
             "all, latest or a list of steps."
         )
-    if shown(dumped := text_of(config)) != dumped:
+    must_hold_no_secret(text_of(config))
+    return config
+
+
+def must_hold_no_secret(text: str) -> None:
+    """Raise UserError where a URI in what KFP is told holds a password or token."""
+    if shown(text) != text:
         raise UserError(
-            "A URI among the params holds a password or token, and KFP shows and logs its inputs: "
+            "A URI among the inputs holds a password or token, and KFP shows and logs them: "
             "leave it out. MLflow's go into the Secret ddpm-mlflow, as MLFLOW_TRACKING_USERNAME "
             "and MLFLOW_TRACKING_PASSWORD."
         )
-    return config
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse overrides that are mistakes whatever the params are. Raises UserError with each.
+
+    How they go together is left out: the ConfigMap may hold what makes them right.
+    """
+    params.load_text("", "the overrides", [item for item in overrides if _is_wrong(item)])
+
+
+def _is_wrong(override: str) -> bool:
+    """Whether it names no setting, or gives one what it can never be."""
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    try:
+        given = yaml_text.value(text)
+        for key in reversed(keys):
+            given = {key: given}
+        Config.model_validate(given)
+    except ValidationError as error:
+        # Of settings that don't go together a section complains that stands above them.
+        found = error.errors(include_url=False)
+        return any(e["type"] != "value_error" or len(e["loc"]) >= len(keys) for e in found)
+    except ValueError:
+        return True
+    return not equals
 
 
 def text_of(config: Config) -> str:

@@ -167,7 +167,8 @@ def given(
 def check(inputs: dict[str, Any]) -> None:
     """Refuse here what would fail in a pod. Raises UserError.
 
-    Without a params file the ConfigMap in the cluster decides, which is not known here.
+    Without a params file the ConfigMap in the cluster decides, which is not known here; what is
+    given beside it is checked by itself.
     """
     if len(json.dumps(inputs).encode()) > LARGEST:
         raise UserError(
@@ -176,8 +177,11 @@ def check(inputs: dict[str, Any]) -> None:
         )
     names = ("overrides", "workspace", "source", "tracking")
     config = None
-    if inputs["params"]:
+    if inputs["params"].strip():
         config = steps.settings(inputs["params"], *(inputs[name] for name in names))
+    else:
+        steps.check_overrides(inputs["overrides"])
+    steps.must_hold_no_secret(json.dumps(inputs))  # comments of the params and `job` are sent too
     steps.check_backend(inputs["backend"], inputs["job"], config)
 
 

@@ -42,10 +42,10 @@ train: {steps: 8, batch_size: 8}
         ({"job": {"memory": "much"}}, "memory: 'much' given"),
         ({"job": {"max_replicas": 9}}, "more than the 8 images of a batch"),
         ({"workspace": "/elsewhere"}, "/elsewhere lies on no volume"),
-        ({"tracking": "http://me:secret@mlflow"}, "A URI among the params holds a password"),
+        ({"tracking": "http://me:secret@mlflow"}, "A URI among the inputs holds a password"),
         (
             {"source": "dvc:https://ghp_TOKEN@github.com/me/registry.git#photos@v1"},
-            "A URI among the params holds a password or token",
+            "A URI among the inputs holds a password or token",
         ),
         ({"backend": "slurm"}, "pytorchjob or process is needed"),
         ({"params": TINY + "#" * 10_000}, "more than the 10,000 bytes that KFP takes"),
@@ -60,6 +60,46 @@ def test_what_cannot_work_is_refused_before_it_is_submitted(
     commands.check(inputs)
     with pytest.raises(UserError, match=re.escape(told)):
         commands.check({**inputs, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {"overrides": ["train.stepz=4", "seed=1", "sample.count=many"]},
+            "2 mistakes in the overrides:\n  train.stepz: unknown key in train; did you mean steps?"
+            "\n  sample.count: 'many' given",
+        ),
+        ({"overrides": ["trian.steps=4"]}, "trian: unknown key; did you mean train?"),
+        ({"overrides": ["train.steps"]}, "section.key=value is needed"),
+        ({"overrides": ["evaluate.metrics=[fid, speed]"]}, "evaluate.metrics[1]: 'speed' given"),
+        ({"overrides": ["tracking.uri=http://me:secret@mlflow"]}, "holds a password"),
+        ({"tracking": "http://me:secret@mlflow"}, "holds a password"),
+        ({"source": "dvc:https://ghp_TOKEN@github.com/me/r.git#photos"}, "holds a password"),
+        ({"params": TINY + "# was: http://me:secret@mlflow"}, "holds a password"),
+        ({"job": {"env": {"PROXY": "http://me:secret@proxy"}}}, "holds a password"),
+    ],
+)
+def test_beside_the_params_of_the_cluster_what_is_given_is_checked(
+    changed: dict[str, Any], told: str
+) -> None:
+    inputs = commands.given(None, None, "/workspace/run", "", 0.0)
+    inputs |= {"backend": "pytorchjob", "tracking": "http://mlflow:5000"}
+    with pytest.raises(UserError, match=re.escape(told)):
+        commands.check({**inputs, **changed})
+
+
+def test_what_the_params_of_the_cluster_may_make_right_is_sent() -> None:
+    right_there = [
+        "model.attention=[32]",
+        "model.heads=3",
+        "sample.classes=[cat]",
+        "sample.ema=0.5",
+        "evaluate.extractor=inception",
+        "train.microbatches=500",
+    ]
+    inputs = commands.given(None, right_there, "/workspace/run", "", 0.0)
+    commands.check({**inputs, "backend": "pytorchjob", "tracking": ""})
 
 
 class Answers(ThreadingHTTPServer):
