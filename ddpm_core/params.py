@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,25 +40,61 @@ def _resolve(
     given: dict[str, Any], overrides: Sequence[str], workspace: str | None, origin: str
 ) -> Config:
     mistakes = [mistake for item in overrides if (mistake := _override(given, item))]
-    if mistakes:
-        raise UserError("\n".join(mistakes))
     if workspace is not None:
         given["workspace"] = workspace
-    return _absolute(validate(given, origin))
+    return _absolute(validate(given, origin, mistakes))
 
 
-def validate(given: dict[str, Any], origin: str = "") -> Config:
-    """The Config of plain data, or a UserError that lists all mistakes, each with its path."""
-    try:
-        config = Config.model_validate(given)
-    except ValidationError as error:
-        lines = list(dict.fromkeys(line for line in _sentences(error)))
-    else:
-        lines = list(_nameless(config))
-        if not lines:
-            return config
+def validate(given: dict[str, Any], origin: str = "", mistakes: Sequence[str] = ()) -> Config:
+    """The Config of plain data, or a UserError that lists all mistakes, each with its path.
+
+    `mistakes` were found before. Settings are compared with each other once each is right by
+    itself, so what is wrong is left out for another look at the rest.
+    """
+    lines, left_out, rest = list(mistakes), list[str](), given
+    while True:
+        try:
+            config = Config.model_validate(rest)
+        except ValidationError as error:
+            lines += [line for line in _sentences(error) if not _mentions(line, left_out)]
+            paths = [path for item in error.errors() if (path := _leave_out(item["loc"], rest))]
+        else:
+            lines += _nameless(config)
+            paths = []
+        if not paths:
+            break
+        left_out += [".".join(path) for path in paths]
+        for path in paths:
+            rest = _without(rest, path)
+    if not lines:
+        return config
+    lines = list(dict.fromkeys(lines))
     noun = "mistake" if len(lines) == 1 else "mistakes"
     raise UserError(f"{len(lines)} {noun}{origin}:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _leave_out(location: tuple[int | str, ...], given: dict[str, Any]) -> list[str]:
+    """The keys that lead to the innermost value that a mistake's location names."""
+    path: list[str] = []
+    node: Any = given
+    for part in location:
+        if not isinstance(node, dict) or not isinstance(part, str) or part not in node:
+            break
+        path.append(part)
+        node = node[part]
+    return path
+
+
+def _without(given: dict[str, Any], path: list[str]) -> dict[str, Any]:
+    key, *below = path
+    rest = {name: value for name, value in given.items() if name != key}
+    if below and isinstance(given.get(key), dict):
+        rest[key] = _without(given[key], below)
+    return rest
+
+
+def _mentions(line: str, paths: Iterable[str]) -> bool:
+    return any(re.search(rf"\b{re.escape(path)}\b", line) for path in paths)
 
 
 def _nameless(config: Config) -> Iterable[str]:
@@ -93,11 +130,17 @@ def _sentences(error: ValidationError) -> Iterable[str]:
         path, model = _path(item["loc"])
         if item["type"] == "extra_forbidden":
             yield _unknown(path, model)
+        elif item["type"] == "missing":
+            yield f"{path}: absent; it is needed"
+        elif item["type"] == "model_type":
+            keys = ", ".join(_fields(model))
+            yield f"{path}: {_show(item['input'])} given; a section with {keys} is needed"
         elif item["type"] == "value_error":
             yield from _own_sentences(path, str(item["msg"]))
         else:
             arms = allowed.setdefault((path or "params", _show(item["input"])), [])
-            arms.append(_allowed(item))
+            field = _fields(model).get(path.rpartition(".")[2])
+            arms.append(_allowed(item, field.description if field else None))
     for (path, given), arms in allowed.items():
         yield f"{path}: {given} given; {', or '.join(dict.fromkeys(arms))} is needed"
 
@@ -132,9 +175,23 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def _unknown(path: str, model: type[BaseModel]) -> str:
     parent, _, key = path.rpartition(".")
     names = list(_fields(model))
-    close = difflib.get_close_matches(key, names, n=1)
+    close = difflib.get_close_matches(key, names, n=1) or _elsewhere(key, parent)
     hint = f"did you mean {close[0]}?" if close else f"known here are {', '.join(names)}"
     return f"{path}: unknown key{f' in {parent}' if parent else ''}; {hint}"
+
+
+def _elsewhere(key: str, parent: str) -> list[str]:
+    """The dotted path of the same key in another section, rather in one below `parent`."""
+    found = [path for path in _paths(Config) if path.rpartition(".")[2] == key]
+    below = [path for path in found if path.startswith(f"{parent}.")]
+    return (below or found) if len(below or found) == 1 else []
+
+
+def _paths(model: type[BaseModel], prefix: str = "") -> Iterable[str]:
+    for name, field in _fields(model).items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _paths(field.annotation, f"{prefix}{name}.")
 
 
 def _own_sentences(path: str, message: str) -> Iterable[str]:
@@ -142,9 +199,10 @@ def _own_sentences(path: str, message: str) -> Iterable[str]:
         yield f"{path}.{line}" if path else line
 
 
-def _allowed(item: Any) -> str:
+def _allowed(item: Any, description: str | None) -> str:
+    """What a setting may be; a pattern is for programs, so people read the field's description."""
     if "pattern" in item["type"]:
-        return f"a text that matches {item['ctx']['pattern']}"
+        return description or f"a text that matches {item['ctx']['pattern']}"
     if item["type"] == "too_short":
         return f"a list of at least {item['ctx']['min_length']}"
     message = str(item["msg"]).removeprefix("Input should be ").replace("a valid tuple", "a list")

@@ -60,6 +60,52 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         assert line in told
 
 
+def test_what_does_not_fit_each_other_is_told_beside_what_is_wrong_by_itself(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "params.yaml"
+    file.write_text("train: {keep: 0, microbatches: 99, ema: [0.5, 0.5], snapshot_every: 0}")
+    given = ["model.heads=3", "sample.steps=6000", "diffusion.timesteps", "sample.count=x"]
+    with pytest.raises(UserError, match="mistakes in") as caught:
+        params.load(file, given)
+    told = str(caught.value)
+    for line in (
+        "-S diffusion.timesteps: section.key=value is needed",
+        "train.keep: 0 given",
+        "train.microbatches: 99 is more than batch_size, 32",
+        "train.ema: [0.5, 0.5] has a decay twice",
+        "train.snapshot_every: 0 given",
+        "sample.count: 'x' given",
+        "sample.steps: 6000 given; there are only 1000",
+        "model.heads: 3 given; it must divide",
+    ):
+        assert line in told
+    assert told.startswith("8 mistakes in")
+
+
+def test_nothing_is_told_of_what_was_left_out() -> None:
+    with pytest.raises(UserError, match="mistake") as caught:
+        params.load(None, ["prepare.image_size=x", "model.attention=[32]", "train.ema=[2]"])
+    assert str(caught.value).startswith("2 mistakes")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.optimizer.betas=[0.9]", "train.optimizer.betas[1]: absent; it is needed"),
+        ("train.loss=huber", "train.loss: 'huber' given; a section with kind, weighting"),
+        ("train.lr=3", "did you mean train.optimizer.lr?"),
+        ("steps=3", "known here are seed"),
+        ("image_size=3", "did you mean prepare.image_size?"),
+        ("device=gpu", "device: 'gpu' given; auto, cpu, mps, cuda or cuda:N is needed"),
+    ],
+)
+def test_a_mistake_is_told_in_words_of_the_params_file(override: str, told: str) -> None:
+    with pytest.raises(UserError, match="1 mistake") as caught:
+        params.load(None, [override])
+    assert told in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("size", "multipliers", "chosen"),
     [

@@ -43,7 +43,9 @@ class Config(Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     workspace: str = "workspace"
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = Field(
+        "auto", description="auto, cpu, mps, cuda or cuda:N"
+    )
     prepare: Prepare = Prepare()
     model: Model = Model()
     diffusion: Diffusion = Diffusion()

@@ -69,8 +69,12 @@ class Evaluate(Section):
 
 
 class Register(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "ddpm"
-    alias: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = "champion"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = Field(
+        "ddpm", description="letters, digits, dots, - and _"
+    )
+    alias: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = Field(
+        "champion", description="a letter, then letters, digits, - and _"
+    )
 
 
 class Tracking(Section):

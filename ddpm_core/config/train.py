@@ -91,21 +91,24 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _settings_fit(self) -> Self:
+        mistakes = []
         if self.microbatches > self.batch_size:
-            raise ValueError(
+            mistakes.append(
                 f"microbatches: {self.microbatches} is more than batch_size, {self.batch_size}"
             )
         every = self.snapshot_every
         if (every < 1) if isinstance(every, int) else not re.fullmatch("[1-9][0-9]*[smh]", every):
-            raise ValueError(
+            mistakes.append(
                 f"snapshot_every: {every!r} given; a number of steps, or a time such "
                 "as 90s, 5m or 1h, is needed"
             )
         if self.reduction == "exact" and self.precision == "fp16":
-            raise ValueError(
+            mistakes.append(
                 "reduction: exact given with precision fp16, whose scaled gradients it can't hold; "
                 "use fp32 or bf16, or reduction flat"
             )
         if len(set(self.ema)) < len(self.ema):
-            raise ValueError(f"ema: {list(self.ema)} has a decay twice")
+            mistakes.append(f"ema: {list(self.ema)} has a decay twice")
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
         return self

@@ -21,9 +21,9 @@ def explained(config: Config) -> Iterator[None]:
             raise UserError(_memory(config, _short(error))) from error
         if type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
             raise UserError(
-                f"The network could not be compiled: {_short(error)} If an earlier compilation was "
-                "killed, remove what it left (TORCHINDUCTOR_CACHE_DIR, or torchinductor_* among the "
-                "temporary files); train.compile: false does without."
+                f"The network could not be compiled: {_short(error)} If an earlier compilation "
+                "was killed, remove what it left (TORCHINDUCTOR_CACHE_DIR, or torchinductor_* "
+                "among the temporary files); train.compile: false does without."
             ) from error
         raise
 
