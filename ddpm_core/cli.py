@@ -160,11 +160,13 @@ def wait(
 
 
 @verb
-def check_data(directory: Annotated[Path, typer.Argument(help="A folder of images.")]) -> None:
+def check_data(
+    source: Annotated[str, typer.Argument(help="A folder of images, or any prepare.source.")],
+) -> None:
     """What a folder of images holds, and what is wrong with it, before it is prepared."""
     from ddpm_core.data.check import check_data
 
-    check_data(directory)
+    check_data(source)
 
 
 @verb

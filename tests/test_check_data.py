@@ -6,11 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
-from pictures import encoded, flat, noise, write, write_classes
+from pictures import encoded, flat, noise, prepared, rejected, write, write_classes
+from PIL import Image
 
 from ddpm_core import params
-from ddpm_core.data.check import DataReport, check_data, lines
+from ddpm_core.data import decode
+from ddpm_core.data.check import check_data
+from ddpm_core.data.findings import DataReport, lines
+from ddpm_core.data.prepare import prepare
 from ddpm_core.errors import UserError
+from ddpm_core.workspace import Workspace
 
 
 @pytest.fixture
@@ -138,3 +143,62 @@ def test_nothing_is_written(mixed: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
     before = sorted(os.walk(tmp_path))
     assert isinstance(check_data(mixed), DataReport)
     assert sorted(os.walk(tmp_path)) == before
+
+
+# what it says is what prepare does
+
+
+def test_a_jpeg_that_prepare_reduces_while_it_decodes_is_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "PIXELS", 10_000)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for name, size, extra in (("0", (200, 300), {}), ("1", (300, 200), {"exif": turned})):
+        write(tmp_path / f"raw/{name}.jpg", noise(1, size=size), kind="JPEG", **extra)
+    write(tmp_path / "raw/2.png", noise(2, size=(200, 300)))
+    report = check_data(tmp_path / "raw")
+    assert (report.count, report.smallest, report.largest) == (2, (200, 300), (200, 300))
+    assert [item.name for item in report.rejected] == ["2.png"]
+    data = prepared(tmp_path, tmp_path / "raw", image_size=16, max_rejected=1.0)
+    assert len(data) == 2 and list(rejected(tmp_path / "workspace")) == ["2.png"]
+
+
+NAMES = [
+    "odd, name: x",
+    "p #1",
+    "digits",
+    "123",
+    "null",
+    "1e3",
+    "{a}",
+    "new\nline",
+    "caf\u00e9 'x'",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_params_to_start_from_are_yaml_that_names_the_same_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write_classes(tmp_path / name, ["cat", "dog"])
+    monkeypatch.chdir(tmp_path)
+    for source in (name, f"{name}/", Path(name), tmp_path / name):
+        if source == "digits":
+            continue  # the digits that are built in, to prepare too
+        told = lines(check_data(source))
+        text = "\n".join(told[told.index("params to start from:") + 1 :])
+        config = params.load_text(text, "params")
+        assert Path(config.prepare.source).samefile(name)
+        assert config.prepare.source != "digits"
+        workspace = Workspace.open(str(tmp_path / "workspace"))
+        assert prepare(config, workspace)["classes"] == ["cat", "dog"]
+
+
+def test_many_equal_pictures_are_a_short_line(tmp_path: Path) -> None:
+    for number in range(40):
+        write(tmp_path / f"raw/{number:02d}.png", noise(1))
+    report = check_data(tmp_path / "raw")
+    assert len(report.copies[0]) == 40
+    shown = " = ".join(f"{number:02d}.png" for number in range(5))
+    assert f"  {shown} and 35 more" in lines(report)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from pictures import config, noise, prepared, rejected, write, write_classes
 
-from ddpm_core.data.check import check_data, lines
+from ddpm_core.data.check import check_data
+from ddpm_core.data.findings import lines
 from ddpm_core.data.prepare import prepare
 from ddpm_core.data.rejected import REJECTED, Unusable, kept_list
 from ddpm_core.data.sources import Rejection

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +17,16 @@ from ddpm_core.data import names
 from ddpm_core.data.captions import captions
 from ddpm_core.data.cifar import recognise
 from ddpm_core.data.examine import Examined, examine
+from ddpm_core.data.findings import SIDES, DataReport, class_totals, lines
 from ddpm_core.data.layout import Layout, arrange
-from ddpm_core.data.names import one_line
 from ddpm_core.data.opening import open_source
 from ddpm_core.data.pool import chunked, spread, workers_for
-from ddpm_core.data.rejected import SHOWN, in_order, refuse_nothing
+from ddpm_core.data.rejected import in_order, refuse_nothing
 from ddpm_core.data.sources import Entry, Listing, Rejection, Source
 from ddpm_core.data.split import untrainable
 from ddpm_core.errors import UserError
 
-SIDES = (8, 16, 32, 64, 128, 256, 512, 1024)
 IMBALANCE = 3.0  # of the largest class to the smallest, from where on it is told
-_BAR = 40  # characters
-_HEADINGS = {"train": "train", "holdout": "held out", "undecided": "pictures"}
-
-
-@dataclass(slots=True)
-class DataReport:
-    """What `check_data` found. Counts are of usable pictures; sizes are pixels after EXIF turning.
-
-    `splits` maps train, holdout or undecided (prepare will split it) to counts by class;
-    `sides` maps the lower end of a range to how many shorter sides lie in it; `copies` lists
-    groups of pictures with the same content; `suggested` is a start for params.yaml.
-    """
-
-    source: str
-    count: int = 0
-    splits: dict[str, dict[str, int]] = field(default_factory=dict)
-    sides: dict[int, int] = field(default_factory=dict)
-    smallest: tuple[int, int] = (0, 0)
-    largest: tuple[int, int] = (0, 0)
-    median_side: int = 0
-    far_from_square: int = 0
-    stored: dict[str, int] = field(default_factory=dict)
-    rejected: list[Rejection] = field(default_factory=list)
-    copies: list[list[str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    suggested: dict[str, Any] = field(default_factory=dict)
 
 
 def check_data(source: str | Path, workers: int | Auto = "auto") -> DataReport:
@@ -62,14 +34,16 @@ def check_data(source: str | Path, workers: int | Auto = "auto") -> DataReport:
 
     Takes all that prepare.source takes. Raises UserError where there is nothing to look at.
     """
-    settings = Prepare(source=str(source), workers=workers)
+    # A path is one, also that of a folder that is called digits.
+    source = source if isinstance(source, str) else str(source.absolute())
+    settings = Prepare(source=source, workers=workers)
     with open_source(settings, Path.cwd()) as opened:
         pictures, listing = recognise(opened)
         refuse_nothing(listing, settings)
         layout = arrange(listing)
         layout.notes += _captions(listing, layout, settings.caption)
         examined = _examine_all(pictures, listing.pictures, workers)
-    report = summarise(str(source), listing, layout, examined)
+    report = summarise(source, listing, layout, examined)
     for line in lines(report):
         console.say(line)
     return report
@@ -175,13 +149,6 @@ def _advice(report: DataReport, listing: Listing) -> list[str]:
     return advice
 
 
-def class_totals(report: DataReport) -> dict[str, int]:
-    totals: Counter[str] = Counter()
-    for counts in report.splits.values():
-        totals.update({name: n for name, n in counts.items() if name})
-    return dict(totals)
-
-
 def suggest(report: DataReport) -> dict[str, Any]:
     """Params to start from: an image size that most pictures have, and a network that fits it."""
     fitting = [s for s in (16, 32, 64) if report.median_side >= s]
@@ -198,50 +165,3 @@ def suggest(report: DataReport) -> dict[str, Any]:
         },
         "train": {"batch_size": max(1, min(64, report.count // 4))},
     }
-
-
-def lines(report: DataReport) -> list[str]:
-    """The report as a person reads it."""
-    classes = class_totals(report)
-    text = [f"{report.source}: {report.count:,} pictures, {len(classes)} classes"]
-    text += _class_table(report)
-    if report.count:
-        text += _sizes(report)
-        text.append("stored as: " + ", ".join(f"{k} {n:,}" for k, n in report.stored.items()))
-    text += _listed("unusable", [f"{r.name}: {r.reason}" for r in report.rejected])
-    text += _listed("exact copies", [" = ".join(group) for group in report.copies])
-    text += [f"note: {note}" for note in report.notes]
-    text.append("params to start from:")
-    for section, values in report.suggested.items():
-        text.append(f"  {section}: {{{', '.join(f'{k}: {v}' for k, v in values.items())}}}")
-    return [one_line(line) for line in text]
-
-
-def _class_table(report: DataReport) -> list[str]:
-    splits = list(report.splits)
-    width = max([len(name) for name in class_totals(report)] + [8])
-    table = ["  " + " " * width + "".join(f"{_HEADINGS[split]:>11}" for split in splits)]
-    for name in sorted({name for counts in report.splits.values() for name in counts}):
-        cells = "".join(f"{report.splits[split].get(name, 0):>11,}" for split in splits)
-        table.append(f"  {name or '(none)':<{width}}{cells}")
-    return table
-
-
-def _sizes(report: DataReport) -> list[str]:
-    most = max(report.sides.values())
-    text = [
-        f"sizes: {report.smallest[0]} x {report.smallest[1]} to {report.largest[0]} x "
-        f"{report.largest[1]}, median of the shorter side {report.median_side}; shorter sides:"
-    ]
-    for low, count in report.sides.items():
-        high = next((side - 1 for side in SIDES if side > low), None)
-        label = f"{low}-{high}" if high is not None else f"{low} and more"
-        text.append(f"  {label:>13} {count:>9,} {'#' * max(1, count * _BAR // most)}")
-    return text
-
-
-def _listed(title: str, items: list[str]) -> list[str]:
-    if not items:
-        return [f"{title}: none"]
-    more = [f"  and {len(items) - SHOWN:,} more"] if len(items) > SHOWN else []
-    return [f"{title}: {len(items):,}", *(f"  {item}" for item in items[:SHOWN]), *more]

@@ -34,6 +34,10 @@ class Undecodable(Exception):
     """Why a file is no picture that can be used."""
 
 
+class TooLarge(Undecodable):
+    """It has more than PIXELS."""
+
+
 def decode(content: bytes | Path, background: Color, smallest: int = 0) -> Image.Image:
     """The first frame as an RGB picture, turned as its EXIF orientation says.
 
@@ -51,10 +55,10 @@ def decode(content: bytes | Path, background: Color, smallest: int = 0) -> Image
             raise Undecodable(_reason(error)) from error
 
 
-def kind(content: bytes | Path) -> str:
-    """Format and mode of a picture that can be decoded, as in `JPEG RGB`."""
+def kind(content: bytes | Path) -> tuple[str, tuple[int, int]]:
+    """Format and mode of a picture that can be decoded, as in `JPEG RGB`; its size as stored."""
     with _open(content) as stream, Image.open(stream, formats=_formats()) as image:
-        return f"{image.format} {image.mode}"
+        return f"{image.format} {image.mode}", image.size
 
 
 def _open(content: bytes | Path) -> IO[bytes]:
@@ -82,7 +86,7 @@ def _load(stream: IO[bytes], smallest: int) -> Image.Image:
         image.draft(None, (2 * smallest, 2 * smallest))
     width, height = image.size
     if width * height > PIXELS:
-        raise Undecodable(f"{width} x {height} pixels; at most {PIXELS:,} are decoded")
+        raise TooLarge(f"{width} x {height} pixels; at most {PIXELS:,} are decoded")
     image.load()
     with contextlib.suppress(Exception):  # an orientation nobody can read is none
         ImageOps.exif_transpose(image, in_place=True)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ddpm_core.data.decode import Undecodable, decode, kind
+from ddpm_core.data.decode import TooLarge, Undecodable, decode, kind
 from ddpm_core.data.sources import Payload, Rejection
 
 _BACKGROUND = (255, 255, 255)
+_SMALLEST = 16  # as prepare.image_size where nothing is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,13 @@ def _examine(position: int, payload: Payload) -> Examined:
 
 
 def _decoded(position: int, content: bytes | Path) -> Examined:
-    image = decode(content, _BACKGROUND)
-    digest = hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()
-    return Examined(position, *image.size, kind(content), digest)
+    try:
+        image = decode(content, _BACKGROUND)
+        stored, size = kind(content)[0], image.size
+    except TooLarge:  # as a whole; prepare reduces a JPEG while it is decoded
+        image = decode(content, _BACKGROUND, smallest=_SMALLEST)
+        stored, size = kind(content)
+        if (image.width < image.height) != (size[0] < size[1]):  # turned, as EXIF says
+            size = size[::-1]
+    digest = hashlib.sha256(repr(size).encode() + image.tobytes()).digest()
+    return Examined(position, *size, stored, digest)
