@@ -497,6 +497,28 @@ def test_mlflows_extractor_replaces_one_that_was_trained_meanwhile(
     assert now.fingerprint == first.fingerprint
 
 
+@pytest.mark.parametrize("moment", ["create_run", "log_artifact", "set_terminated"])
+def test_runs_that_publish_at_once_end_up_with_one_extractor(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    from mlflow import MlflowClient
+
+    config = make_config(tmp_path, tracking={"uri": store, "experiment": f"at once: {moment}"})
+    slow, quick, late = [small_workspace(tmp_path / name) for name in ("slow", "quick", "late")]
+    put_extractor(slow)
+    put_extractor(quick, seed=1)
+    act, found = getattr(MlflowClient, moment), []
+
+    def after_the_other(*arguments: Any, **named: Any) -> Any:
+        monkeypatch.setattr(MlflowClient, moment, act)
+        found.append(open_in_domain(config, quick, *splits(quick), CPU))
+        return act(*arguments, **named)
+
+    monkeypatch.setattr(MlflowClient, moment, after_the_other)
+    found += [open_in_domain(config, run, *splits(run), CPU) for run in (slow, late, quick)]
+    assert len({extractor.fingerprint for extractor in found}) == 1 and len(found) == 4
+
+
 def test_an_extractor_of_other_data_is_not_used(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     workspace = small_workspace(tmp_path / "run")

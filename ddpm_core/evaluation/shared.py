@@ -48,6 +48,7 @@ def open_in_domain(
     """The extractor of these data: the workspace's, else MLflow's, else a new one.
 
     One that was made while MLflow was away gives way to MLflow's, or is published, once it is back.
+    Of several runs that publish at once each asks again afterwards, and all take the first.
     """
     own = _own(workspace, train.fingerprint)
     uri = config.tracking.uri
@@ -56,20 +57,22 @@ def open_in_domain(
         if not found and not own:
             with workspace.storage.new_folder(FOLDER) as folder:
                 save_extractor(in_domain.train_extractor(train, holdout), folder)
-        if not found and not away:
-            _publish(config, workspace, train.fingerprint)
+        if not found and not away and _publish(config, workspace, train.fingerprint):
+            _fetch_into(config, workspace, train.fingerprint)
     return load_extractor(workspace.path(FOLDER), device)
 
 
 def fetch_extractor(config: Config, data_fingerprint: str, folder: Path) -> bool:
     """Copy MLflow's extractor of these data into an empty folder; False if it has none.
 
-    Of several the oldest whole one counts, so that all who ask agree. Raises Away.
+    Of several whole ones the first that was finished counts, so that all who ask agree, as far as
+    the clocks of those who publish do: one that is still being sent comes after what was seen
+    meanwhile, whenever it was begun. Raises Away.
     """
 
     def fetch(client: Any, experiment: str) -> bool:
-        query = f"tags.`{TAG}` = '{data_fingerprint}'"
-        order = ["attributes.start_time ASC", "attributes.run_id ASC"]
+        query = f"tags.`{TAG}` = '{data_fingerprint}' AND attributes.status = 'FINISHED'"
+        order = ["attributes.end_time ASC", "attributes.run_id ASC"]
         for run in client.search_runs([experiment], query, max_results=100, order_by=order):
             with tempfile.TemporaryDirectory() as scratch:
                 path = Path(client.download_artifacts(run.info.run_id, "extractor", scratch))
@@ -85,7 +88,7 @@ def publish_extractor(config: Config, data_fingerprint: str, folder: Path) -> No
     """Put an extractor's folder into a run of its own, tagged with its data. Raises Away."""
 
     def publish(client: Any, experiment: str) -> None:
-        # The tag comes last: a run that has it has its files.
+        # The end comes last: a run that has one has its files and the tag.
         run = client.create_run(experiment, run_name=f"extractor-{data_fingerprint[:8]}")
         for path in sorted(folder.iterdir()):
             client.log_artifact(run.info.run_id, str(path), "extractor")
@@ -127,22 +130,24 @@ def _fetch_into(config: Config, workspace: Workspace, data: str) -> tuple[bool, 
         except Away as error:
             warn(f"MLflow cannot be asked for this data set's extractor: {error}")
             return False, True
-        with workspace.storage.new_folder(FOLDER) as folder:
-            shutil.copytree(
-                fetched, folder, ignore=shutil.ignore_patterns("manifest*"), dirs_exist_ok=True
-            )
-    say("evaluate: MLflow has an extractor of these data; its features are used.")
+        if read_facts(fetched)["sha256"] != _own(workspace, data).get("sha256"):
+            with workspace.storage.new_folder(FOLDER) as folder:
+                shutil.copytree(
+                    fetched, folder, ignore=shutil.ignore_patterns("manifest*"), dirs_exist_ok=True
+                )
+            say("evaluate: MLflow has an extractor of these data; its features are used.")
     _note(config, workspace)
     return True, False
 
 
-def _publish(config: Config, workspace: Workspace, data: str) -> None:
+def _publish(config: Config, workspace: Workspace, data: str) -> bool:
+    """Put the workspace's extractor into MLflow; whether it is there."""
     try:
         publish_extractor(config, data, workspace.path(FOLDER))
     except Away as error:
         warn(f"The extractor of these data is not in MLflow yet: {error}")
-    else:
-        _note(config, workspace)
+        return False
+    return True
 
 
 def _note(config: Config, workspace: Workspace) -> None:
