@@ -82,19 +82,55 @@ def test_16_bit_pictures_are_scaled_and_not_clipped(kind: str) -> None:
     assert (np.diff(gray) == 1).all()
 
 
+def tiff_of(values: Any, order: str = "<", photometric: int = 1) -> bytes:
+    """A TIFF of 16-bit gray values (H, W), little- or big-endian."""
+    content = values.astype(f"{order}u2").tobytes()
+    height, width = values.shape
+    shorts = {256: width, 257: height, 258: 16, 259: 1, 262: photometric, 277: 1, 278: height}
+    longs = {273: 8 + 2 + 9 * 12 + 4, 279: len(content)}
+    tags = {tag: struct.pack(f"{order}HHIHxx", tag, 3, 1, value) for tag, value in shorts.items()}
+    tags |= {tag: struct.pack(f"{order}HHII", tag, 4, 1, value) for tag, value in longs.items()}
+    start = (b"II" if order == "<" else b"MM") + struct.pack(f"{order}HIH", 42, 8, len(tags))
+    return start + b"".join(tags[tag] for tag in sorted(tags)) + bytes(4) + content
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_dark_16_bit_pictures_stay_dark_in_either_order_of_bytes(order: str) -> None:
+    values = np.linspace(0, 250, 16).reshape(4, 4)
+    assert decoded(tiff_of(values, order)).max() == 1
+
+
+def test_16_bit_pictures_whose_white_is_zero_are_no_negatives() -> None:
+    values = np.array([[0, 0], [65_535, 257 * 55]])
+    assert decoded(tiff_of(values, photometric=0))[:, :, 0].tolist() == [[255, 255], [0, 200]]
+
+
+def test_a_transparent_value_of_16_bits_shows_the_background() -> None:
+    rows = b"".join(b"\0" + struct.pack(">2H", 300, 301) for _ in range(2))
+    pixels = decoded(png_of(2, 2, rows, depth=16, color=0, key=struct.pack(">H", 300)))
+    assert (pixels[:, 0] == WHITE).all() and (pixels[:, 1] == 1).all()
+    color, other = (0x1234, 0x5678, 0x9ABC), (0x34FF, 0x78FF, 0xBCFF)
+    rows = b"".join(b"\0" + struct.pack(">6H", *color, *other) for _ in range(2))
+    pixels = decoded(png_of(2, 2, rows, depth=16, color=2, key=struct.pack(">3H", *color)))
+    assert (pixels[:, 0] == WHITE).all() and (pixels[:, 1] == (0x34, 0x78, 0xBC)).all()
+
+
 def test_16_bit_color_is_scaled() -> None:
     rows = b"".join(b"\0" + struct.pack(">3H", 65_535, 32_768, 0) * 4 for _ in range(4))
     pixels = decoded(png_of(4, 4, rows, depth=16, color=2))
     assert near(pixels, (255, 128, 0))
 
 
-def png_of(width: int, height: int, rows: bytes, depth: int = 8, color: int = 0) -> bytes:
+def png_of(
+    width: int, height: int, rows: bytes, depth: int = 8, color: int = 0, key: bytes = b""
+) -> bytes:
     def chunk(name: bytes, data: bytes) -> bytes:
         checksum = struct.pack(">I", zlib.crc32(name + data))
         return struct.pack(">I", len(data)) + name + data + checksum
 
     head = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
-    body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    body = chunk(b"IHDR", head) + (chunk(b"tRNS", key) if key else b"")
+    body += chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + body
 
 

@@ -18,6 +18,7 @@ from ddpm_core.data.sources import FILE_BYTES
 # Formats with a plain decoder: EPS would start Ghostscript, and TGA takes noise for a picture.
 _WANTED = "JPEG PNG WEBP BMP DIB GIF TIFF AVIF JPEG2000 PPM ICO"
 PIXELS = 100_000_000  # held in memory at once; a JPEG is counted after its own reduction
+_PHOTOMETRIC = 262  # a tag of TIFF: 0 where white is zero
 _DEEP_GRAY = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 
 Color = tuple[int, int, int]
@@ -94,13 +95,28 @@ def _load(stream: IO[bytes], smallest: int) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image, background: Color) -> Image.Image:
+    key = image.info.get("transparency")
     if image.mode in _DEEP_GRAY:
-        return Image.fromarray(to_8_bits(np.asarray(image))).convert("RGB")
+        return _deep_to_rgb(image, key, background)
     if not image.has_transparency_data:
         return image.convert("RGB")
+    if isinstance(key, tuple) and max(key) > 255:  # of 16 bits, as the picture had before
+        image.info["transparency"] = tuple(value >> 8 for value in key)
     canvas = Image.new("RGBA", image.size, (*background, 255))
     canvas.alpha_composite(image.convert("RGBA"))
     return canvas.convert("RGB")
+
+
+def _deep_to_rgb(image: Image.Image, key: object, background: Color) -> Image.Image:
+    """Gray of more than 8 bits; `key` is the value that is transparent, where there is one."""
+    values = np.asarray(image)
+    gray = to_8_bits(values)
+    if getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0:  # white is; Pillow turns 8 bits alone
+        gray = 255 - gray
+    picture = Image.fromarray(gray).convert("RGB")
+    if isinstance(key, int):
+        picture.paste(background, mask=Image.fromarray((values == key).astype(np.uint8) * 255))
+    return picture
 
 
 def to_8_bits(values: NDArray[Any]) -> NDArray[np.uint8]:
@@ -109,7 +125,7 @@ def to_8_bits(values: NDArray[Any]) -> NDArray[np.uint8]:
     16 bits scale by 257. Wider kinds do not say where white is: it is 1 for fractions, or the
     first of 255 and 65,535 that no value exceeds. Raises Undecodable beyond.
     """
-    if values.dtype == np.uint16:
+    if values.dtype.kind == "u" and values.dtype.itemsize == 2:  # in either order of bytes
         return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
     lowest, highest = float(values.min()), float(values.max())
     fractions = np.issubdtype(values.dtype, np.floating)
