@@ -43,6 +43,7 @@ lint: .venv/installed  ## ruff, formatting, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 lock: .venv/installed  ## resolve requirements.lock anew from pyproject.toml
 	$(BIN)/uv pip compile --universal --generate-hashes --no-header --no-emit-find-links --no-emit-index-url \

@@ -15,10 +15,12 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 from program import Program, _run
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -156,11 +158,28 @@ def set_up() -> torch.device:
     return torch.device("apart:0")
 
 
-def _run_apart(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+def use_it() -> None:
+    """All that the program computes in this process, it computes on the device.
+
+    What its workers tell each other has to lie there too, which NCCL insists on and Gloo does not.
+    """
     device = set_up()
     for name, module in list(sys.modules.items()):
         if name.startswith("ddpm_core") and hasattr(module, "choose_device"):
             module.choose_device = lambda name, local_rank=0: device  # type: ignore[attr-defined]
+    for name in ("all_reduce", "all_gather", "broadcast"):
+        setattr(torch.distributed, name, partial(_on_it, getattr(torch.distributed, name)))
+
+
+def _on_it(collective: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    for tensor in tree_flatten(given)[0]:
+        if isinstance(tensor, Tensor) and not isinstance(tensor, Apart):
+            raise TypeError(f"{collective}: a tensor on the CPU")
+    return collective(*given, **options)
+
+
+def _run_apart(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    use_it()
     try:
         _run(folder, arguments, output)
     finally:
@@ -173,3 +192,11 @@ def ddpm_apart(folder: Path, *arguments: str) -> Record:
     said = program.ended()
     assert program.returncode == 0, said
     return Record(**{k: Counter(v) for k, v in json.loads((folder / FILE).read_text()).items()})
+
+
+if __name__ == "__main__":  # a worker of torchrun
+    from ddpm_core.cli import main
+    from ddpm_core.training import launcher  # noqa: F401  imported first, so that it is changed
+
+    use_it()
+    main()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from apart import Record, ddpm_apart
-from program import TINY, ddpm, new_run, prepare_run
-from runs import at_start, distance, final, of_file
+from program import TINY, ddpm, environment, new_run, prepare_run
+from runs import at_start, bits, distance, final, of_file, rows
 
 SETTINGS = (
     TINY.replace("attention: [8]}", "attention: [8], dropout: 0.2, conditioning: class}")
@@ -46,6 +48,33 @@ def test_the_model_is_the_cpus_to_rounding(
         ours, theirs = (of_file(final(folder, 12), file) for folder in (here, apart[0]))
         begun_with = {name.replace("model/", f"{file}/"): t for name, t in start.items()}
         assert distance(theirs, ours, begun_with) < 1e-4
+
+
+def test_resumed_equals_uninterrupted_there_too(
+    begun: Path, apart: tuple[Path, dict[str, Record]]
+) -> None:
+    folder = new_run(begun, "resumed", SETTINGS)
+    ddpm_apart(folder, "train", "-S", "train.steps=7")
+    ddpm_apart(folder, "train")
+    assert bits(final(folder, 12)) == bits(final(apart[0], 12))
+
+
+def test_workers_tell_each_other_what_lies_on_their_devices(begun: Path, here: Path) -> None:
+    folder = new_run(begun, "together", SETTINGS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", str(Path(__file__).with_name("apart.py")), "train"],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {row["world_size"] for row in rows(folder)} == {2}
+    start = of_file(at_start(new_run(begun, "together-start", SETTINGS)))
+    ours, theirs = of_file(final(here, 12)), of_file(final(folder, 12))
+    assert distance(theirs, ours, start) < 1e-4
 
 
 def test_the_images_are_the_cpus_to_rounding(
