@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,39 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(
 ) -> None:
     with pytest.raises(UserError, match=sentence):
         destroy(pictures(count), schedules, timesteps, tmp_path / name)
+
+
+def test_what_cannot_be_written_is_told_and_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "dir.gif").mkdir()
+    (tmp_path / "still.png").mkdir()
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "mine.png").write_text("my own")
+    before = sorted(tmp_path.rglob("*"))
+    for name, told in {
+        "dir.gif": "dir.gif is a folder",
+        "still.gif": "still.png is a folder",
+        "file/x.gif": r"Cannot write .*x\.gif and x\.png: ",
+        "x" * 300 + ".gif": "File name too long",
+        "mine.gif": r"mine\.png is there already",
+    }.items():
+        with pytest.raises(UserError, match=told):
+            destroy(pictures(), ["cosine"], 3, tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "mine.png").read_text() == "my own"
+
+
+@pytest.mark.parametrize("room", [0, 2000])
+def test_a_full_disk_leaves_the_earlier_animation(tmp_path: Path, room: int) -> None:
+    path, strip = destroy(pictures(), ["cosine"], 3, tmp_path / "x.gif")
+    before = {item: item.read_bytes() for item in (path, strip)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"Cannot write .*: File too large"):
+            destroy(pictures(), ["linear"], 100, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {item: item.read_bytes() for item in tmp_path.iterdir()} == before
 
 
 # From prepared data

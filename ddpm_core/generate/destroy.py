@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from ddpm_core.errors import UserError
 from ddpm_core.generate.sheet import GAP, sheet
 from ddpm_core.images import Pixels, enlarge, png, save_animation, to_model, to_pixels
 from ddpm_core.rng import Purpose
+from ddpm_core.storage.staging import staged_file
 from ddpm_core.workspace import Workspace
 
 FRAMES = 40
@@ -45,7 +47,8 @@ def destroy(
     Writes an animation to `path` (.gif) and, beside it, a strip of moments of the first image
     (.png); returns both. Each picture is one of q(x_t | x0), with the same noise for all steps and
     schedules, so that nothing but the schedule differs between rows. As many images are shown as
-    fit. Raises UserError for a schedule, a number of steps or a file name that can't be.
+    fit. Raises UserError for a schedule, a number of steps or a file name that can't be, and where
+    the two can't be written; what was there before then stays.
     """
     if path.suffix.lower() != ".gif":
         raise UserError(f"The animation is a GIF, but {path.name!r} given; end its name in .gif.")
@@ -56,12 +59,35 @@ def destroy(
     except ValueError as error:
         raise UserError(str(error)) from error
     images = _of_a_size_to_show(images)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole, *rest = [_frame(images, processes, t, seed) for t in _moments(timesteps, FRAMES)]
-    save_animation([whole] * HELD + [whole, *rest], path, milliseconds=110)
     strip = path.with_suffix(".png")
-    strip.write_bytes(png(_strip(images[:1], processes, _moments(timesteps, MOMENTS), seed)))
+    with _both(path, strip) as (animation, still):
+        whole, *rest = [_frame(images, processes, t, seed) for t in _moments(timesteps, FRAMES)]
+        save_animation([whole] * HELD + [whole, *rest], animation, milliseconds=110)
+        still.write_bytes(png(_strip(images[:1], processes, _moments(timesteps, MOMENTS), seed)))
     return path, strip
+
+
+@contextmanager
+def _both(path: Path, strip: Path) -> Iterator[tuple[Path, Path]]:
+    """Where to write the two, which have their names once both are whole. Raises UserError."""
+    try:
+        for one in (path, strip):
+            if one.is_dir():
+                raise UserError(f"{one} is a folder: give the animation another name.")
+        if strip.exists() and not path.exists():  # an earlier one would have left both
+            raise UserError(
+                f"{strip} is there already, and the strip beside {path.name} would take its place: "
+                "give the animation another name."
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with staged_file(path) as animation, staged_file(strip) as still:
+            yield animation, still
+            animation.replace(path)
+            still.replace(strip)
+    except OSError as error:
+        raise UserError(
+            f"Cannot write {path} and {strip.name}: {error.strerror or error}."
+        ) from error
 
 
 def noisy(images: Pixels, schedule: Schedule, t: int, seed: int) -> Pixels:
