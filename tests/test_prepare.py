@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.data.split import hold_out
 from ddpm_core.errors import UserError
 from ddpm_core.storage import verify
+from ddpm_core.storage.staging import staged_folder
 from ddpm_core.workspace import Workspace
 
 
@@ -318,6 +320,31 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_earlier_data(
     assert workspace.read_json("data/manifest.json") == before
     verify(workspace.path("data"))
     assert [item.name for item in workspace.path("").iterdir()] == ["data"]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_a_workspace_that_may_not_be_written_is_one_sentence(
+    tmp_path: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    root = write_classes(tmp_path / "raw", ["a"])
+
+    def refused(*arguments: Any) -> None:
+        raise OSError(number, os.strerror(number), "data")
+
+    monkeypatch.setattr(arrays.Scratch, "__init__", refused)
+    with pytest.raises(UserError, match=rf"can't be written to .*: {os.strerror(number)} \(data\)"):
+        prepare(config(root), workspace)
+
+
+def test_what_a_killed_prepare_has_left_goes_and_what_another_writes_stays(
+    tmp_path: Path, workspace: Workspace
+) -> None:
+    place = workspace.storage.scratch()
+    for name in (".data.0123abcd", ".source.0123abcd"):
+        write(place / name / "images.npy", b"half")
+    with staged_folder(place / "data") as held:
+        prepare(config(write_classes(tmp_path / "raw", ["a"])), workspace)
+        assert sorted(item.name for item in place.iterdir()) == [held.name, "data"]
 
 
 def write_many(root: Path) -> None:

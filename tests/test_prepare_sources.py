@@ -23,8 +23,10 @@ from pictures import config, prepared, rejected, write, write_classes
 
 from ddpm_core.data import download, dvc, s3
 from ddpm_core.data.cifar import CLASSES
+from ddpm_core.data.opening import open_source
 from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.errors import UserError
+from ddpm_core.storage.staging import sweep
 from ddpm_core.workspace import Workspace
 
 # digits
@@ -117,6 +119,22 @@ def test_an_archive_in_s3_is_fetched_and_not_left_behind(
     assert found.fingerprint == prepared(tmp_path / "a", root).fingerprint
     assert found.manifest["source"]["etag"]
     assert [item.name for item in (tmp_path / "b/workspace").iterdir()] == ["data"]
+
+
+def test_what_is_being_fetched_is_swept_where_its_writer_was_killed(
+    tmp_path: Path, bucket: tuple[Any, str]
+) -> None:
+    client, name = bucket
+    client.put_object(Bucket=name, Key="x.zip", Body=b"no zip")
+    with open_source(config(f"s3://{name}/x").prepare, tmp_path):
+        (fetched,) = tmp_path.iterdir()
+        left = shutil.copytree(fetched, fetched.with_name(".source.0123abcd"))
+        sweep(tmp_path)
+        assert fetched.exists() and not left.exists()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError), open_source(config(f"s3://{name}/x.zip").prepare, tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("form", ["photos", "photos.zip"])

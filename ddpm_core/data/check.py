@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,10 @@ def check_data(source: str | Path, workers: int | Auto = "auto") -> DataReport:
     # A path is one, also that of a folder that is called digits.
     source = source if isinstance(source, str) else str(source.absolute())
     settings = Prepare(source=source, workers=workers)
-    with open_source(settings, Path.cwd()) as opened:
+    with (
+        tempfile.TemporaryDirectory(prefix="ddpm-check-data-") as place,
+        open_source(settings, Path(place)) as opened,
+    ):
         pictures, listing = recognise(opened)
         refuse_nothing(listing, settings)
         layout = arrange(listing)

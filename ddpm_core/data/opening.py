@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from ddpm_core.data.s3 import open_s3, s3_state
 from ddpm_core.data.sources import Source
 from ddpm_core.errors import UserError
 from ddpm_core.storage import sha256_of
+from ddpm_core.storage.staging import remove, staged_folder
 
 ALLOWED = (
     "digits, cifar10, dtd, a directory, a zip or tar archive, s3://bucket/prefix or "
@@ -42,9 +42,11 @@ def open_source(settings: Prepare, root: Path, workspace: str = "") -> Iterator[
         source.facts["state"] = {"sha256": KNOWN[uri].sha256}
         yield source
     elif uri.startswith(("s3://", "dvc:")):
-        with tempfile.TemporaryDirectory(prefix=".source-", dir=root) as scratch:
-            place = Path(scratch)
-            yield _tracked(uri, place) if uri[0] == "d" else open_s3(uri, place, workspace)
+        with staged_folder(root / "source") as place:
+            try:
+                yield _tracked(uri, place) if uri[0] == "d" else open_s3(uri, place, workspace)
+            finally:
+                remove(place)
     else:
         yield _local(_path(uri), uri, workspace)
 

@@ -38,11 +38,13 @@ from ddpm_core.data.split import untrainable
 from ddpm_core.data.square import Square, squares
 from ddpm_core.errors import UserError
 from ddpm_core.storage import MANIFEST
+from ddpm_core.storage.staging import sweep
 from ddpm_core.workspace import DATA, Workspace
 
 __all__ = ["prepare", "stale"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) -> dict[str, Any]:
@@ -59,13 +61,14 @@ def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) 
         return workspace.read_json(f"{DATA}/{MANIFEST}")
     console.say(f"Preparing {settings.source}: {reason}")
     facts: dict[str, Any] = {"prepare": settings.model_dump(mode="json")}
-    with (
-        _told_when_full(workspace),
-        kept_list(workspace),
-        open_source(settings, workspace.storage.scratch(), workspace.uri) as opened,
-        workspace.storage.new_folder(DATA, facts) as folder,
-    ):
-        notes = _fill(folder, facts, opened, config, part_bytes)
+    with _told_unwritable(workspace), kept_list(workspace):
+        scratch = workspace.storage.scratch()
+        sweep(scratch)  # what a prepare that was killed has left
+        with (
+            open_source(settings, scratch, workspace.uri) as opened,
+            workspace.storage.new_folder(DATA, facts) as folder,
+        ):
+            notes = _fill(folder, facts, opened, config, part_bytes)
     for note in notes:
         console.warn(one_line(note))
     console.say(_summary(facts))
@@ -190,10 +193,16 @@ def _summary(facts: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _told_when_full(workspace: Workspace) -> Iterator[None]:
+def _told_unwritable(workspace: Workspace) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in _FORBIDDEN:
+            place = f" ({error.filename})" if error.filename else ""
+            raise UserError(
+                f"The prepared data can't be written to {workspace.uri}: {error.strerror}{place}. "
+                "Give a workspace that you may write to, with -w."
+            ) from error
         if error.errno not in _FULL:
             raise
         raise UserError(
