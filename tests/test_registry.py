@@ -307,6 +307,24 @@ def test_a_champion_of_other_images_gives_way(
     )
 
 
+@pytest.mark.parametrize(
+    ("sampler", "told"),
+    [
+        ({"steps": 60}, "the checkpoint was trained with 50 timesteps: give at most as many."),
+        ({"classes": ["3"]}, "was trained with model.conditioning none: leave it out, or train"),
+    ],
+)
+def test_a_champion_that_cannot_draw_as_the_candidate_did_gives_way(
+    server: Server, rows: list[Row], tmp_path: Path, sampler: dict[str, Any], told: str
+) -> None:
+    project = Project(tmp_path, f"digits-not-by-{next(iter(sampler))}", server.uri)
+    assert project.register(rows[0])["promoted"]
+    evidence = rows[1]["evidence"]
+    asked = {**evidence, "sampler": {**evidence["sampler"], **sampler}}
+    record = project.register({**rows[1], "evidence": asked})
+    assert record["promoted"] and told in record["why"]
+
+
 def test_what_copies_is_registered_but_not_promoted(
     server: Server, rows: list[Row], tmp_path: Path
 ) -> None:

@@ -180,6 +180,27 @@ def test_a_checkpoint_is_read_without_its_params_file(trained: Path, images: np.
     assert np.array_equal(sampled(folder), images)
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            settings("diffusion.timesteps=1000", "sample.steps=200"),
+            "sample.steps: 200 given; the checkpoint was trained with 50 timesteps",
+        ),
+        (
+            settings("model.conditioning=text", "sample.prompts=[a three]"),
+            "sample.prompts: given; the checkpoint was trained with model.conditioning class",
+        ),
+    ],
+)
+def test_what_the_checkpoint_cannot_draw_is_one_sentence_whatever_the_params_say(
+    trained: Path, given: list[str], told: str
+) -> None:
+    folder = new_workspace(trained, told.partition(":")[0])
+    said = ddpm(folder, "sample", *given, status=1)
+    assert said.startswith(f"ddpm sample: {told}") and said.count("\n") == 1
+
+
 @pytest.mark.parametrize("wanted", ["[5]", "best"])
 def test_checkpoints_that_are_not_there_are_named(trained: Path, wanted: str) -> None:
     folder = new_workspace(trained, f"absent{wanted}")

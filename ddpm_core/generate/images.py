@@ -14,6 +14,7 @@ from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.diffusion.samplers import SamplerSettings, sample
 from ddpm_core.generate.conditions import Conditions
 from ddpm_core.generate.halves import in_halves
+from ddpm_core.generate.plan import must_suit
 from ddpm_core.images import Pixels, to_pixels
 from ddpm_core.models.execution import prepare_model
 from ddpm_core.models.unet import UNet
@@ -25,12 +26,14 @@ class Generator:
     """Draws numbered images from a network.
 
     `data` is the checkpoint's record of what it was trained on: classes, how many images each
-    had, and captions, which conditional images follow unless others are asked for.
+    had, and captions, which conditional images follow unless others are asked for. Raises
+    UserError where the network cannot draw by the settings.
     """
 
     def __init__(
         self, model: UNet, data: dict[str, Any], settings: Sample, diffusion: Diffusion
     ) -> None:
+        must_suit(settings, model.config.conditioning, diffusion.timesteps)
         self._settings = settings
         self._prediction = diffusion.prediction
         self._schedule = make_schedule(diffusion.schedule, diffusion.timesteps)

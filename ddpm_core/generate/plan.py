@@ -136,13 +136,43 @@ def recipe(config: Config, checkpoint: Checkpoint, precision: str) -> dict[str, 
     return {**facts, "samples_fingerprint": fingerprint(facts)}
 
 
+def must_suit(settings: Sample, conditioning: str, timesteps: int) -> None:
+    """Raise UserError, with every mistake, where a network cannot draw by these settings.
+
+    `conditioning` and `timesteps` are what it was trained with, whatever the params say by now.
+    """
+    mistakes = []
+    if settings.steps > timesteps:
+        mistakes.append(
+            f"sample.steps: {settings.steps} given; the checkpoint was trained with {timesteps} "
+            "timesteps: give at most as many."
+        )
+    for name, kind in (("classes", "class"), ("prompts", "text")):
+        if getattr(settings, name) is not None and conditioning != kind:
+            mistakes.append(
+                f"sample.{name}: given; the checkpoint was trained with model.conditioning "
+                f"{conditioning}: leave it out, or train with {kind}."
+            )
+    if mistakes:
+        raise UserError(" ".join(mistakes))
+
+
 def look_at_chosen(config: Config, workspace: Workspace) -> list[Checkpoint]:
-    """Without their weights: what a recipe needs."""
-    return [look_at_checkpoint(workspace, step) for step in chosen_steps(config, workspace)]
+    """Without their weights: what a recipe needs. Raises UserError where one can't draw so."""
+    steps = chosen_steps(config, workspace)
+    return _suited(config.sample, [look_at_checkpoint(workspace, step) for step in steps])
 
 
 def open_chosen(config: Config, workspace: Workspace) -> list[Checkpoint]:
-    return [open_checkpoint(workspace, step) for step in chosen_steps(config, workspace)]
+    """Raises UserError where one can't draw by the settings."""
+    steps = chosen_steps(config, workspace)
+    return _suited(config.sample, [open_checkpoint(workspace, step) for step in steps])
+
+
+def _suited(settings: Sample, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    for one in checkpoints:
+        must_suit(settings, one.network["conditioning"], one.params.diffusion.timesteps)
+    return checkpoints
 
 
 def parse_shard(text: str) -> tuple[int, int]:
