@@ -65,6 +65,32 @@ def test_files_of_others_in_the_place_of_the_packed_data_are_told_before_work_be
     assert files(tmp_path) == before
 
 
+def test_files_of_others_beside_packed_data_are_not_deleted_with_them(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["cat"])
+    prepared(tmp_path, root)
+    notes = write(tmp_path / "workspace/data/notes.txt", "what I saw")
+    prepared(tmp_path, root)  # nothing to do, and nothing in the way
+    write(root / "cat/new.png", noise(99))
+    with pytest.raises(UserError, match=r"such as notes\.txt"):
+        prepared(tmp_path, root)
+    notes.unlink()
+    write(tmp_path / "workspace/data/Thumbs.db", b"")
+    assert len(prepared(tmp_path, root)) == 4
+
+
+@pytest.mark.parametrize("manifest", [None, b"{", b"{}"])
+def test_packed_data_with_a_damaged_manifest_are_made_anew(
+    tmp_path: Path, manifest: bytes | None
+) -> None:
+    root = write_classes(tmp_path / "raw", ["cat"])
+    before = prepared(tmp_path, root).fingerprint
+    path = tmp_path / "workspace/data/manifest.json"
+    path.unlink()
+    if manifest is not None:
+        path.write_bytes(manifest)
+    assert prepared(tmp_path, root).fingerprint == before
+
+
 @pytest.mark.parametrize(
     ("source", "told"),
     [

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+from ddpm_core.data.names import is_clutter, one_line
 from ddpm_core.errors import UserError
+from ddpm_core.reading import Manifest
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, EVALUATION, SAMPLES, SNAPSHOTS, SUPERSEDED, Workspace
 
+_OURS = re.compile(
+    r"(holdout_)?(images|labels|captions)(-\d+-of-\d+)?\.npy|contact\.png|rejected\.csv|manifest\.json"
+)
 OUTPUTS = (DATA, SNAPSHOTS, SAMPLES, EVALUATION, SUPERSEDED)
 
 
@@ -29,18 +35,22 @@ def refuse_own_places(source: str, workspace: Workspace) -> None:
             "own files and deletes older ones. Move the pictures elsewhere, or give another "
             "workspace with -w."
         )
-    if not workspace.uri.startswith("s3://"):
-        _refuse_foreign(workspace)
+    _refuse_foreign(workspace)
 
 
 def _refuse_foreign(workspace: Workspace) -> None:
-    """Not in S3: there a prepare that was killed leaves files without a manifest."""
-    found = workspace.storage.names(DATA)
-    if found and MANIFEST not in found:
+    """By their names: a manifest may be damaged, or missing where a prepare was killed."""
+    listed = workspace.read_json(f"{DATA}/{MANIFEST}", Manifest).get("files", {})
+    foreign = [
+        name
+        for name in workspace.storage.names(DATA)
+        if name not in listed and not _OURS.fullmatch(name) and not is_clutter(name)
+    ]
+    if foreign:
         raise UserError(
             f"{workspace.shown(DATA)} holds files that no prepare has written, such as "
-            f"{found[0]}, and prepare replaces that folder as a whole. Move it elsewhere, or give "
-            "another workspace with -w."
+            f"{one_line(foreign[0])}, and prepare replaces that folder as a whole. Move them "
+            "elsewhere, or give another workspace with -w."
         )
 
 

@@ -54,11 +54,11 @@ def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) 
     full; what was prepared before then stays as it was.
     """
     settings = config.prepare
-    refuse_own_places(settings.source, workspace)
     reason = stale(config, workspace)
     if reason is None:
         console.say(f"The data in {workspace.uri} are up to date.")
         return workspace.read_json(f"{DATA}/{MANIFEST}")
+    refuse_own_places(settings.source, workspace)
     console.say(f"Preparing {settings.source}: {reason}")
     facts: dict[str, Any] = {"prepare": settings.model_dump(mode="json")}
     with _told_unwritable(workspace), kept_list(workspace):
