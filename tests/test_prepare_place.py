@@ -10,6 +10,7 @@ from program import ddpm
 
 from ddpm_core.data.check import check_data
 from ddpm_core.data.dataset import open_dataset
+from ddpm_core.data.place import refuse_own_places
 from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.errors import UserError
 from ddpm_core.workspace import Workspace
@@ -105,7 +106,7 @@ def test_the_same_is_refused_in_s3(source: str, told: str) -> None:
         shown = staticmethod(lambda key: f"s3://box/run/{key}")
 
     with pytest.raises(UserError, match=told):
-        prepare(config(source), There())  # type: ignore[arg-type]
+        refuse_own_places(source, There())  # type: ignore[arg-type]
 
 
 # nothing given
