@@ -174,6 +174,31 @@ def test_png_files_are_written_where_asked(trained: Path, images: np.ndarray) ->
     assert manifest["count"] == 37
 
 
+def test_png_files_are_those_of_the_present_settings_whenever_they_are_asked_for(
+    trained: Path,
+) -> None:
+    folder = new_workspace(trained, "png-later")
+    place = folder / "workspace/samples/step-00000012"
+
+    def drawn(*given: str) -> dict[str, bytes]:
+        ddpm(folder, "sample", *settings(*given))
+        return {path.name: path.read_bytes() for path in place.glob("png/*")}
+
+    assert drawn() == {}
+    shards = {path: path.stat().st_mtime_ns for path in place.glob("shard*")}
+    many = drawn("sample.png=true")
+    assert len(many) == 37
+    assert {path: path.stat().st_mtime_ns for path in place.glob("shard*")} == shards
+    (place / "png/000007.png").unlink()
+    (place / "grid.png").unlink()
+    assert drawn("sample.png=true") == many and (place / "grid.png").is_file()
+    assert "up to date" in ddpm(folder, "sample", "-S", "sample.png=true")
+    assert "up to date" in ddpm(folder, "sample")  # asked for or not, they do no harm
+    few = drawn("sample.png=true", "sample.count=10", "sample.seed=5")
+    assert sorted(few) == sorted(many)[:10]
+    assert not set(few.values()) & set(many.values())
+
+
 def test_a_checkpoint_is_read_without_its_params_file(trained: Path, images: np.ndarray) -> None:
     folder = new_workspace(trained, "bare")
     write_params(folder, CLASSES.replace("channels: 8", "channels: 16").replace("50}", "60}"))

@@ -5,6 +5,7 @@ Whoever ends last gathers, and several may at once: they write the same.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -27,7 +28,8 @@ from ddpm_core.reading import Count, FileRecord, Shape, inside, is_plain, open_a
 from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.workspace import Workspace, samples_key
 
-GRID = 64  # images in grid.png
+GRID, GRID_FILE = 64, "grid.png"  # images in the file
+SINGLES = "png"
 LABELS = "labels.npy"
 LISTED = 8  # shards that are named
 
@@ -45,6 +47,7 @@ class Gathered(Shape):
     weights: str
     data_fingerprint: str
     train_fingerprint: str
+    png: bool = False  # whether each image is a file in png/ too
     samples_fingerprint: str
     shards: Annotated[list[str], Field(min_length=1)]
     files: dict[str, FileRecord]
@@ -101,11 +104,16 @@ def open_samples(workspace: Workspace, step: int) -> Samples:
 def complete(workspace: Workspace, recipe: dict[str, Any], thorough: bool = False) -> bool:
     """Whether the gathered samples of a step are those of this recipe, and there.
 
-    By the sizes of their files, or `thorough` by the checksums too.
+    By the sizes of their files, or `thorough` by the checksums too; pictures to look at by their
+    number.
     """
     key, storage = samples_key(recipe["step"]), workspace.storage
     found = workspace.read_json(f"{key}/{MANIFEST}", Gathered)
     if found.get("samples_fingerprint") != recipe["samples_fingerprint"]:
+        return False
+    if storage.size(f"{key}/{GRID_FILE}") is None:
+        return False
+    if recipe["png"] and not (found.get("png") and len(_singles(workspace, key)) == found["count"]):
         return False
     for name, file in found["files"].items():
         if not is_plain(name) or storage.size(f"{key}/{name}") != file["size"]:
@@ -148,9 +156,9 @@ def waiting(workspace: Workspace, recipe: dict[str, Any], shards: list[Shard]) -
 
 def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> list[str]:
     """The grid, the labels of a conditional model, single PNGs where asked for; their names."""
-    key, names = samples_key(recipe["step"]), ["grid.png"]
+    key, names = samples_key(recipe["step"]), [GRID_FILE]
     first = np.stack(list(islice(_images(config, workspace, key), GRID)))
-    workspace.storage.write(f"{key}/grid.png", png(enlarge(grid(first), 512)))
+    workspace.storage.write(f"{key}/{GRID_FILE}", png(enlarge(grid(first), 512)))
     checkpoint = open_checkpoint(workspace, recipe["step"])
     conditions = Conditions(checkpoint.network["conditioning"], checkpoint.data, config.sample)
     labels = conditions.labels(range(config.sample.count))
@@ -158,10 +166,27 @@ def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) 
         workspace.storage.write(f"{key}/{LABELS}", npy(labels))
         names.append(LABELS)
     if config.sample.png:
-        for number, image in enumerate(_images(config, workspace, key)):
-            workspace.storage.write(f"{key}/png/{number:06d}.png", png(image))
-        names.append("png")
+        _write_singles(config, workspace, key)
+        names.append(SINGLES)
     return names
+
+
+def _write_singles(config: Config, workspace: Workspace, key: str) -> None:
+    """Each image as png/NNNNNN.png; what else lies there, of an earlier recipe, goes.
+
+    Afterwards, so that another gatherer at the same work loses none.
+    """
+    written = set()
+    for number, image in enumerate(_images(config, workspace, key)):
+        written.add(name := f"{number:06d}.png")
+        workspace.storage.write(f"{key}/{SINGLES}/{name}", png(image))
+    for name in set(_singles(workspace, key)) - written:
+        with contextlib.suppress(FileNotFoundError):
+            workspace.storage.remove(f"{key}/{SINGLES}/{name}")
+
+
+def _singles(workspace: Workspace, key: str) -> list[str]:
+    return workspace.storage.names(f"{key}/{SINGLES}")
 
 
 def _images(config: Config, workspace: Workspace, key: str) -> Iterator[Pixels]:

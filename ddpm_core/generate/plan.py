@@ -113,7 +113,7 @@ def best_step(workspace: Workspace) -> int:
 
 
 def recipe(config: Config, checkpoint: Checkpoint, precision: str) -> dict[str, Any]:
-    """All that the images of a checkpoint depend on, and with it their fingerprint."""
+    """All that the images of a checkpoint depend on, with it their fingerprint, and the extras."""
     settings = config.sample
     given = settings.model_dump(mode="json")
     facts = {
@@ -133,7 +133,7 @@ def recipe(config: Config, checkpoint: Checkpoint, precision: str) -> dict[str, 
         "channels": checkpoint.data["channels"],
         "classes": checkpoint.data["classes"],
     }
-    return {**facts, "samples_fingerprint": fingerprint(facts)}
+    return {**facts, "png": settings.png, "samples_fingerprint": fingerprint(facts)}
 
 
 def must_suit(settings: Sample, conditioning: str, timesteps: int) -> None:
