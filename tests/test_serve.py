@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -137,6 +139,15 @@ def test_a_bad_request_is_a_sentence(serving: Serving, body: Any, status: int, t
     assert (answered, told in message) == (status, True), message
     assert len(message) <= 500
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("kind", ["text/csv", "application/jsonl", "text/html; charset=utf-8"])
+def test_json_alone_is_taken(serving: Serving, kind: str) -> None:
+    asked = urllib.request.Request(f"{serving.url}/invocations", b"n\n1\n", {"Content-Type": kind})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(asked, timeout=60)
+    told = json.load(refused.value)["message"]
+    assert (refused.value.code, told) == (415, "Content-Type: application/json is needed.")
 
 
 def test_the_next_champion_answers_without_a_lost_request(serving: Serving) -> None:

@@ -150,14 +150,27 @@ def test_classes_samplers_and_arrays(url: str, checkpoint: Checkpoint) -> None:
         ({"n": 1, "guidance": -1}, "guidance: -1.0 given"),
         ({"n": 1, "seed": -1}, "seed: -1 given"),
         ({"n": 1, "format": "jpeg"}, "format: 'jpeg' given; png or array"),
+        ({"n": float("inf")}, "n: inf given; a whole number is needed"),
+        ({"n": [1, 2]}, "n: [1, 2] given; a whole number is needed"),
+        ({"n": 1, "seed": 1e300}, "seed: 1e+300 given; from 2^53 on"),
+        ({"n": 1, "guidance": 10**400}, "guidance: 1000"),
+        ({"n": 1, "class": "x" * 9000}, "xxx... given; a name of circle, square, 7"),
         ({"seed": 1}, "missing inputs ['n']"),
     ],
 )
 def test_a_mistake_in_a_request_is_one_sentence(url: str, row: dict[str, Any], told: str) -> None:
     status, message = ask(url, {"dataframe_records": [row]})
     assert status == 400
-    assert told in message
+    assert told in message and len(message) < 500
     assert "Traceback" not in message
+
+
+def test_a_large_seed_is_never_another_one(url: str) -> None:
+    seed = 2**53 + 1
+    status, predictions = ask(url, {"dataframe_records": [{"n": 1, "seed": seed}]})
+    assert (status, predictions[0]["seed"]) == (200, seed)
+    status, message = ask(url, {"dataframe_records": [{"n": 1, "seed": seed}, {"n": 1}]})
+    assert (status, "give seed in every row" in message) == (400, True), message
 
 
 def test_many_rows_may_not_ask_for_more_than_one_may(url: str) -> None:

@@ -12,6 +12,8 @@ from ddpm_core.errors import UserError
 
 LARGEST = 256  # images in one answer
 FORMATS = ("png", "array")
+EXACT = 2.0**53  # below it each whole number is a float of its own
+SHOWN = 60  # characters of a value in a message
 
 FIELDS = {
     "n": f"how many images, 1 to {LARGEST}",
@@ -44,16 +46,18 @@ def read(given: Mapping[str, Any], config: Config, classes: list[str]) -> Reques
     """
     row = {key: value for key, value in given.items() if not _absent(value)}
     if unknown := [key for key in row if key not in FIELDS]:
-        raise UserError(f"{unknown[0]!r} is unknown here; known are {', '.join(FIELDS)}.")
+        raise UserError(f"{_shown(unknown[0])} is unknown here; known are {', '.join(FIELDS)}.")
     count = _take(row, "n", _whole, 1)
     first = _take(row, "first", _whole, 0)
     if not 1 <= count <= LARGEST:
-        raise UserError(f"n: {count} given; 1 to {LARGEST} is needed (`first` draws further ones).")
+        raise UserError(
+            f"n: {_shown(count)} given; 1 to {LARGEST} is needed (`first` draws further ones)."
+        )
     if not 0 <= first <= 2**31:
-        raise UserError(f"first: {first} given; 0 to 2^31 is needed.")
+        raise UserError(f"first: {_shown(first)} given; 0 to 2^31 is needed.")
     form = _take(row, "format", _text, "png")
     if form not in FORMATS:
-        raise UserError(f"format: {form!r} given; {' or '.join(FORMATS)} is needed.")
+        raise UserError(f"format: {_shown(form)} given; {' or '.join(FORMATS)} is needed.")
     return Request(range(first, first + count), _settings(row, config, classes), form)
 
 
@@ -92,7 +96,9 @@ def _class(given: Any, classes: list[str]) -> str:
         if 0 <= number < len(classes):
             return classes[number]
     listed = ", ".join(classes[:20]) + (", ..." if len(classes) > 20 else "")
-    raise UserError(f"class: {given!r} given; a name of {listed}, or 0 to {len(classes) - 1}.")
+    raise UserError(
+        f"class: {_shown(given)} given; a name of {listed}, or 0 to {len(classes) - 1} is needed."
+    )
 
 
 def _take(row: Mapping[str, Any], name: str, read: Callable[[str, Any], T], default: T) -> T:
@@ -100,22 +106,35 @@ def _take(row: Mapping[str, Any], name: str, read: Callable[[str, Any], T], defa
 
 
 def _whole(name: str, value: Any) -> int:
-    # Rows that lack a field make floats of the others' integers.
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise UserError(f"{name}: {value!r} given; a whole number is needed.")
+    if type(value) is int:
+        return value
+    if not isinstance(value, float) or not value.is_integer():
+        raise UserError(f"{name}: {_shown(value)} given; a whole number is needed.")
+    # Rows that lack a field make floats of the others' integers; large ones change in silence.
+    if abs(value) >= EXACT:
+        raise UserError(
+            f"{name}: {value!r} given; from 2^53 on whole numbers must not have a point, nor stand "
+            f"beside rows without {name}, which make floats of them: give {name} in every row."
+        )
     return int(value)
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{name}: {value!r} given; a number is needed.")
+    if type(value) not in (int, float) or abs(value) >= EXACT:
+        raise UserError(f"{name}: {_shown(value)} given; a number is needed.")
     return float(value)
 
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise UserError(f"{name}: {value!r} given; a text is needed.")
+        raise UserError(f"{name}: {_shown(value)} given; a text is needed.")
     return value
+
+
+def _shown(value: Any) -> str:
+    """What was given, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _absent(value: Any) -> bool:

@@ -33,7 +33,6 @@ LARGEST_BODY = 2**20  # bytes
 GRACE = 20.0  # seconds that requests under way have to end after SIGTERM
 LONGEST = 500  # characters of a message that is not ours
 JSON = "application/json"
-ACCEPTED = (JSON, "text/csv")
 RETRY_AFTER = "5"  # seconds
 
 
@@ -118,11 +117,10 @@ def answer(loaded: Loaded, body: bytes, kind: str) -> Response:
     from mlflow.exceptions import MlflowException
     from mlflow.pyfunc import scoring_server
 
-    if kind.partition(";")[0].strip() not in ACCEPTED:
-        return refusal(415, "BAD_REQUEST", f"Content-Type: {' or '.join(ACCEPTED)} is needed.")
+    if kind.partition(";")[0].strip() != JSON:
+        return refusal(415, "BAD_REQUEST", f"Content-Type: {JSON} is needed.")
     try:
-        if kind.startswith(JSON):
-            json.loads(body)
+        json.loads(body)
         schema = loaded.model.metadata.get_input_schema()
         result = scoring_server.invocations(body, kind, loaded.model, schema)
     except (ValueError, RecursionError) as error:

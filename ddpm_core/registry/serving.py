@@ -86,7 +86,9 @@ def _rows(given: Any) -> list[dict[str, Any]]:
         given = [given]
     if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
         raise UserError("A table or a list of requests is needed, such as [{'n': 4, 'seed': 1}].")
-    return [
-        {str(key): value.item() if hasattr(value, "item") else value for key, value in row.items()}
-        for row in given
-    ]
+    return [{str(key): _plain(value) for key, value in row.items()} for row in given]
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy number as Python's, an array as a list."""
+    return value.tolist() if hasattr(value, "tolist") else value
