@@ -27,9 +27,10 @@ KIND = "mlflow.experimentKind"  # whether the UI speaks of training or of langua
 
 T = TypeVar("T")
 
-# Of a URI: a user with a password, and with http(s) a user alone, as tokens are given. A password
-# may itself hold an @; ssh://git@host holds nothing secret.
-_SECRET = re.compile(r'((?:https?)?://[^/\s":]*:)[^/\s"]*@|(https?://)[^/\s":]*@', re.IGNORECASE)
+# Of a URI: with http(s) all that stands before the host, since tokens are given as user
+# (TOKEN:x-oauth-basic@), as password (oauth2:TOKEN@) and alone; elsewhere the password. It may
+# itself hold an @; ssh://git@host holds nothing secret.
+_SECRET = re.compile(r'(https?://)[^/\s"]*@|(://[^/\s":]*:)[^/\s"]*@', re.IGNORECASE)
 
 
 def connect(uri: str) -> Any:

@@ -190,7 +190,7 @@ def test_the_code_that_is_served_is_the_models_own(server: Server, name: str) ->
     assert again.params.sample.steps == 5
     settings = (folder / "config.json").read_text()
     assert "tracking" not in json.loads(settings)["params"]
-    assert "https://me:***@host/shapes.zip" in settings
+    assert "https://***@host/shapes.zip" in settings
     with pytest.raises(UserError, match="cannot be used"):
         download(config, "models:/none@champion")
 

@@ -167,7 +167,7 @@ def test_params_tags_scores_and_files(server: Server, workspace: Workspace) -> N
     assert run.data.params["train.steps"] == "7"
     assert run.data.params["train.optimizer.betas"] == "[0.9, 0.999]"
     assert run.data.params["long"] == "x" * 6000
-    assert run.data.params["from"] == "http://me:***@host"
+    assert run.data.params["from"] == "http://***@host"
     assert (run.data.tags["data"], run.data.tags["classes"]) == ("abc", '["a", "b"]')
     assert not [tag for tag in run.data.tags if tag.startswith("changed.")]
     assert [m[:2] for m in history(server.uri, run_id(workspace), "fid_500")] == [(200, 12.5)]
@@ -456,6 +456,7 @@ def test_nested_params_are_flat() -> None:
 
 
 def test_a_password_in_the_uri_is_not_shown() -> None:
-    assert shown("https://me:secret@host:5000/x") == "https://me:***@host:5000/x"
+    assert shown("https://me:secret@host:5000/x") == "https://***@host:5000/x"
+    assert shown("https://TOKEN:x-oauth-basic@host/r.git") == "https://***@host/r.git"
     assert shown("sqlite:////a/b.db") == "sqlite:////a/b.db"
     assert shown("from s3://u:p@ss and http://h:80/x") == "from s3://u:***@ss and http://h:80/x"
