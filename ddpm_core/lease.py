@@ -1,4 +1,4 @@
-"""Who may train in a workspace: one run at a time.
+"""Who may train in a workspace, or replace its data: one at a time.
 
 The owner holds a lease in lease.json, renewed by a heartbeat and numbered by a fence that only
 grows; each change replaces the version that was read, and no other. A second run is refused with
@@ -231,7 +231,7 @@ def _lives(held: dict[str, Any]) -> bool:
 
 def _taken(workspace: Workspace, held: dict[str, Any]) -> str:
     return (
-        f"The workspace {workspace.uri} is being trained in by {describe(held)}. "
+        f"The workspace {workspace.uri} is in use by {describe(held)}. "
         "Wait for it, stop it, or give another with -w."
     )
 

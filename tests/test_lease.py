@@ -38,7 +38,7 @@ def elsewhere(uri: str) -> Lease:
 def test_a_second_run_is_refused_at_once_with_the_owner_named(uri: str) -> None:
     with (
         hold(Workspace.open(uri)) as lease,
-        pytest.raises(UserError, match=f"being trained in by process {os.getpid()} on"),
+        pytest.raises(UserError, match=f"in use by process {os.getpid()} on"),
         hold(Workspace.open(uri)),
     ):
         pass
@@ -52,7 +52,7 @@ def test_an_owner_on_another_machine_is_known_to_live_by_its_heart(
     uri: str,
 ) -> None:
     lease = elsewhere(uri)
-    with pytest.raises(UserError, match="being trained in by process"), hold(Workspace.open(uri)):
+    with pytest.raises(UserError, match="in use by process"), hold(Workspace.open(uri)):
         pass
     lease.check()
     lease.stop()
@@ -80,7 +80,7 @@ def test_without_proc_an_owner_is_known_by_its_heart(
     monkeypatch.setattr(leases, "_process", lambda pid: {"boot": "h", "space": "", "started": ""})
     with (
         hold(Workspace.open(uri)) as lease,
-        pytest.raises(UserError, match="being trained in by"),
+        pytest.raises(UserError, match="in use by"),
         hold(Workspace.open(uri)),
     ):
         pass
@@ -107,7 +107,7 @@ def test_of_two_that_find_it_free_the_quicker_has_it(uri: str) -> None:
     first, second = Workspace.open(uri), Workspace.open(uri)
     quick, slow = Lease(first, None), Lease(second, None)
     quick.start()
-    with pytest.raises(UserError, match="being trained in by process"):
+    with pytest.raises(UserError, match="in use by process"):
         slow.start()
     quick.check()
     quick.stop()

@@ -196,8 +196,11 @@ def test_a_second_run_is_refused_with_the_owner_named(prepared: Path) -> None:
     process = start(folder, "train", "-S", "train.steps=100000")
     try:
         assert wait_until((folder / "workspace/log.jsonl").exists, process)
-        said = ddpm(folder, "train", status=1)
-        assert f"is being trained in by process {process.pid} on" in said
+        before = (folder / "workspace/data/manifest.json").read_bytes()
+        for command in (["train"], ["prepare", "-S", "prepare.holdout=0.2"]):
+            said = ddpm(folder, *command, status=1)
+            assert f"is in use by process {process.pid} on" in said
+        assert (folder / "workspace/data/manifest.json").read_bytes() == before
     finally:
         process.send_signal(signal.SIGKILL)
         process.ended()

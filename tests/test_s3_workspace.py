@@ -117,7 +117,7 @@ def test_a_second_run_of_one_workspace_is_refused_with_the_owner_named(run: Run)
     try:
         assert wait_until(run.has(5), first, pause=0.05)
         said = run.ddpm("train", status=1)
-        assert f"is being trained in by process {first.pid} on {socket.gethostname()}" in said
+        assert f"is in use by process {first.pid} on {socket.gethostname()}" in said
     finally:
         first.send_signal(signal.SIGKILL)
         first.ended()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from ddpm_core.data.sources import Entry, Listing, Rejection, Source
 from ddpm_core.data.split import untrainable
 from ddpm_core.data.square import Square, squares
 from ddpm_core.errors import UserError
+from ddpm_core.lease import hold
 from ddpm_core.storage import MANIFEST
 from ddpm_core.storage.staging import sweep
 from ddpm_core.workspace import DATA, Workspace
@@ -61,7 +62,7 @@ def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) 
     refuse_own_places(settings.source, workspace)
     console.say(f"Preparing {settings.source}: {reason}")
     facts: dict[str, Any] = {"prepare": settings.model_dump(mode="json")}
-    with _told_unwritable(workspace), kept_list(workspace):
+    with _told_unwritable(workspace), kept_list(workspace), _alone(workspace):
         scratch = workspace.storage.scratch()
         sweep(scratch)  # what a prepare that was killed has left
         with (
@@ -73,6 +74,11 @@ def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) 
         console.warn(one_line(note))
     console.say(_summary(facts))
     return workspace.read_json(f"{DATA}/{MANIFEST}")
+
+
+def _alone(workspace: Workspace) -> AbstractContextManager[object]:
+    """Own the workspace where there are data already, which somebody may be training on."""
+    return hold(workspace) if workspace.storage.exists(f"{DATA}/{MANIFEST}") else nullcontext()
 
 
 def _fill(
