@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from matplotlib.font_manager import findfont
+from PIL import Image, ImageFont
 
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import plots, verdict
-from ddpm_core.evaluation.chart import Line, chart, log_ticks, ticks
+from ddpm_core.evaluation.chart import Line, chart, log_ticks, tick_labels, ticks
 from ddpm_core.evaluation.pictures import FOLDER, small
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.rows import (
@@ -458,6 +459,34 @@ def test_a_chart_keeps_its_lines_in_the_picture() -> None:
         assert drawn.edges["left"] <= dot.x <= drawn.edges["right"]
         assert drawn.edges["top"] <= dot.y <= drawn.edges["bottom"]
     assert drawn.description == "fd: 134 at step 200, 3 at step 400."
+
+
+@pytest.mark.parametrize(
+    ("values", "steps"),
+    [
+        ((175e3, 81e3), (100_000, 600_000)),
+        ((-0.00025, 0.0004), (300, 1800)),
+        ((3e-5, 2e6), (1_000, 12_345_000)),
+        ((9_990.0, 1.0), (9_500, 9_500)),
+    ],
+)
+def test_the_numbers_at_an_axis_are_in_the_picture(
+    values: tuple[float, float], steps: tuple[int, int]
+) -> None:
+    """In the widest of usual fonts, at the size of a narrow page."""
+    font = ImageFont.truetype(findfont("DejaVu Sans"), 14.5)
+    drawn = chart("fd", "", [Line("a", list(zip(steps, values, strict=True)))], None, None)
+    for _, text in drawn.y_ticks:
+        assert font.getlength(text) <= drawn.edges["left"] - 6, text
+    for x, text in drawn.x_ticks:
+        assert font.getlength(text) / 2 <= min(x, drawn.width - x), text
+
+
+def test_an_axis_that_goes_far_is_in_thousands() -> None:
+    assert tick_labels([0, 2500, 5000]) == ["0", "2,500", "5,000"]
+    assert tick_labels([0, 5000, 10_000]) == ["0", "5k", "10k"]
+    assert tick_labels([0.1, 100, 2.5e6]) == ["0.1", "100", "2.5M"]
+    assert tick_labels([12_345]) == ["12.345k"]
 
 
 def test_large_images_are_shown_small() -> None:

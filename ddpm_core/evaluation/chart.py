@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 WIDTH, HEIGHT = 420, 230
-LEFT, RIGHT, TOP, BOTTOM = 44, 8, 10, 28  # margins
+LEFT, RIGHT, TOP, BOTTOM = 44, 14, 10, 28  # margins; the left one at least
+CHARACTER = 9.2  # how wide one of a label is at most: of 14.5 px, in the widest usual font
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,9 @@ class Chart:
     floor: tuple[str, float, str] | None  # name, height, value
     mark: Dot | None
     description: str
+    edges: dict[str, int]  # left, right, top, bottom
     width: int = WIDTH
     height: int = HEIGHT
-    edges: dict[str, int] = field(
-        default_factory=lambda: {
-            "left": LEFT,
-            "right": WIDTH - RIGHT,
-            "top": TOP,
-            "bottom": HEIGHT - BOTTOM,
-        }
-    )
 
 
 def chart(
@@ -84,10 +78,12 @@ def chart(
     scale = math.log if logarithmic else float
     low, high = scale(y_ticks[0]), scale(y_ticks[-1])
     first, last = min(steps), max(steps)
+    y_labels = tick_labels(y_ticks)
+    left = max(LEFT, 8 + math.ceil(CHARACTER * max(map(len, y_labels))))
 
     def x(step: float) -> float:
         share = (step - first) / (last - first) if last > first else 0.5
-        return round(LEFT + 8 + share * (WIDTH - LEFT - RIGHT - 16), 1)
+        return round(left + 8 + share * (WIDTH - left - RIGHT - 16), 1)
 
     def y(value: float) -> float:
         share = max(0.0, (scale(value) - low) / (high - low))
@@ -97,16 +93,18 @@ def chart(
         dots = [Dot(x(s), y(v), f"step {s:,}: {label(v)}") for s, v in line.points]
         return Drawn(line.name, "M" + " L".join(f"{d.x} {d.y}" for d in dots), dots)
 
+    x_ticks = _step_ticks(first, last)
     marked = [(s, v) for s, v in lines[0].points if s == best]
     return Chart(
         title=title,
         remark=remark + (", logarithmic" if logarithmic else ""),
         lines=[drawn(line) for line in lines],
-        x_ticks=[(x(s), f"{s:,.0f}") for s in _step_ticks(first, last)],
-        y_ticks=[(y(v), label(v)) for v in y_ticks],
+        x_ticks=list(zip(map(x, x_ticks), tick_labels(x_ticks), strict=True)),
+        y_ticks=list(zip(map(y, y_ticks), y_labels, strict=True)),
         floor=floor and (floor[0], y(floor[1]), label(floor[1])),
         mark=Dot(x(marked[0][0]), y(marked[0][1]), label(marked[0][1])) if marked else None,
         description=_describe(title, lines[0]),
+        edges={"left": left, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM},
     )
 
 
@@ -143,6 +141,20 @@ def _step_ticks(first: int, last: int) -> list[float]:
 def label(value: float) -> str:
     """Short: 0, 0.25, 12.5, 3,000."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Those of an axis, in thousands (k) and millions (M) where it goes to 10,000 or beyond."""
+    if max(map(abs, values)) < 10_000:
+        return [label(value) for value in values]
+    return [_in_thousands(value) for value in values]
+
+
+def _in_thousands(value: float) -> str:
+    for power, sign in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= power:
+            return f"{value / power:.6g}{sign}"
+    return label(value)
 
 
 def _describe(title: str, line: Line) -> str:
