@@ -167,6 +167,11 @@ def page(root: Path, found: dict[str, Any]) -> Page:
     return Page(render_report(workspace_of(root, found)).read_text(encoding="utf-8"))
 
 
+def curve(*scores: float, first: int = 200, every: int = 200) -> list[dict[str, Any]]:
+    """Checkpoints `every` so many steps."""
+    return [row(first + every * i, score) for i, score in enumerate(scores)]
+
+
 RUN = [row(200, 30.0), row(400, 12.0), row(600, 9.0), row(800, 6.0)]
 
 
@@ -262,18 +267,41 @@ def test_the_verdict_comes_first_and_in_plain_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "sentence"),
+    ("rows", "word", "sentence"),
     [
-        (RUN, "The last checkpoint is 33\N{NO-BREAK SPACE}% better than any before it."),
-        ([row(200, 6.0), row(400, 5.9)], "only 1.7\N{NO-BREAK SPACE}% better than the others"),
-        ([row(200, 6.0), row(400, 6.0), row(600, 6.1)], "Of the 2 checkpoints after it none"),
-        ([row(200, 6.0), row(400, 9.0)], "is 50\N{NO-BREAK SPACE}% worse than the best"),
-        ([row(200, 6.0)], "One checkpoint says nothing of the trend."),
+        (RUN, "likely", "Step 800 is 33\N{NO-BREAK SPACE}% better than step 600, the best of"),
+        (RUN[:1], "unknown", "One checkpoint says nothing of the trend."),
+        (curve(6.0, 5.9), "little", "Step 400 is only 1.7\N{NO-BREAK SPACE}% better than step 200"),
+        (curve(6.0, 6.0, 6.1), "little", "Of the 2 checkpoints after it none"),
+        (curve(6.0, 9.0), "no", "The last checkpoint is 50\N{NO-BREAK SPACE}% worse."),
+        (
+            curve(6.0, 9.0, 8.0),
+            "no",
+            "The 2 checkpoints after it are at least 33\N{NO-BREAK SPACE}%",
+        ),
+        (curve(9.0, 8.9, first=1600), "unknown", "are of the last quarter of the training"),
+        (curve(9.0, 8.0, first=1600), "likely", "better than step 1,600, the first one scored."),
+        (
+            curve(-0.01, -0.02),
+            "little",
+            "Step 400 is only 0\N{NO-BREAK SPACE}% better",
+        ),  # a KID may be
     ],
 )
-def test_the_trend_is_told(rows: list[dict[str, Any]], sentence: str) -> None:
+def test_the_trend_is_told(rows: list[dict[str, Any]], word: str, sentence: str) -> None:
     trend = verdict.judge(results(rows)).trend
-    assert trend is not None and sentence in trend.detail
+    assert trend is not None and trend.word == word and sentence in trend.detail
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
+@pytest.mark.parametrize(("power", "word"), [(-0.5, "likely"), (0.0, "little"), (0.5, "no")])
+def test_dense_checkpoints_show_the_trend_of_the_whole_curve(
+    noise: float, power: float, word: str
+) -> None:
+    deviations = np.random.default_rng(0).uniform(-noise, noise, 75)
+    scores = [1800 * (i + 1) ** power * (1 + deviations[i]) for i in range(75)]
+    trend = verdict.judge(results(curve(*scores, every=1))).trend
+    assert trend is not None and trend.word == word, trend.detail
 
 
 @pytest.mark.parametrize(
@@ -322,6 +350,18 @@ def test_caveats_name_small_numbers_features_and_what_is_not_ranked() -> None:
     assert "of 500 images is too high" in text and "are not FID" in text
     assert "98\N{NO-BREAK SPACE}% of held-out ones right" in text
     assert "Step 900: measured with another number of images" in text
+
+
+def test_checkpoints_that_could_not_be_scored_are_told_where_it_is_seen(tmp_path: Path) -> None:
+    lacking = [problem_row(900, "Its samples are damaged."), problem_row(1000, "It has none.")]
+    told = verdict.caveats(results([*RUN, *lacking]))[0]
+    assert told == "Steps 900, 1,000 could not be scored. Step 900: Its samples are damaged."
+    one = verdict.caveats(results([*RUN, lacking[1]]))[0]
+    assert one == "Step 1,000 could not be scored: It has none."
+    many = [problem_row(1000 + i, "It has none.") for i in range(25)]
+    assert "1,009 and 15 more could not" in verdict.caveats(results([*RUN, *many]))[0]
+    assert not any("could not be scored" in text for text in verdict.caveats(results(RUN)))
+    assert told in page(tmp_path, results([*RUN, *lacking])).text
 
 
 def test_the_page_asks_nothing_of_anyone(tmp_path: Path) -> None:

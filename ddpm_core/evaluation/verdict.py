@@ -8,7 +8,9 @@ from typing import Any
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.rows import METRICS, Row, best, is_scored, ranked
 
+LISTED = 10  # steps named in a sentence
 LEVEL = 0.05  # a smaller relative change of a score is called none
+EARLIER = 0.75  # of the last step: what comes later shows whether training still pays
 NEAR = 1.25  # times the floor, and still near it
 
 
@@ -119,25 +121,40 @@ def _memorisation(facts: dict[str, Any] | None) -> Answer:
 
 
 def _trend(rows: list[Row], row: Row) -> Answer:
-    """Whether longer training pays, by the ranked rows."""
+    """Whether longer training pays, by the ranked rows and the best of them.
+
+    What the last quarter of the training has brought counts: of dense checkpoints each is as good
+    as its neighbours, but for noise, also where the curve still falls.
+    """
     if len(rows) < 2:
         return Answer("unknown", "", "One checkpoint says nothing of the trend.")
-    last = rows[-1]
-    if row is last:
-        before = min(rows[:-1], key=lambda r: float(r["score"]))
-        gain = 1 - last["score"] / before["score"] if before["score"] > 0 else 0.0
-        if gain > LEVEL:
-            detail = f"The last checkpoint is {percent(gain)} better than any before it."
-            return Answer("likely", "It still improves, so longer training should pay.", detail)
-        detail = f"The last checkpoint is only {percent(max(0.0, gain))} better than the others."
-        return Answer("little", "It hardly improves any more.", detail)
-    worse = last["score"] / row["score"] - 1 if row["score"] > 0 else 0.0
+    later = [r for r in rows if r["step"] > row["step"]]
+    worse = _lowest(later)["score"] / row["score"] - 1 if later and row["score"] > 0 else 0.0
     if worse > LEVEL:
-        detail = f"The last checkpoint is {percent(worse)} worse than the best."
+        them = f"The {len(later)} checkpoints after it are at least"
+        detail = f"{them if later[1:] else 'The last checkpoint is'} {percent(worse)} worse."
         return Answer("no", "After it the score gets worse.", detail)
-    later = len(rows) - rows.index(row) - 1
-    detail = f"Of the {later} checkpoint{'s' if later > 1 else ''} after it none is better."
-    return Answer("little", "It no longer improves.", detail)
+    before = [r for r in rows if r["step"] <= EARLIER * rows[-1]["step"]]
+    if row in before:
+        detail = (
+            f"Of the {len(later)} checkpoint{'s' if later[1:] else ''} after it none is better."
+        )
+        return Answer("little", "It no longer improves.", detail)
+    old = _lowest(before or rows[:1])
+    gain = 1 - row["score"] / old["score"] if old["score"] > 0 else 0.0
+    than = f"{percent(gain)} better than step {old['step']:,}"
+    than += ", the best of the first three quarters." if before else ", the first one scored."
+    if gain > LEVEL:
+        detail = f"Step {row['step']:,} is {than}"
+        return Answer("likely", "It still improves, so longer training should pay.", detail)
+    if not before:
+        detail = "All checkpoints scored are of the last quarter of the training, and much alike."
+        return Answer("unknown", "", detail)
+    return Answer("little", "It hardly improves any more.", f"Step {row['step']:,} is only {than}")
+
+
+def _lowest(rows: list[Row]) -> Row:
+    return min(rows, key=lambda r: float(r["score"]))
 
 
 def caveats(results: dict[str, Any]) -> list[str]:
@@ -146,7 +163,7 @@ def caveats(results: dict[str, Any]) -> list[str]:
     if row is None:
         return []
     facts, extractor = row["evidence"], results["extractor"]
-    notes = []
+    notes = _unscored(results["rows"])
     if facts["count"] < SMALL:
         notes.append(
             f"A Fréchet distance of {facts['count']:,} images is too high, by an amount that "
@@ -171,6 +188,19 @@ def caveats(results: dict[str, Any]) -> list[str]:
     if absent and set(absent) < set(METRICS):
         notes.append(f"Not measured: {', '.join(absent)}.")
     return notes
+
+
+def _unscored(rows: list[Row]) -> list[str]:
+    """One sentence on all checkpoints that have no score, with the reason of the first."""
+    lacking = [r for r in rows if not is_scored(r)]
+    if not lacking:
+        return []
+    steps = ", ".join(f"{r['step']:,}" for r in lacking[:LISTED])
+    steps += f" and {len(lacking) - LISTED} more" if lacking[LISTED:] else ""
+    reason = lacking[0].get("problem") or "its score is not a finite number."
+    if not lacking[1:]:
+        return [f"Step {steps} could not be scored: {reason}"]
+    return [f"Steps {steps} could not be scored. Step {lacking[0]['step']:,}: {reason}"]
 
 
 def _on_features(extractor: dict[str, Any]) -> list[str]:
