@@ -6,7 +6,7 @@ card       the model card, for people
 gate       which of two models is the champion, and why
 models     versions on the server: found, downloaded, tagged
 request    a request to a served model, and what is wrong with it
-serving    the model as MLflow serves it
+serving    what is served: requests in, images out
 served     the script that MLflow loads
 current    the champion of the moment, found again and again
 server     HTTP around it: `ddpm serve`

@@ -84,11 +84,10 @@ class Current:
         from ddpm_core.registry.package import signature
         from ddpm_core.registry.serving import Served
 
-        served = Served()
         with tempfile.TemporaryDirectory(prefix="ddpm-champion-") as place:
             with asking(registry.uri):
                 folder = fetch_to(f"models:/{registry.name}/{version.version}", place)
-            served.load(folder)
+            served = Served(folder)
         served.try_out()
         row = row_of(version, "rescored") or row_of(version, "row")
         return Loaded(
@@ -122,7 +121,7 @@ class _InTurn:
 
     def predict(self, model_input: Any) -> Any:
         with self._drawing:
-            return self._served.predict(None, model_input)
+            return self._served.answer(model_input)
 
 
 def _key(version: Any) -> tuple[str, Any]:

@@ -9,6 +9,7 @@ GET  /version       which version answers, its score and the evidence for it
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -41,6 +42,8 @@ def serve(config: Config, host: str, port: int, every: float) -> None:
 
     Requests that are under way then are answered first; without any it ends at once.
     """
+    # It advises at each request with a mistake in its columns, for the program's author.
+    logging.getLogger("mlflow.pyfunc.scoring_server").setLevel(logging.ERROR)
     current = Current(config)
     listener = listen(host, port)
     threading.Thread(target=current.keep_looking, args=(every,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""The model as MLflow serves it: rows of requests in, one row an image out."""
+"""What is served, by MLflow or `ddpm serve`: rows of requests in, one row an image out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
-from mlflow.pyfunc import PythonModel
 
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.distributed import choose_device
@@ -17,19 +16,15 @@ from ddpm_core.errors import UserError
 from ddpm_core.generate.conditions import Conditions
 from ddpm_core.generate.images import Generator
 from ddpm_core.images import Pixels, png
-from ddpm_core.registry.package import CHECKPOINT
 from ddpm_core.registry.request import LARGEST, Request, read
 
 BATCH = 64  # images at once, for memory
 
 
-class Served(PythonModel):  # type: ignore[misc]
+class Served:
     """Answers requests (see request.FIELDS) with images, their numbers and their settings."""
 
-    def load_context(self, context: Any) -> None:
-        self.load(Path(context.artifacts[CHECKPOINT]))
-
-    def load(self, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         """Read a checkpoint folder, which is not needed afterwards. Raises Corrupt."""
         self._checkpoint = Checkpoint.open(folder)
         ema = self._checkpoint.params.sample.ema
@@ -38,15 +33,14 @@ class Served(PythonModel):  # type: ignore[misc]
     def try_out(self) -> None:
         """Draw one image in one step. Raises what a request would."""
         texts = self._model.config.conditioning == "text"
-        self.predict(None, [{"n": 1, "steps": 1, "prompt": "" if texts else None}])  # type: ignore[no-untyped-call]
+        self.answer([{"n": 1, "steps": 1, "prompt": "" if texts else None}])
 
-    # MLflow would take hints for the types of a request, and warn of these.
-    def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
+    def answer(self, given: Any) -> list[dict[str, Any]]:
         """One dict an image. A mistake in the request is status 400 with a sentence."""
         checkpoint = self._checkpoint
         classes = [str(name) for name in checkpoint.data["classes"]]
         try:
-            requests = [read(row, checkpoint.params, classes) for row in _rows(model_input)]
+            requests = [read(row, checkpoint.params, classes) for row in _rows(given)]
             total = sum(len(request.numbers) for request in requests)
             if not 1 <= total <= LARGEST:
                 raise UserError(f"{total} images are asked for; 1 to {LARGEST} are allowed.")
