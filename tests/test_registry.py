@@ -7,18 +7,20 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from digits_workspace import digits, put_data
 from mlflow_server import Server, free_port, shared_server
 from models import write_checkpoint
 
 from ddpm_core import params
 from ddpm_core.checkpoint import Checkpoint
-from ddpm_core.config import Config
+from ddpm_core.config import Config, Prepare
 from ddpm_core.distributed import World
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.evaluate import evaluate
@@ -408,3 +410,19 @@ def test_the_card_names_data_scores_evidence_and_caveats(tmp_path: Path) -> None
         "timesteps: 50",
     ):
         assert text in card, card
+
+
+def test_the_card_has_the_settings_of_the_training_and_the_evidence_of_the_score(
+    tmp_path: Path,
+) -> None:
+    trained = write_checkpoint(tmp_path / "step")
+    source = Prepare(source="https://me:hunter2@host/shapes.zip")
+    checkpoint = replace(trained, params=trained.params.model_copy(update={"prepare": source}))
+    facts = {"extractor": "in_domain", "space": "in_domain", "seed": 1, "weights": "abc"}
+    card = write_card(
+        "shapes", checkpoint, row(1.0, sampler={"sampler": "ddim", "steps": 9}, **facts)
+    )
+    assert checkpoint.params.sample.steps != 9 and "sampler ddim, steps 9" in card
+    settings = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
+    assert list(settings) == ["seed", "prepare", "model", "diffusion", "train"]
+    assert "https://***@host/shapes.zip" in card and "hunter2" not in card

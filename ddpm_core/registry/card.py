@@ -14,7 +14,8 @@ from ddpm_core.evaluation.rows import Row, named_metrics
 from ddpm_core.mlflow_run import shown
 
 LISTED = 20  # classes that are named
-ELSEWHERE = ("workspace", "device", "register", "tracking")
+# Sections that did not make the model; how it was sampled and scored stands in the evidence.
+ELSEWHERE = ("workspace", "device", "sample", "evaluate", "register", "tracking")
 
 VERDICTS = {
     "none": "Its images are no nearer to the training images than held-out images are.",
@@ -51,7 +52,7 @@ JSON, below `artifacts/checkpoint`.
 ## Caveats
 {caveats}
 
-## Settings
+## Settings it was trained with
 ```yaml
 {settings}
 ```
@@ -148,9 +149,10 @@ def _caveats(row: Row) -> Iterator[str]:
 
 
 def _settings(checkpoint: Checkpoint) -> str:
-    """What made the model, without the places of one machine."""
+    """What made the model, without the places of one machine and passwords in URIs."""
     given = {k: v for k, v in checkpoint.params.dump().items() if k not in ELSEWHERE}
-    return yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100).rstrip()
+    text = yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100)
+    return shown(text).rstrip()
 
 
 def _list(lines: Iterable[str]) -> str:
