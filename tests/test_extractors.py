@@ -151,8 +151,11 @@ def test_code_in_a_weights_file_is_never_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"weight": Evil()}, tmp_path / "evil.pth")
-    with pytest.raises(UserError, match="cannot be read as a file of weights"):
+    with pytest.raises(UserError, match="cannot be read as a file of weights") as caught:
         open_inception(tmp_path / "evil.pth", CPU)
+    assert str(caught.value).endswith(
+        "it is damaged, or holds more than tensors: fetch torch-fidelity's file anew."
+    )  # and no advice of torch's to run it
     assert not (tmp_path / "unpickled").exists()
 
 
@@ -162,6 +165,7 @@ def test_code_in_a_weights_file_is_never_run(
         (b"not weights at all", "cannot be read"),
         ({"a": torch.zeros(2)}, "is not of torch-fidelity's Inception"),
         ([torch.zeros(2)], "is not a state dict"),
+        ({1: torch.zeros(2)}, "is not a state dict"),
     ],
 )
 def test_unfit_weights_are_refused_in_a_sentence(

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ddpm_core.errors import UserError, require
+from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.reading import read_tensors
 from ddpm_core.storage import sha256_of
@@ -51,15 +51,27 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return read_tensors(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # each reader has its own ways to fail on a damaged file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"evaluate.inception_weights: {path} cannot be read as a file of weights: {reason}"
-        ) from error
-    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it finds, which is told below
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (Corrupt, OSError) as error:
+        raise _unreadable(path, getattr(error, "strerror", None) or str(error)) from error
+    except Exception as error:
+        # torch has many ways to fail, and advises to read the file in a way that runs its code.
+        told = "it is damaged, or holds more than tensors: fetch torch-fidelity's file anew"
+        raise _unreadable(path, told) from error
+    if not isinstance(state, dict) or not all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()
+    ):
         raise UserError(f"evaluate.inception_weights: {path} is not a state dict of tensors.")
     return state
+
+
+def _unreadable(path: Path, reason: str) -> UserError:
+    return UserError(
+        f"evaluate.inception_weights: {path} cannot be read as a file of weights: "
+        f"{reason.rstrip('.')}."
+    )
 
 
 def _network(state: dict[str, Tensor], path: Path) -> nn.Module:
