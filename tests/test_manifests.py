@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import shlex
 from typing import Any
 
@@ -186,6 +187,16 @@ def test_no_overlay_takes_away_what_the_pods_of_kfp_mount() -> None:
         for patch in yaml.safe_load(file.read_text(encoding="utf-8")).get("patches", []):
             if "$patch: delete" in patch.get("patch", ""):
                 assert patch["target"]["name"] not in mounted, file
+
+
+def test_beside_kfp_every_policy_is_narrowed_to_our_own_pods() -> None:
+    """What a Kustomization names is a pattern of whole names."""
+    file = OVERLAYS / "components/in-kubeflow/Kustomization"
+    patches = yaml.safe_load(file.read_text(encoding="utf-8"))["patches"]
+    narrowing = [p["target"] for p in patches if p["target"]["kind"] == "NetworkPolicy"]
+    for name in named(ALL, "NetworkPolicy"):
+        assert sum(bool(re.fullmatch(t["name"], name)) for t in narrowing) == 1, name
+    assert all(t["metadata"]["labels"]["app.kubernetes.io/part-of"] == "ddpm" for _, t, _ in PODS)
 
 
 def test_who_tracks_may_reach_mlflow_and_nobody_else() -> None:

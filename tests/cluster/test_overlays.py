@@ -103,5 +103,4 @@ def test_in_kubeflow_only_our_own_pods_are_bound() -> None:
     assert all(d["metadata"]["name"].startswith(("ddpm", "mlflow")) for d in documents)
     for name, policy in named(documents, "NetworkPolicy").items():
         chosen = policy["spec"]["podSelector"]["matchLabels"]
-        ours = chosen.get("app.kubernetes.io/name") in ("mlflow", "ddpm-champion")
-        assert ours or chosen["app.kubernetes.io/part-of"] == "ddpm", name
+        assert chosen["app.kubernetes.io/part-of"] == "ddpm", name
