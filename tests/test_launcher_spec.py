@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +21,7 @@ from ddpm_kube.job import HASH, PARAMS, RUN, build
 from ddpm_kube.names import job_name, label_value
 from ddpm_kube.spec import JobSpec
 
+ROOT = Path(__file__).parent.parent
 MOUNTED = {"volumes": [{"claim": "ddpm-workspace", "path": "/workspace"}]}
 Settings = dict[str, Any]
 
@@ -55,6 +59,33 @@ def test_the_workers_train_with_the_very_settings_that_were_given(tmp_path: Path
     assert item["fieldRef"]["fieldPath"] == f"metadata.annotations['{PARAMS}']"
     (mount,) = [m for m in container_of(build(made))["volumeMounts"] if m["name"] == "params"]
     assert f"{mount['mountPath']}/{item['path']}" == container_of(build(made))["args"][-1]
+
+
+def test_the_first_example_of_the_docs_makes_a_job_from_a_persons_machine(tmp_path: Path) -> None:
+    kubeconfig = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "mine",
+        "contexts": [
+            {"name": "mine", "context": {"cluster": "far", "user": "me", "namespace": "ddpm"}}
+        ],
+        "clusters": [{"name": "far", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "users": [{"name": "me", "user": {"token": "t"}}],
+    }
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(kubeconfig))
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    docs = (ROOT / "docs/launcher.md").read_text(encoding="utf-8")
+    example = docs.partition("    ddpm jobs train")[2].partition("\n    ddpm")[0]
+    given = shlex.split(example.replace("\\\n", ""))
+    command = [sys.executable, "-m", "ddpm_core.cli", "jobs", "train", *given, "--dry-run"]
+    environment = {**os.environ, "KUBECONFIG": str(tmp_path / "kubeconfig")}
+    told = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    job = yaml.safe_load(told.stdout)
+    assert container_of(job)["image"] == "registry/ddpm:1"
+    assert job["metadata"]["namespace"] == "ddpm"
 
 
 def test_the_elastic_policy_says_what_torchrun_would_guess_wrong() -> None:
