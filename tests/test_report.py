@@ -15,6 +15,7 @@ import pytest
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageFont
 
+from ddpm_core.config import Sample
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import plots, verdict
 from ddpm_core.evaluation.chart import Line, chart, log_ticks, tick_labels, ticks
@@ -22,18 +23,18 @@ from ddpm_core.evaluation.pictures import FOLDER, small
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.rows import (
     best,
-    best_csv,
     best_inception,
+    best_to_sample,
     differences,
-    flat,
     named_metrics,
     problem_row,
     ranked,
-    results_csv,
 )
+from ddpm_core.evaluation.tables import best_csv, flat, results_csv
 from ddpm_core.images import png
 from ddpm_core.workspace import Workspace
 
+SAMPLER = {"sampler": "dpmpp", "steps": 20, "precision": "fp32"}
 HOSTILE = (
     '"><script>alert(1)</script>',
     "{{ 7 * 7 }}{% raw %}",
@@ -74,7 +75,7 @@ def row(step: int, score: float, **changes: Any) -> dict[str, Any]:
             "extractor_accuracy": 0.98,
             "space": "in_domain",
             "count": 500,
-            "sampler": {"sampler": "dpmpp", "steps": 20},
+            "sampler": SAMPLER,
             "seed": 1,
             "weights": "b" * 64,
             "samples": "cccccccccccccccc",
@@ -219,6 +220,66 @@ def test_of_equally_large_sets_the_one_of_more_images_is_ranked() -> None:
     assert best(rows[1:])["step"] == 600  # type: ignore[index]
 
 
+def sampled(**settings: Any) -> dict[str, Any]:
+    """The settings of `sample` as results.json has them; by default those of `row`."""
+    given = {"count": 500, "precision": "fp32", **settings}
+    return Sample.model_validate(given).model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "settings"),
+    [
+        ("count", 50, {"count": 50}),
+        ("sampler", {**SAMPLER, "sampler": "ddim"}, {"sampler": "ddim"}),
+        ("sampler", {**SAMPLER, "precision": "bf16"}, {"precision": "bf16"}),
+    ],
+)
+def test_what_was_sampled_by_the_present_settings_is_ranked(
+    field: str, value: Any, settings: dict[str, Any]
+) -> None:
+    # The best of three is sampled otherwise: it doesn't make the second best the best.
+    rows = [row(10, 990.0), row(20, 950.0), row(30, 970.0, **{field: value})]
+    assert [r["step"] for r in ranked(rows, sampled(**settings))] == [30]
+    assert [r["step"] for r in ranked(rows, sampled())] == [10, 20]
+    assert [r["step"] for r in ranked(rows, sampled(count=7))] == [10, 20]  # nothing is of these
+    found = {**results(rows), "sample": sampled(**settings)}
+    assert verdict.judge(found).headline == "Step 30 is compared with no other checkpoint."
+    assert "Step 10, 20: measured with another" in " ".join(verdict.caveats(found))
+
+
+def test_another_seed_stays_in_the_list() -> None:
+    rows = [row(10, 990.0), row(20, 950.0, seed=9)]
+    assert ranked(rows, sampled(seed=9)) == ranked(rows, sampled()) == rows
+
+
+@pytest.mark.parametrize("new", [90.0, 970.0, 5000.0])
+@pytest.mark.parametrize(
+    ("settings", "evidence"),
+    [
+        ({"count": 50}, {"count": 50}),
+        ({"seed": 9}, {"seed": 9}),
+        ({"sampler": "ddim"}, {"sampler": {**SAMPLER, "sampler": "ddim"}}),
+        ({"precision": "bf16"}, {"sampler": {**SAMPLER, "precision": "bf16"}}),
+    ],
+)
+def test_the_best_to_be_sampled_stays_the_same_once_it_is(
+    settings: dict[str, Any], evidence: dict[str, Any], new: float
+) -> None:
+    rows = [row(10, 990.0), row(20, 950.0), row(30, 800.0)]
+    asked = Sample.model_validate({"count": 500, **settings})
+    before = {"rows": rows, "sample": sampled()}
+    assert best_to_sample(before, asked)["step"] == 30  # type: ignore[index]
+    after = {"rows": [*rows[:2], row(30, new, **evidence)], "sample": sampled(**settings)}
+    assert best_to_sample(after, asked)["step"] == 30  # type: ignore[index]
+
+
+def test_the_best_to_be_sampled_is_not_what_was_sampled_by_yet_other_settings() -> None:
+    rows = [row(10, 990.0), row(20, 800.0), row(30, 900.0, sampler={**SAMPLER, "sampler": "ddim"})]
+    found = {"rows": rows, "sample": sampled(sampler="ddim")}
+    assert best_to_sample(found, Sample(count=50))["step"] == 20  # type: ignore[index]
+    assert best_to_sample({}, Sample()) is None
+
+
 def test_the_best_inception_score_is_the_highest() -> None:
     rows = [row(200, 9.0, is_mean=3.0), row(400, 8.0, is_mean=5.0), row(600, 7.0, is_mean=None)]
     assert best_inception(rows) == rows[1]
@@ -233,10 +294,10 @@ def test_numbers_are_named_with_their_features_and_count() -> None:
 
 
 def test_metrics_json_holds_the_best_and_its_floor() -> None:
-    metrics = flat([*RUN, problem_row(900, "no samples")])
+    metrics = flat(RUN)
     assert metrics["best_step"] == 800 and metrics["fd_in_domain_500"] == 6.0
     assert (metrics["fd_in_domain_180"], metrics["floor_fd_in_domain_180"]) == (8.0, 4.0)
-    assert flat([problem_row(900, "no samples")]) == {"checkpoints": 0}
+    assert flat([]) == {"checkpoints": 0}
 
 
 def test_the_table_has_a_line_per_checkpoint_scored_or_not() -> None:
@@ -244,7 +305,7 @@ def test_the_table_has_a_line_per_checkpoint_scored_or_not() -> None:
     lines = list(csv.DictReader(io.StringIO(text)))
     assert [line["step"] for line in lines] == ["200", "400"]
     assert lines[0]["problem"] == 'no "samples",\nof it' and lines[0]["score"] == ""
-    assert json.loads(lines[1]["sampler"]) == {"sampler": "dpmpp", "steps": 20}
+    assert json.loads(lines[1]["sampler"]) == SAMPLER
     assert lines[1]["memorisation_verdict"] == "none" and lines[1]["floor_fd"] == "4.0"
 
 
@@ -444,7 +505,7 @@ def test_one_checkpoint_and_scores_that_are_absent_make_a_page(tmp_path: Path) -
 
 def test_every_plot_is_a_picture_whatever_there_is_to_draw() -> None:
     absent = [row(200, 6.0, fd=None, is_mean=None, precision=None, recall=None, kid_mean=None)]
-    drawings = [plots.draw(rows) for rows in (RUN, RUN[:1], absent, [], [problem_row(200, "x")])]
+    drawings = [plots.draw(rows) for rows in (RUN, RUN[:1], absent, [])]
     for drawn in drawings:
         assert len(drawn) == 6
         for name, data in drawn.items():

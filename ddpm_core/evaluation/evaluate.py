@@ -21,7 +21,6 @@ from ddpm_core.evaluation.outputs import write_outputs
 from ddpm_core.evaluation.rows import (
     Row,
     Scored,
-    best,
     evidence,
     is_scored,
     named_metrics,
@@ -58,8 +57,8 @@ def evaluate(config: Config, workspace: Workspace) -> list[Row]:
             new.append(row)
             workspace.write_json(f"{ROWS}/{step_name(step)}.json", row)
         rows.append(row)
-    _tell(rows, new)
-    write_outputs(config, workspace, judge, rows)
+    first = write_outputs(config, workspace, judge, rows)
+    _tell(rows, new, first)
     _track(config, workspace, [row for row in new if is_scored(row)])
     if not any(map(is_scored, rows)):
         raise UserError(
@@ -170,7 +169,7 @@ def _first(samples: Samples, most: int) -> Any:
     return np.concatenate(parts)
 
 
-def _tell(rows: list[Row], new: list[Row]) -> None:
+def _tell(rows: list[Row], new: list[Row], first: Row | None) -> None:
     for row in rows:
         if row["problem"]:
             warn(f"step {row['step']} is not scored: {row['problem']}")
@@ -180,7 +179,7 @@ def _tell(rows: list[Row], new: list[Row]) -> None:
             f"The distances are of {min(counts)} images. Below {SMALL:,} they are too high by an "
             "amount that depends on their number: compare them with equal numbers alone."
         )
-    if first := best(rows):
+    if first:
         name, score = first["score_name"], first["score"]
         say(f"evaluate: the best is step {first['step']}, {name} = {score:.4g}.")
 

@@ -7,7 +7,7 @@ from typing import Any
 from ddpm_core.config import Config, Evaluate
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.extractors import chosen
-from ddpm_core.evaluation.rows import Results
+from ddpm_core.evaluation.rows import Results, ranked, wanted
 from ddpm_core.evaluation.shared import FOLDER
 from ddpm_core.evaluation.weights import locate
 from ddpm_core.reading import Manifest
@@ -75,7 +75,13 @@ def stale(config: Config, workspace: Workspace) -> str | None:
         samples = workspace.read_json(f"{samples_key(step)}/{MANIFEST}").get("samples_fingerprint")
         if samples and rows.get(step, {}).get("key") != row_key(settings, samples, *fixed):
             return _difference(step, rows.get(step), samples, data, settings, results)
+    if _listed(results, wanted(config.sample, results)) != _listed(results, results.get("sample")):
+        return "the checkpoints are ranked for other settings of sample"
     return None
+
+
+def _listed(results: dict[str, Any], sample: dict[str, Any] | None) -> list[int]:
+    return [int(row["step"]) for row in ranked(results["rows"], sample or {})]
 
 
 def _difference(

@@ -9,32 +9,41 @@ from ddpm_core.evaluation import memorisation, pictures, plots
 from ddpm_core.evaluation.freshness import RESULTS
 from ddpm_core.evaluation.judge import Judge
 from ddpm_core.evaluation.report import render_report
-from ddpm_core.evaluation.rows import Row, best, best_csv, flat, results_csv
+from ddpm_core.evaluation.rows import Row, best, ranked
+from ddpm_core.evaluation.tables import best_csv, flat, results_csv
+from ddpm_core.precision import choose
 from ddpm_core.workspace import EVALUATION, METRICS, Workspace, snapshot_key
 
 SECTIONS = ("model", "diffusion", "train", "sample", "prepare")
 LISTED = 20  # straddling images that are named
 
 
-def write_outputs(config: Config, workspace: Workspace, judge: Judge, rows: list[Row]) -> None:
-    """All files, from rows that are measured; the report last."""
+def write_outputs(
+    config: Config, workspace: Workspace, judge: Judge, rows: list[Row]
+) -> Row | None:
+    """All files, from rows that are measured, the report last; the best row."""
     pictures.write_real(workspace, judge.train)
     results = _results(config, workspace, judge, rows)
+    listed = ranked(rows, results["sample"])
     workspace.write_json(RESULTS, results)
     workspace.storage.write(f"{EVALUATION}/evaluation_results.csv", results_csv(rows).encode())
-    workspace.storage.write(f"{EVALUATION}/best_scores.csv", best_csv(rows).encode())
-    workspace.write_json(METRICS, flat(rows))
-    for name, picture in plots.draw(rows).items():
+    workspace.storage.write(f"{EVALUATION}/best_scores.csv", best_csv(listed).encode())
+    workspace.write_json(METRICS, flat(listed))
+    for name, picture in plots.draw(listed).items():
         workspace.storage.write(f"{EVALUATION}/{name}", picture)
     render_report(workspace)
+    return best(listed)
 
 
 def _results(config: Config, workspace: Workspace, judge: Judge, rows: list[Row]) -> Row:
     """All that the report needs, and what others read of an evaluation."""
-    row = best(rows)
+    precision = choose(config.sample.precision, judge.device)
+    sample = config.sample.model_dump(mode="json") | {"precision": precision}
+    row = best(rows, sample)
     extractor = judge.extractor
     return {
         "rows": rows,
+        "sample": sample,
         "best": row and {key: row[key] for key in ("step", "score_name", "score")},
         "settings": config.evaluate.model_dump(mode="json"),
         "data": _data(judge),

@@ -9,7 +9,7 @@ from typing import Any
 from ddpm_core.errors import require
 from ddpm_core.evaluation.chart import label, log_ticks, spans
 from ddpm_core.evaluation.metrics import count_label, metric_name
-from ddpm_core.evaluation.rows import Row, best, best_inception, ranked
+from ddpm_core.evaluation.rows import Row, best, best_inception
 
 FIRST = 25  # checkpoints in the pictures of the beginning
 SIZE = (8.0, 4.8)  # inches
@@ -18,15 +18,14 @@ MARGINS = {"left": 0.1, "right": 0.98, "top": 0.92, "bottom": 0.11}  # shares of
 BLUE, ORANGE, GRAY = "#1f5fa8", "#c2541b", "#6b6b6b"
 
 
-def draw(rows: Sequence[Row]) -> dict[str, bytes]:
-    """PNG files by name. Where a score was not measured the picture says so."""
-    scored = ranked(rows)
+def draw(ranked: Sequence[Row]) -> dict[str, bytes]:
+    """PNG files by name, of rows that compare. Where a score was not measured they say so."""
     pictures = {}
-    for suffix, some in (("", scored), ("_First25", scored[:FIRST])):
+    for suffix, some in (("", ranked), ("_First25", ranked[:FIRST])):
         pictures[f"FID_vs_TrainingSteps{suffix}.png"] = _distance(some, suffix)
         pictures[f"IS_vs_TrainingSteps{suffix}.png"] = _inception(some, suffix)
-    pictures["KID_vs_TrainingSteps.png"] = _kernel(scored)
-    pictures["PrecisionRecall_vs_TrainingSteps.png"] = _shares(scored)
+    pictures["KID_vs_TrainingSteps.png"] = _kernel(ranked)
+    pictures["PrecisionRecall_vs_TrainingSteps.png"] = _shares(ranked)
     return pictures
 
 

@@ -83,7 +83,8 @@ def render(results: dict[str, Any], pictures: Pictures) -> str:
 
 def _page(results: dict[str, Any], pictures: Pictures) -> dict[str, Any]:
     rows = results["rows"]
-    scored, row = ranked(rows), best(rows)
+    scored = ranked(rows, results.get("sample", {}))
+    row = best(scored)
     extractor = results["extractor"]
     return {
         "verdict": verdict.judge(results),

@@ -5,15 +5,13 @@ A checkpoint that could not be scored is a row too, with `problem` in place of s
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import Field
 
+from ddpm_core.config import Sample
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.metrics import metric_name
 from ddpm_core.reading import Count, Shape
@@ -77,9 +75,10 @@ class Extracted(Shape):
 
 
 class Rows(Shape):
-    """The rows of results.json."""
+    """The rows of results.json, and the settings of `sample` that they were ranked for."""
 
     rows: list[Scored | Unscored]
+    sample: dict[str, Any] = Field(default_factory=dict)
 
 
 class Results(Rows):
@@ -91,6 +90,8 @@ class Results(Rows):
 
 # Scores compare when these are equal; another sampling seed is noise, not another measurement.
 SAME = ("data", "extractor_fingerprint", "sampler", "count")
+
+NOTHING: Mapping[str, Any] = {}  # no settings to rank by
 
 METRICS = (
     "fd",
@@ -104,21 +105,6 @@ METRICS = (
     "density",
     "coverage",
 )
-_EVIDENCE = (
-    "count",
-    "data",
-    "holdout_data",
-    "reference_count",
-    "extractor",
-    "extractor_fingerprint",
-    "extractor_accuracy",
-    "sampler",
-    "seed",
-    "weights",
-    "samples",
-    "train",
-)
-_MEMORISATION = ("verdict", "share_below", "p_value", "copies", "count")
 
 
 def problem_row(step: int, problem: str) -> Row:
@@ -159,10 +145,21 @@ def is_scored(row: Row) -> bool:
     return row.get("score") is not None and math.isfinite(row["score"])
 
 
-def ranked(rows: Iterable[Row]) -> list[Row]:
-    """The rows that may stand in one list, by step: the largest set whose scores compare.
+def wanted(settings: Sample, results: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `sample` to rank by; `precision: auto` is what it was for these results."""
+    given = settings.model_dump(mode="json")
+    if given["precision"] == "auto":
+        given["precision"] = results.get("sample", {}).get("precision", "auto")
+    return given
 
-    Of equally large sets, the one with more images, then the later one.
+
+def ranked(rows: Iterable[Row], sample: Mapping[str, Any] = NOTHING) -> list[Row]:
+    """The rows that may stand in one list, by step: a set whose scores compare.
+
+    It is the set that was sampled by the settings `sample`; the largest set where none was, or
+    without settings. So images of another number or by another sampler, drawn of one checkpoint,
+    don't leave a list to the others in which it lacks. Of equally large sets it is the one with
+    more images, then the later one.
     """
     groups: list[list[Row]] = []
     for row in sorted(filter(is_scored, rows), key=lambda row: int(row["step"])):
@@ -172,16 +169,38 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
                 break
         else:
             groups.append([row])
-    return max(groups, key=_weight, default=[])
+    return max(groups, key=lambda group: _weight(group, sample), default=[])
 
 
-def _weight(group: list[Row]) -> tuple[int, int, int]:
-    return len(group), group[0]["evidence"]["count"], group[-1]["step"]
+def _weight(group: list[Row], sample: Mapping[str, Any]) -> tuple[tuple[bool, bool], int, int, int]:
+    size, count = len(group), group[0]["evidence"]["count"]
+    return _fit(group[0], sample), size, count, group[-1]["step"]
 
 
-def best(rows: Iterable[Row]) -> Row | None:
+def _fit(row: Row, sample: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether a row was sampled by these settings but for precision and seed; and precision too."""
+    facts = row["evidence"]
+    differing = {k for k, v in facts["sampler"].items() if k in sample and sample[k] != v}
+    fits = facts["count"] == sample.get("count") and differing <= {"precision"}
+    return fits, fits and not differing
+
+
+def best(rows: Iterable[Row], sample: Mapping[str, Any] = NOTHING) -> Row | None:
     """The row with the lowest score among those that compare; of equal ones the earliest."""
-    return min(ranked(rows), key=lambda row: row["score"], default=None)
+    return min(ranked(rows, sample), key=lambda row: row["score"], default=None)
+
+
+def best_to_sample(results: Mapping[str, Any], settings: Sample) -> Row | None:
+    """The row of the checkpoint that `sample.checkpoints: best` means, of results.json.
+
+    What was sampled by these very settings, seed and all, goes first: once the best checkpoint
+    has been, it stays the one that is meant, whatever its new score.
+    """
+    sample = wanted(settings, results)
+    listed = ranked(results.get("rows", []), sample)
+    same = [row for row in listed if all(_fit(row, sample))]
+    same = [row for row in same if row["evidence"].get("seed") == sample["seed"]]
+    return best(same or listed)
 
 
 def best_inception(rows: Iterable[Row]) -> Row | None:
@@ -205,72 +224,3 @@ def named_metrics(row: Row) -> dict[str, float]:
         if value is not None:
             named[f"memorisation_{key}"] = float(value)
     return named
-
-
-def flat(rows: list[Row]) -> dict[str, float]:
-    """What metrics.json holds: the numbers of the best checkpoint, which it is, and its floor."""
-    row = best(rows)
-    if row is None:
-        return {"checkpoints": 0}
-    facts = {"checkpoints": len(ranked(rows)), "best_step": row["step"], **named_metrics(row)}
-    floor = (row.get("floor") or {}).get("fd")
-    if floor is not None:
-        at_floor = row["at_floor"]["fd"]
-        space, count = row["evidence"]["space"], row["floor_count"]
-        facts[metric_name("fd", space, count)] = at_floor
-        facts["floor_" + metric_name("fd", space, count)] = floor
-    accuracy = row["evidence"]["extractor_accuracy"]
-    return facts if accuracy is None else {**facts, "extractor_accuracy": accuracy}
-
-
-def results_csv(rows: list[Row]) -> str:
-    """evaluation_results.csv: a line per checkpoint, scored or not, with all its evidence."""
-    lines = []
-    for row in sorted(rows, key=lambda row: int(row["step"])):
-        facts, memory = row.get("evidence") or {}, row.get("memorisation") or {}
-        floor, same = row.get("floor") or {}, row.get("at_floor") or {}
-        lines.append(
-            {name: row.get(name) for name in ("step", "score_name", "score", *METRICS)}
-            | {"floor_count": row.get("floor_count")}
-            | {"fd_at_floor_count": same.get("fd"), "floor_fd": floor.get("fd")}
-            | {f"memorisation_{name}": memory.get(name) for name in _MEMORISATION}
-            | {name: _cell(facts.get(name)) for name in _EVIDENCE}
-            | {"problem": row.get("problem")}
-        )
-    return _csv(lines)
-
-
-def best_csv(rows: list[Row]) -> str:
-    """best_scores.csv: the best Fréchet distance (or what stands for it) and inception score."""
-    lines = []
-    if row := best(rows):
-        lines.append(_best_line("lowest distance", row["score_name"], row, row["score"], None))
-    if row := best_inception(rows):
-        name = metric_name("is", row["evidence"]["space"], row["evidence"]["count"])
-        lines.append(_best_line("highest IS", name, row, row["is_mean"], row["is_std"]))
-    return _csv(lines) if lines else "best,name,step,value,std,count,extractor\n"
-
-
-def _best_line(best: str, name: str, row: Row, value: float, std: float | None) -> Row:
-    facts = row["evidence"]
-    return {
-        "best": best,
-        "name": name,
-        "step": row["step"],
-        "value": value,
-        "std": std,
-        "count": facts["count"],
-        "extractor": facts["extractor"],
-    }
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else value
-
-
-def _csv(lines: list[Row]) -> str:
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, fieldnames=list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return stream.getvalue()

@@ -37,18 +37,27 @@ class Verdict:
 
 def judge(results: dict[str, Any]) -> Verdict:
     """The verdict on results.json."""
-    rows = results["rows"]
-    row = best(rows)
+    rows, listed, others = _sorted(results)
+    row = best(listed)
     if row is None:
         return Verdict("No checkpoint could be scored.", _problems(rows))
-    count = len(ranked(rows))
     headline = f"Step {row['step']:,} is "
-    headline += f"the best of {count} checkpoints" if count > 1 else "the one checkpoint scored"
-    quality, trend = _quality(row), _trend(ranked(rows), row)
+    if listed[1:]:
+        headline += f"the best of {len(listed)} checkpoints"
+    else:
+        headline += "compared with no other checkpoint" if others else "the one checkpoint scored"
+    quality, trend = _quality(row), _trend(listed, row)
     memory = _memorisation(row.get("memorisation"))
     headline += ", but it copies training images" if memory.level == "bad" else ""
     summary = " ".join(answer.summary for answer in (quality, memory, trend))
     return Verdict(f"{headline}.", summary, quality, memory, trend)
+
+
+def _sorted(results: dict[str, Any]) -> tuple[list[Row], list[Row], list[Row]]:
+    """All rows; those in the ranking; and those that have a score but don't compare with them."""
+    rows = results["rows"]
+    listed = ranked(rows, results.get("sample", {}))
+    return rows, listed, [r for r in rows if is_scored(r) and r not in listed]
 
 
 def number(value: float) -> str:
@@ -159,11 +168,12 @@ def _lowest(rows: list[Row]) -> Row:
 
 def caveats(results: dict[str, Any]) -> list[str]:
     """What a reader must know before using the numbers."""
-    row = best(results["rows"])
+    rows, listed, others = _sorted(results)
+    row = best(listed)
     if row is None:
         return []
     facts, extractor = row["evidence"], results["extractor"]
-    notes = _unscored(results["rows"])
+    notes = _unscored(rows)
     if facts["count"] < SMALL:
         notes.append(
             f"A Fréchet distance of {facts['count']:,} images is too high, by an amount that "
@@ -177,7 +187,6 @@ def caveats(results: dict[str, Any]) -> list[str]:
         notes.append(
             f"KID of {facts['count']:,} images has no deviation: each of its subsets has them all."
         )
-    others = [r for r in results["rows"] if is_scored(r) and r not in ranked(results["rows"])]
     if others:
         steps = ", ".join(f"{r['step']:,}" for r in others)
         notes.append(

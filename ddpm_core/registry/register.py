@@ -79,7 +79,8 @@ def stale(config: Config, workspace: Workspace) -> str | None:
 
 def best_row(workspace: Workspace) -> Row:
     """What results.json says of the best checkpoint."""
-    row = best(workspace.read_json(RESULTS, Rows).get("rows", []))
+    results = workspace.read_json(RESULTS, Rows)
+    row = best(results.get("rows", []), results.get("sample", {}))
     if row is None:
         raise UserError(
             f"{workspace.uri} has no checkpoint with a score: run `ddpm evaluate` first."

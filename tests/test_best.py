@@ -1,0 +1,118 @@
+"""The best checkpoint is the best of one list, and stays it when the same command runs again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from digits_workspace import digits, make_config, put_data
+from mlflow_server import shared_server
+from models import write_checkpoint
+
+from ddpm_core.distributed import World
+from ddpm_core.evaluation import in_domain
+from ddpm_core.evaluation.evaluate import evaluate
+from ddpm_core.freshness import check
+from ddpm_core.generate.sample import sample
+from ddpm_core.registry.register import register
+from ddpm_core.workspace import Workspace, snapshot_key
+
+STEPS = (4, 8, 12)
+
+
+class Run:
+    """A workspace of 8x8 digits with checkpoints of three steps, none of them trained."""
+
+    def __init__(self, root: Path) -> None:
+        self.workspace = Workspace.open(str(root / "run"))
+
+    def fill(self) -> None:
+        images, labels = digits(8)
+        data = put_data(self.workspace, images[:400], labels[:400], held_out=60)
+        for step in STEPS:
+            folder = self.workspace.path(snapshot_key(step))
+            classes = {"classes": list("0123456789"), "class_counts": [1] * 10}
+            write_checkpoint(folder, seed=10 * step, step=step, fingerprint=data, **classes)
+
+    def go(self, *, name: str = "best-by-tests", **given: Any) -> list[str]:
+        """Sample, score and register what is not up to date, as `ddpm run`; what was not."""
+        settings = {"count": 37, "batch_size": 20, "steps": 4, "seed": 5, **given}
+        config = make_config(
+            self.workspace.path("").parent,
+            train={"ema": [0.9], "milestone_every": 4},
+            sample=settings,
+            evaluate={"metrics": ["fid"]},
+            register={"name": name},
+            tracking={"uri": shared_server().running().uri, "experiment": "best"},
+        )
+        done = []
+        for verb, action in (
+            ("sample", lambda: sample(config, self.workspace, World(0, 1, torch.device("cpu")))),
+            ("evaluate", lambda: evaluate(config, self.workspace)),
+            ("register", lambda: register(config, self.workspace)),
+        ):
+            if check(verb)(config, self.workspace) is not None:
+                action()
+                done.append(verb)
+        return done
+
+    def results(self) -> dict[str, Any]:
+        return self.workspace.read_json("evaluation/results.json")
+
+    def registered(self) -> int:
+        return int(self.workspace.read_json("registered.json")["step"])
+
+    def report(self) -> str:
+        return self.workspace.path("evaluation/report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All three checkpoints scored and the best registered."""
+    root = tmp_path_factory.mktemp("begun")
+    run = Run(root)
+    run.fill()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_domain, "STEPS", (2, 2))
+        assert run.go() == ["sample", "evaluate", "register"]
+    return root
+
+
+@pytest.fixture
+def run(begun: Path, tmp_path: Path) -> Run:
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    return Run(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"count": 50}, {"sampler": "ddim"}])
+def test_the_best_sampled_otherwise_stays_the_best_however_often_it_is_asked_for(
+    run: Run, change: dict[str, Any]
+) -> None:
+    best = run.registered()
+    name = f"fresh-{next(iter(change))}"
+    done = run.go(checkpoints="best", name=name, **change)
+    assert done == ["sample", "evaluate", "register"]
+    assert run.results()["best"]["step"] == run.registered() == best
+    assert f"Step {best} is compared with no other checkpoint." in run.report()
+    assert run.go(checkpoints="best", name=name, **change) == []
+    assert run.go() == ["sample", "evaluate", "register"]  # all three by one recipe again
+    assert run.registered() == best and f"Step {best} is the best of 3" in run.report()
+
+
+def test_the_latest_sampled_otherwise_is_the_one_that_is_ranked(run: Run) -> None:
+    run.go(checkpoints="latest", sampler="ddim", name="latest")
+    assert run.results()["best"]["step"] == run.registered() == STEPS[-1]
+    assert run.go(checkpoints="latest", sampler="ddim", name="latest") == []
+
+
+def test_what_is_asked_for_changes_the_ranking_without_a_new_sample(run: Run) -> None:
+    best = run.registered()
+    others = [step for step in STEPS if step != best]
+    run.go(checkpoints=[best], count=50)
+    assert run.go(checkpoints=others) == ["evaluate", "register"]
+    assert run.results()["best"]["step"] in others
+    assert f"Step {run.registered()} is the best of 2" in run.report()
+    assert run.go(checkpoints=others) == []
