@@ -32,11 +32,12 @@ RUN apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --n
     && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/* \
     && pip uninstall -qqy pip setuptools wheel --root-user-action ignore \
     && rm -rf /root/.cache
+# Copied, and so part of the image: podman can't mount a stage that it has in its cache.
+COPY --from=tools /opt/uv/bin/uv /opt/ddpm/
 COPY --from=wanted /build/wanted.txt /build/requirements.lock /opt/ddpm/
 # The lock names what development needs too: here it only says which version, with which hash.
 # Compiled here, since the root file system of a pod is read-only.
-RUN --mount=type=bind,from=tools,source=/opt/uv,target=/opt/uv \
-    UV_NO_CACHE=1 UV_SYSTEM_CERTS=1 /opt/uv/bin/uv pip install --quiet --system --compile-bytecode \
+RUN UV_NO_CACHE=1 UV_SYSTEM_CERTS=1 /opt/ddpm/uv pip install --quiet --system --compile-bytecode \
     --constraint /opt/ddpm/requirements.lock -r /opt/ddpm/wanted.txt
 # Only /tmp and /dev/shm need to be writable: caches and the home lie there.
 ENV HOME=/tmp USER=ddpm PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 MPLCONFIGDIR=/tmp/matplotlib \
