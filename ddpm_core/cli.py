@@ -72,7 +72,7 @@ def sample(
     ] = None,
 ) -> None:
     """Draw images from checkpoints."""
-    config = load(p, w, s)
+    config = load(p, w, s, trained=True)
     from ddpm_core.distributed import world
     from ddpm_core.generate.plan import parse_shard
     from ddpm_core.generate.sample import sample
@@ -90,7 +90,7 @@ def sample(
 @verb
 def evaluate(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
     """Score the sampled checkpoints, and write tables, plots and a report."""
-    config = load(p, w, s)
+    config = load(p, w, s, trained=True)
     from ddpm_core.evaluation.evaluate import evaluate
 
     evaluate(config, Workspace.open(config.workspace))
@@ -99,7 +99,7 @@ def evaluate(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = N
 @verb
 def register(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
     """Make the best checkpoint a version of the registered model, champion if it is the best."""
-    config = load(p, w, s)
+    config = load(p, w, s, trained=True)
     from ddpm_core.registry.register import register
 
     register(config, Workspace.open(config.workspace))
@@ -117,7 +117,7 @@ def serve(
     ] = 15.0,
 ) -> None:
     """Answer requests for images over HTTP with the champion, and with the next one once it is."""
-    config = load(p, None, s)
+    config = load(p, None, s, trained=True)
     require("uvicorn", "tracking")
     from ddpm_core.registry.server import serve
 
@@ -180,7 +180,7 @@ def methods() -> None:
 @verb
 def report(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
     """Write evaluation/report.html anew from the scores at hand."""
-    config = load(p, w, s)
+    config = load(p, w, s, trained=True)
     from ddpm_core.evaluation.report import REPORT, render_report
 
     workspace = Workspace.open(config.workspace)
@@ -223,7 +223,7 @@ def export_diffusers(
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: newest.")] = None,
 ) -> None:
     """Write a checkpoint as a folder that diffusers.DDPMPipeline loads."""
-    config = load(p, w, s)
+    config = load(p, w, s, trained=True)
     from ddpm_core.interop.checkpoints import export_checkpoint
 
     typer.echo(export_checkpoint(config, Workspace.open(config.workspace), step, output))

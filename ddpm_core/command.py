@@ -27,11 +27,19 @@ SetOption = Annotated[
 ]
 
 
-def load(file: Path | None, workspace: str | None, overrides: list[str] | None) -> Config:
-    """The settings of a command: those of the file named, of ./params.yaml, or the defaults."""
+def load(
+    file: Path | None,
+    workspace: str | None,
+    overrides: list[str] | None,
+    trained: bool = False,
+) -> Config:
+    """The settings of a command: those of the file named, of ./params.yaml, or the defaults.
+
+    `trained`: it works on checkpoints alone, whose own settings say what they can draw.
+    """
     default = Path("params.yaml")
     file = file or (default if default.exists() else None)
-    return params.load(file, overrides or (), workspace)
+    return params.load(file, overrides or (), workspace, trained)
 
 
 def verb(function: Callable[..., Any], to: typer.Typer) -> Callable[..., Any]:

@@ -19,14 +19,19 @@ _NEEDED = "sections such as `train:`"
 
 
 def load(
-    path: Path | None = None, overrides: Sequence[str] = (), workspace: str | None = None
+    path: Path | None = None,
+    overrides: Sequence[str] = (),
+    workspace: str | None = None,
+    trained: bool = False,
 ) -> Config:
     """The Config of a params file; without one, the built-in defaults (the digits).
 
-    `overrides` are `section.key=value`, the value in YAML. Raises UserError with every mistake.
+    `overrides` are `section.key=value`, the value in YAML. Raises UserError with every mistake;
+    for what is `trained` already `sample` need not suit `model` and `diffusion`, which only train.
     """
     given = yaml_text.read(path, "params file", _NEEDED) if path is not None else {}
-    return _resolve(given, overrides, workspace, f" in {path}" if path is not None else "")
+    origin = f" in {path}" if path is not None else ""
+    return _resolve(given, overrides, workspace, origin, trained)
 
 
 def load_text(
@@ -37,15 +42,21 @@ def load_text(
 
 
 def _resolve(
-    given: dict[str, Any], overrides: Sequence[str], workspace: str | None, origin: str
+    given: dict[str, Any],
+    overrides: Sequence[str],
+    workspace: str | None,
+    origin: str,
+    trained: bool = False,
 ) -> Config:
     mistakes = [mistake for item in overrides if (mistake := _override(given, item))]
     if workspace is not None:
         given["workspace"] = workspace
-    return _absolute(validate(given, origin, mistakes))
+    return _absolute(validate(given, origin, mistakes, trained))
 
 
-def validate(given: dict[str, Any], origin: str = "", mistakes: Sequence[str] = ()) -> Config:
+def validate(
+    given: dict[str, Any], origin: str = "", mistakes: Sequence[str] = (), trained: bool = False
+) -> Config:
     """The Config of plain data, or a UserError that lists all mistakes, each with its path.
 
     `mistakes` were found before. Settings are compared with each other once each is right by
@@ -54,7 +65,7 @@ def validate(given: dict[str, Any], origin: str = "", mistakes: Sequence[str] = 
     lines, left_out, rest = list(mistakes), list[str](), given
     while True:
         try:
-            config = Config.model_validate(rest)
+            config = Config.model_validate(rest, context={"trained": trained})
         except ValidationError as error:
             lines += [line for line in _sentences(error) if not _mentions(line, left_out)]
             paths = [path for item in error.errors() if (path := _leave_out(item["loc"], rest))]

@@ -226,6 +226,18 @@ def test_what_the_checkpoint_cannot_draw_is_one_sentence_whatever_the_params_say
     assert said.startswith(f"ddpm sample: {told}") and said.count("\n") == 1
 
 
+def test_params_that_could_not_train_so_still_sample_a_checkpoint_that_can(
+    trained: Path,
+) -> None:
+    folder = new_workspace(trained, "other-params")
+    given = settings("model.conditioning=none", "sample.classes=['3']", "sample.ema=0.9")
+    given += settings("train.ema=[0.5]", "diffusion.timesteps=3")
+    assert len(sampled(folder, *given)) == 37
+    for verb in ("train", "run", "prepare", "status"):
+        said = ddpm(folder, verb, *given, status=1)
+        assert "3 mistakes" in said and "sample.classes: given, but" in said, said
+
+
 @pytest.mark.parametrize("wanted", ["[5]", "best"])
 def test_checkpoints_that_are_not_there_are_named(trained: Path, wanted: str) -> None:
     folder = new_workspace(trained, f"absent{wanted}")

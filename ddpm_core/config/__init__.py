@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from ddpm_core.config.network import Diffusion, Model, attention_sizes
 from ddpm_core.config.prepare import Prepare
@@ -73,8 +73,11 @@ class Config(Section):
         return {**given, "model": {**model, "attention": chosen}}
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
-        mistakes = [*self._network_mistakes(), *self._sampling_mistakes()]
+    def _sections_agree(self, info: ValidationInfo) -> Self:
+        mistakes = self._network_mistakes()
+        # What is trained already says by itself what it can draw (generate.plan.must_suit).
+        if not (info.context or {}).get("trained"):
+            mistakes += self._sampling_mistakes()
         if mistakes:
             raise ValueError("\n".join(mistakes))
         return self

@@ -20,7 +20,6 @@ from ddpm_core.generate.images import Generator
 from ddpm_core.generate.parts import Parts
 from ddpm_core.generate.plan import Shard
 from ddpm_core.precision import choose
-from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import SAMPLES, Workspace, samples_key, snapshot_key
 
 ATTEMPTS = 3  # at a shard whose chunks vanish while it is drawn
@@ -149,4 +148,7 @@ def _lack(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> str:
         lacks.append(gather.waiting(workspace, recipe, plan.shards(settings)))
     if not counts:
         return "no samples of these settings"
-    return f"not all of its samples: there is no {min(lacks, key=len) or MANIFEST}"
+    missing = min(lacks, key=len)
+    if not missing:
+        return "samples that are still to be gathered, with the pictures to look at"
+    return f"not all of its samples: there is no {missing}"
