@@ -28,8 +28,8 @@ from ddpm_core.evaluation.rows import differences
 from ddpm_core.generate.sample import sample
 from ddpm_core.mlflow_run import connect
 from ddpm_core.registry.card import write_card
-from ddpm_core.registry.gate import Champion, Decision, Unfit, decide
-from ddpm_core.registry.models import download
+from ddpm_core.registry.gate import Champion, Decision, Unfit, best_of, decide
+from ddpm_core.registry.models import Registry, download
 from ddpm_core.registry.register import RESULTS, register, stale
 from ddpm_core.workspace import Workspace, snapshot_key
 
@@ -122,6 +122,15 @@ def test_a_model_that_copies_is_never_promoted() -> None:
     assert not decision.promote
     assert not decide(row(1.0, verdict="copies"), None, differences, dict).promote
     assert "copies training images" in decision.why
+
+
+def test_of_versions_announced_at_once_all_find_the_same_to_be_the_best() -> None:
+    scores = {"2": 11.0, "10": 9.0, "3": 9.0}
+    for own, score in scores.items():
+        rivals = [Champion(v, [row(s)]) for v, s in scores.items() if v != own]
+        rivals.append(Champion("4", [row(1.0, data="x"), {}]))  # does not compare
+        assert best_of(row(score), own, rivals, differences) == "3"
+    assert best_of(row(11.0), "5", [Champion("6", [row(9.0), row(12.0)])], differences) == "6"
 
 
 # Registered on a real server
@@ -335,6 +344,53 @@ def test_what_copies_is_registered_but_not_promoted(
     assert (record["version"], record["promoted"]) == ("1", False)
     assert "copies training images" in record["why"]
     assert not connect(server.uri).get_registered_model(project.name).aliases
+
+
+@pytest.mark.parametrize("moment", ["create", "_make", "promote", "versions"])
+@pytest.mark.parametrize("better_first", [True, False])
+def test_of_two_that_register_at_once_the_better_becomes_the_champion(
+    server: Server,
+    rows: list[Row],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    better_first: bool,
+) -> None:
+    """The second does all of its work while the first is about to take a step of its own."""
+    project = Project(tmp_path, f"digits-at-once-{moment}-{better_first}", server.uri)
+    first, second = rows if better_first else rows[::-1]
+    step, others = getattr(Registry, moment), []
+
+    def meanwhile(registry: Registry, *arguments: Any) -> Any:
+        if not others:
+            others.append({})
+            others[0] |= project.register(second)
+        return step(registry, *arguments)
+
+    monkeypatch.setattr(Registry, moment, meanwhile)
+    record = project.register(first)
+    champion = project.champion()
+    assert champion.tags["weights"] == rows[0]["evidence"]["weights"]
+    assert record["promoted"] == better_first
+    assert (
+        record["why"]
+        == connect(server.uri).get_model_version(project.name, record["version"]).tags["decision"]
+    )
+    if not better_first:
+        told = "at the same time, is better" if moment == "promote" else "not below the"
+        assert told in record["why"] and others[0]["promoted"]
+    assert len(project.versions()) == 2
+
+
+def test_a_champion_that_was_set_by_hand_is_not_moved_back(
+    server: Server, rows: list[Row], tmp_path: Path
+) -> None:
+    project = Project(tmp_path, "digits-by-hand", server.uri)
+    for one in rows[::-1]:
+        project.register(one)
+    connect(server.uri).set_registered_model_alias(project.name, "champion", "1")
+    assert project.register(rows[1])["promoted"]
+    assert project.champion().version == "1"
 
 
 def test_a_checkpoint_that_goes_after_it_was_scored_blocks_nothing(

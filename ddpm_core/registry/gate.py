@@ -1,4 +1,4 @@
-"""Which of two models is the champion: only the same score with the same evidence is compared."""
+"""Which of several models is the champion: only the same score of the same evidence compares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Champion:
-    """The version that has the alias, with the rows it was measured by, the newest first."""
+    """A version that has the alias or is about to, with the rows it was measured by.
+
+    The newest row is the first.
+    """
 
     version: str
     rows: list[Row]
@@ -74,3 +77,16 @@ def compare(candidate: Row, champion: Champion, row: Row, told: str) -> Decision
         f"{candidate['score']:.4g} {relation} the {row['score']:.4g} of the champion, version "
         f"{champion.version}{told}.",
     )
+
+
+def best_of(candidate: Row, version: str, rivals: list[Champion], differences: Comparison) -> str:
+    """The version with the lowest score, of the candidate's and of rivals that compare with it.
+
+    Of equal ones it is the oldest, so that all who ask this of the same versions agree.
+    """
+    scores = {version: float(candidate["score"])}
+    for rival in rivals:
+        same = [row for row in rival.rows if row and not differences(row, candidate)]
+        if same:
+            scores.setdefault(rival.version, float(same[0]["score"]))
+    return min(scores, key=lambda one: (scores[one], int(one)))

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ddpm_core.tracking import reason
 
 UPLOAD_TIMEOUT = 120  # seconds without an answer, for files of hundreds of MB
 RETRIES = 3
+PROMOTED = "promoted"  # the tag of a version that became champion, or was about to
 
 
 class Registry:
@@ -58,10 +60,8 @@ class Registry:
 
     def create(self, model_uri: str, run_id: str, description: str, tags: dict[str, str]) -> Any:
         """A new version of an uploaded model."""
-        if self._found(self.client.get_registered_model, self.name) is None:
-            self.client.create_registered_model(
-                self.name, description="Denoising diffusion models, by `ddpm register`."
-            )
+        if not self._is_there():
+            self._make()
         return self.client.create_model_version(
             self.name,
             model_uri,
@@ -75,11 +75,32 @@ class Registry:
         self.client.set_model_version_tag(self.name, version.version, key, value)
 
     def promote(self, version: Any) -> None:
+        """Move the alias, wherever it is by now: MLflow knows no other way."""
         self.client.set_registered_model_alias(self.name, self.alias, version.version)
+
+    def announce(self, version: Any) -> None:
+        """Say of a version that it is about to be promoted, for all who register at the moment."""
+        self.tag(version, PROMOTED, datetime.now(UTC).isoformat())
+
+    def announced(self) -> dict[str, str]:
+        """When each version was last about to be promoted, by the clock of who did."""
+        found = {str(version.version): version.tags.get(PROMOTED) for version in self.versions()}
+        return {number: when for number, when in found.items() if when}
 
     def checkpoint(self, version: Any) -> Path:
         """A local copy of a version's checkpoint folder."""
         return fetch(f"models:/{self.name}/{version.version}")
+
+    def _is_there(self) -> bool:
+        return self._found(self.client.get_registered_model, self.name) is not None
+
+    def _make(self) -> None:
+        about = "Denoising diffusion models, by `ddpm register`."
+        try:
+            self.client.create_registered_model(self.name, description=about)
+        except Exception:
+            if not self._is_there():  # else another has made it at this moment
+                raise
 
     def _found(self, call: Any, *arguments: str) -> Any | None:
         try:
@@ -97,6 +118,11 @@ def row_of(version: Any, key: str) -> dict[str, Any]:
         return conforming(row, Scored, f"tag {key}")
     except Corrupt:
         return {}
+
+
+def rows_of(version: Any) -> list[dict[str, Any]]:
+    """The rows that a version was measured by, the newest first."""
+    return [found for key in ("rescored", "row") if (found := row_of(version, key))]
 
 
 def decision_of(version: Any) -> str:

@@ -14,8 +14,8 @@ from ddpm_core.errors import UserError
 from ddpm_core.evaluation.rows import Rows, best, differences
 from ddpm_core.mlflow_run import shown
 from ddpm_core.registry.card import write_card
-from ddpm_core.registry.gate import Champion, Decision, decide
-from ddpm_core.registry.models import Registry, asking, decision_of, row_of
+from ddpm_core.registry.gate import Champion, Decision, best_of, decide
+from ddpm_core.registry.models import PROMOTED, Registry, asking, decision_of, rows_of
 from ddpm_core.registry.package import CARD, CHECKPOINT, evidence_key, upload, write_checkpoint
 from ddpm_core.tracking import Tracker
 from ddpm_core.workspace import EVALUATION, REGISTERED, RUN, SNAPSHOTS, Workspace
@@ -47,12 +47,16 @@ def register(config: Config, workspace: Workspace) -> dict[str, Any]:
     registry = Registry(config)
     run_id = tracked_run(config, workspace)
     with asking(registry.uri):
-        decision = judge(config, workspace, registry, row)
-        version = registry.find(identity(row))
-        if version is None:
-            version = publish(registry, checkpoint, row, decision, run_id)
-        record = conclude(registry, version, decision, row)
-    record |= {"run_id": run_id, "uri": registry.uri}
+        before, champion = registry.announced(), registry.champion()
+        decision = judge(config, workspace, registry, champion, row)
+        version = registry.find(identity(row)) or publish(registry, checkpoint, row, run_id)
+        while number(now := registry.champion()) != number(champion):  # another was registered
+            champion = now
+            decision = judge(config, workspace, registry, champion, row)
+        registry.tag(version, "decision", decision.why)
+        if decision.promote:
+            decision = promote(registry, version, decision, row, before)
+    record = recorded(registry, version, decision, row) | {"run_id": run_id, "uri": registry.uri}
     workspace.write_json(REGISTERED, record)
     say(f"{registry.name} version {version.version}, step {row['step']}. {decision.why}")
     return record
@@ -106,12 +110,17 @@ def tracked_run(config: Config, workspace: Workspace) -> str:
     return str(known["run_id"])
 
 
-def judge(config: Config, workspace: Workspace, registry: Registry, row: Row) -> Decision:
-    """Ask the gate; a champion that was measured anew keeps that row as a tag."""
-    version = registry.champion()
+def number(version: Any | None) -> str:
+    return "" if version is None else str(version.version)
+
+
+def judge(
+    config: Config, workspace: Workspace, registry: Registry, version: Any | None, row: Row
+) -> Decision:
+    """Ask the gate about a champion; one that was measured anew keeps that row as a tag."""
     if version is None:
         return decide(row, None, differences, dict)
-    rows = [found for key in ("rescored", "row") if (found := row_of(version, key))]
+    rows = rows_of(version)
     if any(identity(found) == identity(row) for found in rows):
         return Decision(True, decision_of(version) or "It is the champion.")
 
@@ -121,15 +130,13 @@ def judge(config: Config, workspace: Workspace, registry: Registry, row: Row) ->
         say(f"register: the champion, version {version.version}, is sampled and scored anew.")
         return rescore(config, workspace, registry.checkpoint(version), row)
 
-    decision = decide(row, Champion(version.version, list(rows)), differences, measure_anew)
+    decision = decide(row, Champion(number(version), rows), differences, measure_anew)
     if decision.rescored:
         registry.tag(version, "rescored", json.dumps(short(decision.rescored)))
     return decision
 
 
-def publish(
-    registry: Registry, checkpoint: Checkpoint, row: Row, decision: Decision, run_id: str
-) -> Any:
+def publish(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str) -> Any:
     """Upload the model and make a version of it."""
     with tempfile.TemporaryDirectory(prefix="ddpm-register-") as scratch:
         folder = Path(scratch)
@@ -165,15 +172,47 @@ def short(row: Row) -> Row:
     return {key: row[key] for key in KEPT if key in row}
 
 
-def conclude(registry: Registry, version: Any, decision: Decision, row: Row) -> dict[str, Any]:
-    """Tell the version the decision and move the alias; the record of it."""
-    registry.tag(version, "decision", decision.why)
-    if decision.promote:
-        registry.promote(version)
+def promote(
+    registry: Registry, version: Any, decision: Decision, row: Row, before: dict[str, str]
+) -> Decision:
+    """Move the alias to a version, or to a better one that others register at the moment.
+
+    `before` are the announcements that were there when the champion was first asked for. MLflow
+    moves an alias without asking where it was, so two at once could undo each other's move. Each
+    announces its version before it moves the alias, and looks at the others' announcements after
+    it: who moves it last sees them all, and leaves it with the best. It can still end with the
+    worse one where a process is killed between its move and that look, where another needs longer
+    from its announcement to its move than all of this took, and where their scores don't compare.
+    """
+    registry.announce(version)
+    placed = None
+    while number(first := best_announced(registry, version, row, before)) != number(placed):
+        registry.promote(first)
+        placed = first
+    if number(placed) == number(version):
+        return decision
+    why = f"Not promoted: version {number(placed)}, registered at the same time, is better."
+    registry.tag(version, "decision", why)
+    return Decision(False, why)
+
+
+def best_announced(registry: Registry, version: Any, row: Row, before: dict[str, str]) -> Any:
+    """The best of `version`, measured by `row`, and those that were announced after `before`."""
+    there = {number(version): version} | {
+        number(other): other
+        for other in registry.versions()
+        if other.tags.get(PROMOTED) != before.get(number(other))
+    }
+    rivals = [Champion(one, rows_of(other)) for one, other in there.items()]
+    return there[best_of(row, number(version), rivals, differences)]
+
+
+def recorded(registry: Registry, version: Any, decision: Decision, row: Row) -> dict[str, Any]:
+    """What registered.json says of a version."""
     return {
         "name": registry.name,
         "alias": registry.alias,
-        "version": str(version.version),
+        "version": number(version),
         "promoted": decision.promote,
         "why": decision.why,
         "step": row["step"],
