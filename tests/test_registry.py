@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -27,6 +28,7 @@ from ddpm_core.evaluation.evaluate import evaluate
 from ddpm_core.evaluation.rows import differences
 from ddpm_core.generate.sample import sample
 from ddpm_core.mlflow_run import connect
+from ddpm_core.registry import models
 from ddpm_core.registry.card import write_card
 from ddpm_core.registry.gate import Champion, Decision, Unfit, best_of, decide
 from ddpm_core.registry.models import Registry, download
@@ -391,6 +393,68 @@ def test_a_champion_that_was_set_by_hand_is_not_moved_back(
     connect(server.uri).set_registered_model_alias(project.name, "champion", "1")
     assert project.register(rows[1])["promoted"]
     assert project.champion().version == "1"
+
+
+@pytest.mark.parametrize("gone", ["version", "model", "alias"])
+def test_what_mlflow_has_no_longer_is_registered_again(
+    server: Server, rows: list[Row], tmp_path: Path, gone: str
+) -> None:
+    project = Project(tmp_path, f"digits-without-{gone}", server.uri)
+    project.register(rows[0])
+    assert stale(project.config(), project.workspace) is None
+    client = connect(server.uri)
+    if gone == "version":
+        client.delete_model_version(project.name, "1")
+    elif gone == "model":
+        client.delete_registered_model(project.name)
+    else:
+        client.delete_registered_model_alias(project.name, "champion")
+    told = {
+        "alias": f"no version of {project.name} has the alias champion any more",
+    }.get(gone, f"MLflow has no longer version 1 of {project.name}")
+    assert stale(project.config(), project.workspace) == told
+    assert project.register(rows[0])["promoted"]
+    assert project.champion().tags["weights"] == rows[0]["evidence"]["weights"]
+    assert stale(project.config(), project.workspace) is None
+
+
+def test_a_version_of_the_same_number_in_a_newer_registry_is_another(
+    server: Server, rows: list[Row], tmp_path: Path
+) -> None:
+    project = Project(tmp_path, "digits-anew", server.uri)
+    project.register(rows[0])
+    record = project.workspace.read_json("registered.json")
+    connect(server.uri).delete_registered_model(project.name)
+    project.register(rows[1])
+    assert project.champion().version == record["version"]
+    project.workspace.write_json(RESULTS, {"rows": [rows[0]]})
+    project.workspace.write_json("registered.json", record)
+    assert "MLflow has no longer version 1" in str(stale(project.config(), project.workspace))
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_registered_stays_up_to_date_where_mlflow_does_not_answer(
+    project: Project, rows: list[Row], monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    monkeypatch.setattr(models, "PATIENCE", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listens:  # takes connections, and says nothing
+            silent.listen()
+        away = {"tracking": {"uri": f"http://127.0.0.1:{silent.getsockname()[1]}"}}
+        record = project.register(rows[0]) | {"uri": away["tracking"]["uri"]}
+        project.workspace.write_json("registered.json", record)
+        assert stale(project.config(**away), project.workspace) is None
+
+
+def test_a_store_that_is_gone_is_told_and_not_made(
+    project: Project, rows: list[Row], tmp_path: Path
+) -> None:
+    store = {"tracking": {"uri": f"sqlite:///{tmp_path}/mlflow.db"}}
+    record = project.register(rows[0]) | {"uri": store["tracking"]["uri"]}
+    project.workspace.write_json("registered.json", record)
+    assert stale(project.config(**store), project.workspace) == f"{tmp_path}/mlflow.db is gone"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_that_goes_after_it_was_scored_blocks_nothing(

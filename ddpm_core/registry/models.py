@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.evaluation.rows import Scored
-from ddpm_core.mlflow_run import connect, is_refusal, shown
+from ddpm_core.mlflow_run import connect, is_refusal, shown, sqlite_path
 from ddpm_core.reading import conforming, parse_object
 from ddpm_core.registry.package import CHECKPOINT
 from ddpm_core.tracking import reason
 
 UPLOAD_TIMEOUT = 120  # seconds without an answer, for files of hundreds of MB
 RETRIES = 3
+PATIENCE = 5.0  # seconds in which MLflow is to say whether it still has a version
 PROMOTED = "promoted"  # the tag of a version that became champion, or was about to
 
 
@@ -44,12 +46,12 @@ class Registry:
 
     def champion(self) -> Any | None:
         """The version that has the alias."""
-        return self._found(self.client.get_model_version_by_alias, self.name, self.alias)
+        return found(self.client.get_model_version_by_alias, self.name, self.alias)
 
     def versions(self) -> list[Any]:
         """All versions, the newest first."""
-        found = self.client.search_model_versions(f"name = '{self.name}'")
-        return sorted(found, key=lambda version: -int(version.version))
+        every = self.client.search_model_versions(f"name = '{self.name}'")
+        return sorted(every, key=lambda version: -int(version.version))
 
     def find(self, tags: dict[str, str]) -> Any | None:
         """The newest version that has these tags."""
@@ -84,15 +86,15 @@ class Registry:
 
     def announced(self) -> dict[str, str]:
         """When each version was last about to be promoted, by the clock of who did."""
-        found = {str(version.version): version.tags.get(PROMOTED) for version in self.versions()}
-        return {number: when for number, when in found.items() if when}
+        tags = {str(version.version): version.tags.get(PROMOTED) for version in self.versions()}
+        return {number: when for number, when in tags.items() if when}
 
     def checkpoint(self, version: Any) -> Path:
         """A local copy of a version's checkpoint folder."""
         return fetch(f"models:/{self.name}/{version.version}")
 
     def _is_there(self) -> bool:
-        return self._found(self.client.get_registered_model, self.name) is not None
+        return found(self.client.get_registered_model, self.name) is not None
 
     def _make(self) -> None:
         about = "Denoising diffusion models, by `ddpm register`."
@@ -101,14 +103,6 @@ class Registry:
         except Exception:
             if not self._is_there():  # else another has made it at this moment
                 raise
-
-    def _found(self, call: Any, *arguments: str) -> Any | None:
-        try:
-            return call(*arguments)
-        except Exception as error:
-            if is_refusal(error):
-                return None
-            raise
 
 
 def row_of(version: Any, key: str) -> dict[str, Any]:
@@ -122,12 +116,55 @@ def row_of(version: Any, key: str) -> dict[str, Any]:
 
 def rows_of(version: Any) -> list[dict[str, Any]]:
     """The rows that a version was measured by, the newest first."""
-    return [found for key in ("rescored", "row") if (found := row_of(version, key))]
+    return [row for key in ("rescored", "row") if (row := row_of(version, key))]
 
 
 def decision_of(version: Any) -> str:
     """What the gate said of a version."""
     return str(version.tags.get("decision", ""))
+
+
+def lost(record: dict[str, Any]) -> str | None:
+    """What MLflow has no longer of a registered.json; None where all is there.
+
+    None too where MLflow is away, or does not answer in PATIENCE seconds.
+    """
+    store = sqlite_path(record["uri"])
+    if store is not None and not store.exists():  # which connecting would make
+        return f"{store} is gone"
+    with suppress(UserError):
+        require("mlflow", "tracking")  # its import takes seconds, and is not to be hurried
+    answers: list[str | None] = []
+
+    def ask() -> None:
+        with suppress(Exception):
+            answers.append(_lost(connect(record["uri"]), record))
+
+    asker = threading.Thread(target=ask, name="lost", daemon=True)
+    asker.start()
+    asker.join(PATIENCE)
+    return answers[0] if answers else None
+
+
+def _lost(client: Any, record: dict[str, Any]) -> str | None:
+    name, number = record["name"], record["version"]
+    version = found(client.get_model_version, name, number)
+    if version is None or version.tags.get("weights") != record["weights"]:
+        return f"MLflow has no longer version {number} of {name}"
+    alias = record["alias"]
+    if record["promoted"] and found(client.get_model_version_by_alias, name, alias) is None:
+        return f"no version of {name} has the alias {alias} any more"
+    return None
+
+
+def found(call: Callable[..., Any], *arguments: str) -> Any | None:
+    """What a client's call answers; None where MLflow has no such thing."""
+    try:
+        return call(*arguments)
+    except Exception as error:
+        if is_refusal(error):
+            return None
+        raise
 
 
 def download(config: Config, origin: str) -> Path:

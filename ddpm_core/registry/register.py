@@ -13,9 +13,10 @@ from ddpm_core.console import say
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.rows import Rows, best, differences
 from ddpm_core.mlflow_run import shown
+from ddpm_core.reading import Shape
 from ddpm_core.registry.card import write_card
 from ddpm_core.registry.gate import Champion, Decision, best_of, decide
-from ddpm_core.registry.models import PROMOTED, Registry, asking, decision_of, rows_of
+from ddpm_core.registry.models import PROMOTED, Registry, asking, decision_of, lost, rows_of
 from ddpm_core.registry.package import CARD, CHECKPOINT, evidence_key, upload, write_checkpoint
 from ddpm_core.tracking import Tracker
 from ddpm_core.workspace import EVALUATION, REGISTERED, RUN, SNAPSHOTS, Workspace
@@ -23,6 +24,13 @@ from ddpm_core.workspace import EVALUATION, REGISTERED, RUN, SNAPSHOTS, Workspac
 Row = dict[str, Any]
 RESULTS = f"{EVALUATION}/results.json"
 KEPT = ("step", "score_name", "score", "evidence", "memorisation")  # of a row, with a version
+
+
+class Registered(Shape):
+    """What is read of registered.json beside all that the present is compared with."""
+
+    version: str
+    promoted: bool
 
 
 def register(config: Config, workspace: Workspace) -> dict[str, Any]:
@@ -63,7 +71,7 @@ def register(config: Config, workspace: Workspace) -> dict[str, Any]:
 
 
 def stale(config: Config, workspace: Workspace) -> str | None:
-    """Why `register` has work to do; None where it is up to date."""
+    """Why `register` has work to do; None where it is up to date, as far as MLflow answers."""
     try:
         row = best_row(workspace)
     except UserError as error:
@@ -74,11 +82,11 @@ def stale(config: Config, workspace: Workspace) -> str | None:
         "uri": config.tracking.uri,
         **identity(row),
     }
-    record = workspace.read_json(REGISTERED)
+    record = workspace.read_json(REGISTERED, Registered)
     if not record:
         return "nothing is registered yet"
     differing = [key for key, value in wanted.items() if record.get(key) != value]
-    return f"what is registered differs in {', '.join(differing)}" if differing else None
+    return f"what is registered differs in {', '.join(differing)}" if differing else lost(record)
 
 
 def best_row(workspace: Workspace) -> Row:
