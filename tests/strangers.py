@@ -242,7 +242,7 @@ class Strangers:
                 assert isinstance(held.get("fence", 0), int)
             assert isinstance(scores_stale(self.config, self.workspace), str)
             assert isinstance(best_row(self.workspace)["step"], int)
-            assert isinstance(plan.best_step(self.workspace), int)
+            assert isinstance(plan.best_step(self.config, self.workspace), int)
 
         return Target("documents", paths, read_all)
 

@@ -116,3 +116,18 @@ def test_what_is_asked_for_changes_the_ranking_without_a_new_sample(run: Run) ->
     assert run.results()["best"]["step"] in others
     assert f"Step {run.registered()} is the best of 2" in run.report()
     assert run.go(checkpoints=others) == []
+
+
+def test_best_stays_the_same_whatever_the_seed(run: Run) -> None:
+    best = run.registered()
+    for seed in (6, 7):
+        run.go(checkpoints="best", seed=seed)
+        assert run.results()["best"]["step"] == best
+        assert run.go(checkpoints="best", seed=seed) == []
+
+
+def test_best_after_the_latest_alone_is_the_best_of_the_others(run: Run) -> None:
+    others = [row for row in run.results()["rows"] if row["step"] != STEPS[-1]]
+    run.go(checkpoints="latest", sampler="ddim", name="later")
+    run.go(checkpoints="best", count=50, name="later")
+    assert run.registered() == min(others, key=lambda row: row["score"])["step"]

@@ -25,9 +25,9 @@ from ddpm_core.config import Config, Prepare
 from ddpm_core.distributed import World
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.evaluate import evaluate
-from ddpm_core.evaluation.rows import differences
 from ddpm_core.generate.sample import sample
 from ddpm_core.mlflow_run import connect
+from ddpm_core.ranking import differences
 from ddpm_core.registry import models
 from ddpm_core.registry.card import write_card
 from ddpm_core.registry.gate import Champion, Decision, Unfit, best_of, decide

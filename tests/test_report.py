@@ -21,17 +21,10 @@ from ddpm_core.evaluation import plots, verdict
 from ddpm_core.evaluation.chart import Line, chart, log_ticks, tick_labels, ticks
 from ddpm_core.evaluation.pictures import FOLDER, small
 from ddpm_core.evaluation.report import render_report
-from ddpm_core.evaluation.rows import (
-    best,
-    best_inception,
-    best_to_sample,
-    differences,
-    named_metrics,
-    problem_row,
-    ranked,
-)
+from ddpm_core.evaluation.rows import named_metrics, problem_row
 from ddpm_core.evaluation.tables import best_csv, flat, results_csv
 from ddpm_core.images import png
+from ddpm_core.ranking import best, best_inception, best_to_sample, differences, ranked
 from ddpm_core.workspace import Workspace
 
 SAMPLER = {"sampler": "dpmpp", "steps": 20, "precision": "fp32"}

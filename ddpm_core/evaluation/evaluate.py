@@ -18,15 +18,9 @@ from ddpm_core.evaluation.freshness import outlived, row_key, sampled, stale
 from ddpm_core.evaluation.judge import Judge
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.outputs import write_outputs
-from ddpm_core.evaluation.rows import (
-    Row,
-    Scored,
-    evidence,
-    is_scored,
-    named_metrics,
-    problem_row,
-)
+from ddpm_core.evaluation.rows import evidence, named_metrics, problem_row
 from ddpm_core.generate.gather import Samples, open_samples
+from ddpm_core.ranking import Row, Scored, is_scored
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import EVALUATION, SAMPLES, SNAPSHOTS, Workspace, samples_key, step_name
 

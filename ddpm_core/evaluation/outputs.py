@@ -9,9 +9,9 @@ from ddpm_core.evaluation import memorisation, pictures, plots
 from ddpm_core.evaluation.freshness import RESULTS
 from ddpm_core.evaluation.judge import Judge
 from ddpm_core.evaluation.report import render_report
-from ddpm_core.evaluation.rows import Row, best, ranked
 from ddpm_core.evaluation.tables import best_csv, flat, results_csv
 from ddpm_core.precision import choose
+from ddpm_core.ranking import Row, best, ranked
 from ddpm_core.workspace import EVALUATION, METRICS, Workspace, snapshot_key
 
 SECTIONS = ("model", "diffusion", "train", "sample", "prepare")

@@ -9,7 +9,7 @@ from typing import Any
 from ddpm_core.errors import require
 from ddpm_core.evaluation.chart import label, log_ticks, spans
 from ddpm_core.evaluation.metrics import count_label, metric_name
-from ddpm_core.evaluation.rows import Row, best, best_inception
+from ddpm_core.ranking import Row, best, best_inception
 
 FIRST = 25  # checkpoints in the pictures of the beginning
 SIZE = (8.0, 4.8)  # inches

@@ -16,7 +16,8 @@ from ddpm_core.evaluation.extractors import SPACES
 from ddpm_core.evaluation.freshness import RESULTS
 from ddpm_core.evaluation.metrics import count_label, metric_name
 from ddpm_core.evaluation.pictures import FOLDER
-from ddpm_core.evaluation.rows import Results, Row, best, best_inception, is_scored, ranked
+from ddpm_core.evaluation.rows import Results
+from ddpm_core.ranking import Row, best, best_inception, is_scored, ranked
 from ddpm_core.workspace import EVALUATION, Workspace
 
 REPORT = f"{EVALUATION}/report.html"

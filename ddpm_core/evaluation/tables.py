@@ -8,7 +8,8 @@ import json
 from typing import Any
 
 from ddpm_core.evaluation.metrics import metric_name
-from ddpm_core.evaluation.rows import METRICS, Row, best, best_inception, named_metrics
+from ddpm_core.evaluation.rows import METRICS, named_metrics
+from ddpm_core.ranking import Row, best, best_inception
 
 _EVIDENCE = (
     "count",

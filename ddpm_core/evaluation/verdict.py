@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpm_core.evaluation.metrics import SMALL
-from ddpm_core.evaluation.rows import METRICS, Row, best, is_scored, ranked
+from ddpm_core.evaluation.rows import METRICS
+from ddpm_core.ranking import Row, best, is_scored, ranked
 
 LISTED = 10  # steps named in a sentence
 LEVEL = 0.05  # a smaller relative change of a score is called none

@@ -12,7 +12,7 @@ from typing import Any
 from ddpm_core.checkpoint import Checkpoint, look_at_checkpoint, open_checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.errors import UserError
-from ddpm_core.reading import Count, Shape
+from ddpm_core.ranking import Rows, best_to_sample
 from ddpm_core.workspace import EVALUATION, SNAPSHOTS, Workspace, fingerprint
 
 # Settings of `sample` that say which images are wanted, not how they are stored or cut.
@@ -27,18 +27,6 @@ _SAMPLER = (
     "prompts",
     "ema",
 )
-
-
-class Best(Shape):
-    """The best row of results.json."""
-
-    step: Count
-
-
-class Scored(Shape):
-    """What is read of results.json here."""
-
-    best: Best
 
 
 @dataclass(frozen=True)
@@ -94,7 +82,7 @@ def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
         every = config.train.milestone_every
         return [step for step in there if step % every == 0 or step == there[-1]]
     if wanted == "best":
-        return [best_step(workspace)]
+        return [best_step(config, workspace)]
     missing = [step for step in wanted if step not in there]
     if missing:
         raise UserError(
@@ -104,12 +92,13 @@ def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
     return sorted(set(wanted))
 
 
-def best_step(workspace: Workspace) -> int:
+def best_step(config: Config, workspace: Workspace) -> int:
     """The step of the best score so far."""
-    results = workspace.read_json(f"{EVALUATION}/results.json", Scored)
-    if not results:
+    results = workspace.read_json(f"{EVALUATION}/results.json", Rows)
+    row = best_to_sample(results, config.sample)
+    if row is None:
         raise UserError("sample.checkpoints: best, but nothing is scored yet: run `ddpm evaluate`.")
-    return int(results["best"]["step"])
+    return int(row["step"])
 
 
 def recipe(config: Config, checkpoint: Checkpoint, precision: str) -> dict[str, Any]:

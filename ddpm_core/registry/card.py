@@ -10,8 +10,9 @@ import yaml
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.evaluation.extractors import SPACES
 from ddpm_core.evaluation.metrics import SMALL
-from ddpm_core.evaluation.rows import Row, named_metrics
+from ddpm_core.evaluation.rows import named_metrics
 from ddpm_core.mlflow_run import shown
+from ddpm_core.ranking import Row
 
 LISTED = 20  # classes that are named
 # Sections that did not make the model; how it was sampled and scored stands in the evidence.

@@ -14,8 +14,8 @@ from typing import Any
 
 from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError, require
-from ddpm_core.evaluation.rows import Scored
 from ddpm_core.mlflow_run import connect, is_refusal, shown, sqlite_path
+from ddpm_core.ranking import Scored
 from ddpm_core.reading import conforming, parse_object
 from ddpm_core.registry.package import CHECKPOINT
 from ddpm_core.tracking import reason

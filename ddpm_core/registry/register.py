@@ -11,8 +11,8 @@ from ddpm_core.checkpoint import Checkpoint, open_checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation.rows import Rows, best, differences
 from ddpm_core.mlflow_run import shown
+from ddpm_core.ranking import Rows, best, differences
 from ddpm_core.reading import Shape
 from ddpm_core.registry.card import write_card
 from ddpm_core.registry.gate import Champion, Decision, best_of, decide
