@@ -96,6 +96,7 @@ def _run(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
     os.chdir(folder)
     os.environ.update(environment())
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has the tests ignore
     written = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(written, 1)
     os.dup2(written, 2)

@@ -28,7 +28,7 @@ from ddpm_core.data.layout import arrange
 from ddpm_core.errors import UserError
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
-EACH = 400 * int(os.environ.get("FUZZ_ROUNDS", "1"))
+EACH = 200 * int(os.environ.get("FUZZ_ROUNDS", "1"))
 PICTURES = {f"{'ab'[n % 2]}/{n} \u00e9.png": encoded(noise(n, (4, 4))) for n in range(4)}
 FILES = {
     **PICTURES,

@@ -348,8 +348,16 @@ def test_what_copies_is_registered_but_not_promoted(
     assert not connect(server.uri).get_registered_model(project.name).aliases
 
 
-@pytest.mark.parametrize("moment", ["create", "_make", "promote", "versions"])
-@pytest.mark.parametrize("better_first", [True, False])
+@pytest.mark.parametrize(
+    ("moment", "better_first"),
+    [
+        ("create", True),
+        ("_make", False),
+        ("promote", True),
+        ("promote", False),
+        ("versions", False),
+    ],
+)
 def test_of_two_that_register_at_once_the_better_becomes_the_champion(
     server: Server,
     rows: list[Row],
