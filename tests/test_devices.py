@@ -8,9 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from apart import Record, ddpm_apart
 from program import TINY, ddpm, environment, new_run, prepare_run
 from runs import at_start, bits, distance, final, of_file, rows
+
+from ddpm_core.distributed import choose_device, processes, world
+from ddpm_core.errors import UserError
 
 SETTINGS = (
     TINY.replace("attention: [8]}", "attention: [8], dropout: 0.2, conditioning: class}")
@@ -109,3 +113,56 @@ def test_a_device_without_float64_is_enough(apart: tuple[Path, dict[str, Record]
     """MPS has none, and refuses to make one."""
     for record in apart[1].values():
         assert not record.wide
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mps", "setting", "rank", "chosen"),
+    [
+        (2, False, "auto", 0, "cuda:0"),
+        (2, False, "auto", 1, "cuda:1"),
+        (2, False, "cuda:1", 0, "cuda:1"),
+        (2, True, "mps", 0, "mps"),
+        (0, True, "auto", 0, "mps"),
+        (0, False, "auto", 3, "cpu"),
+        (2, True, "cpu", 0, "cpu"),
+    ],
+)
+def test_the_device_is_the_fastest_there_is_or_the_one_asked_for(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, setting: str, rank: int, chosen: str
+) -> None:
+    has(monkeypatch, gpus, mps)
+    assert choose_device(setting, rank) == torch.device(chosen)
+
+
+@pytest.mark.parametrize("setting", ["cuda", "cuda:0", "mps"])
+def test_a_device_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    has(monkeypatch, 0, mps=False)
+    with pytest.raises(UserError, match="this machine has none that PyTorch can use"):
+        choose_device(setting)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mps", "setting", "count"),
+    [(4, False, "auto", 4), (4, False, "cuda:1", 1), (0, True, "auto", 1), (0, False, "cpu", 1)],
+)
+def test_there_is_a_worker_a_gpu_and_one_where_it_can_not_be_shared(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, setting: str, count: int
+) -> None:
+    has(monkeypatch, gpus, mps)
+    assert processes("auto", setting) == count
+    if setting == "cuda:1" or mps:
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        with (
+            pytest.raises(UserError, match="which they can't share"),
+            world(setting, {"WORLD_SIZE": "2"}),
+        ):
+            pass
+
+
+def has(monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool) -> None:
+    """What PyTorch says of the machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
