@@ -81,6 +81,9 @@ def find_experiment(client: Any, uri: str, name: str) -> str:
         raise
 
 
+TOKEN = "ddpm.token"  # the tag of a run by which whoever made it finds it again
+
+
 class MlflowRun:
     """A run that is open on a server. Rows and metrics that the server has are not sent again."""
 
@@ -93,13 +96,18 @@ class MlflowRun:
         self._datasets = {given.dataset.digest for given in run.inputs.dataset_inputs}
 
     @classmethod
-    def open(cls, uri: str, experiment: str, name: str, known: str | None) -> MlflowRun:
-        """The known run if this server has it, else a new one."""
+    def open(cls, uri: str, experiment: str, name: str, known: str | None, token: str) -> MlflowRun:
+        """The known run if this server has it, else the one made with this token, or a new one.
+
+        A server that went away in the middle may have made the run and not have said so.
+        """
         client = connect(uri)
         if known and is_active(client, known):
             client.update_run(known, status="RUNNING")
             return cls(client, known)
-        run = client.create_run(find_experiment(client, uri, experiment), run_name=name)
+        place = find_experiment(client, uri, experiment)
+        made = client.search_runs([place], f"tags.`{TOKEN}` = '{token}'", max_results=1)
+        run = made[0] if made else client.create_run(place, run_name=name, tags={TOKEN: token})
         return cls(client, str(run.info.run_id))
 
     def rows(self, rows: Sequence[Row]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from ddpm_core import console
 from ddpm_core.config import Config
@@ -176,7 +177,11 @@ class Tracker:
         name = Path(self._workspace.uri).name
         if self._identity:
             name = f"{name}-{self._identity[:8]}"
-        run = MlflowRun.open(self._uri, self._experiment, name, known.get("run_id"))
+        token = known.get("token")
+        if not (isinstance(token, str) and token.isalnum()):
+            token = uuid4().hex
+            self._note(token=token)
+        run = MlflowRun.open(self._uri, self._experiment, name, known.get("run_id"), token)
         self._log.offset = 0
         training = self._identity or known.get("training")
         self._note(run_id=run.run_id, training=training, behind=True)  # until it is closed

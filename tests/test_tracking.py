@@ -22,7 +22,7 @@ from mlflow_server import QUIET, Server, free_port, shared_server, wait_until
 from ddpm_core import params
 from ddpm_core.config import Config
 from ddpm_core.logtail import Log
-from ddpm_core.mlflow_run import connect, flatten, shown
+from ddpm_core.mlflow_run import MlflowRun, connect, flatten, shown
 from ddpm_core.tracking import Tracker
 from ddpm_core.workspace import LOG, RUN, Workspace
 
@@ -148,6 +148,26 @@ def test_a_run_that_the_server_does_not_know_is_made_anew(
         workspace.write_json(RUN, {"mlflow": {"run_id": unknown, "uri": server.uri}})
         Tracker.open(config(server.uri), workspace).close()
         assert_follows(server.uri, workspace)
+
+
+def test_a_run_that_was_made_without_an_answer_is_found_and_not_made_again(
+    server: Server, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, lost = MlflowRun.__init__, []
+
+    def interrupted(self: MlflowRun, client: Any, run_id: str) -> None:
+        if not lost:
+            lost.append(run_id)
+            raise ConnectionError("the server went away after it had made the run")
+        begin(self, client, run_id)
+
+    monkeypatch.setattr(MlflowRun, "__init__", interrupted)
+    tracker = Tracker.open(config(server.uri), workspace)
+    log_rows(workspace, range(1, 11))
+    wait_until(lambda: has_step(server.uri, workspace, 10), "the rows have arrived")
+    tracker.close()
+    assert [run_id(workspace)] == lost
+    assert_follows(server.uri, workspace)
 
 
 def test_params_tags_scores_and_files(server: Server, workspace: Workspace) -> None:
