@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from mlflow_server import wait_until
@@ -32,7 +33,7 @@ def publish(
     package.write_checkpoint(checkpoint, OWN, folder / "checkpoint")
     (folder / "README.md").write_text("# a card\n")
     registry = Registry(params.validate({"tracking": {"uri": uri}, "register": {"name": name}}))
-    run = MlflowRun.open(uri, "serving", "run", None)
+    run = MlflowRun.open(uri, "serving", "run", None, uuid4().hex)
     model = package.upload(run.run_id, name, checkpoint.step, folder, {"step": checkpoint.step})
     return registry, registry.create(model, run.run_id, "# a card", {"step": "4", **tags})
 
