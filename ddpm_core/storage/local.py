@@ -20,7 +20,7 @@ from pathlib import Path
 from ddpm_core import reading
 from ddpm_core.errors import UserError
 from ddpm_core.storage.base import Changed, Locked, Tagged
-from ddpm_core.storage.sealing import seal, sha256_of, sync_directory
+from ddpm_core.storage.sealing import seal, sha256_of, sync
 from ddpm_core.storage.staging import (
     beside,
     exchange,
@@ -107,12 +107,10 @@ class LocalStorage:
         path = self._own(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with staged_file(path) as staging:
-            with staging.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            staging.write_bytes(data)
+            sync(staging)
             staging.replace(path)
-        sync_directory(path.parent)
+        sync(path.parent)
 
     def remove(self, key: str) -> None:
         path = self._own(key)
@@ -141,7 +139,7 @@ class LocalStorage:
             yield staging
             seal(staging, facts)
             replaced = exchange(staging, final)
-        sync_directory(final.parent)
+        sync(final.parent)
         remove(replaced)
 
     def mirror(self, key: str, turn: int) -> Whole:
@@ -192,7 +190,7 @@ class Whole:
 
     def push(self) -> None:
         """Put on disk what was written: what follows a row may not outlive it."""
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
-            os.fsync(file.fileno())
+        with suppress(FileNotFoundError):
+            sync(self.path)
 
     def close(self) -> None: ...

@@ -22,14 +22,11 @@ def seal(folder: Path, facts: dict[str, object] | None = None) -> None:
             "size": path.stat().st_size,
             "sha256": sha256_of(path),
         }
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(path)
     manifest = {**(facts or {}), "files": files}
-    with (folder / MANIFEST).open("w", encoding="utf-8") as text:
-        json.dump(manifest, text, indent=1)
-        text.flush()
-        os.fsync(text.fileno())
-    sync_directory(folder)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    sync(folder / MANIFEST)
+    sync(folder)
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -74,7 +71,8 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync_directory(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Put on disk what a file, or a folder's list of names, holds by now."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_core.errors import UserError
+from ddpm_core.storage.sealing import sync
 from ddpm_core.storage.staging import staged_file
 
 
@@ -32,10 +33,8 @@ class RunLog:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         try:
             with staged_file(self.path) as staging:
-                with staging.open("w", encoding="utf-8") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
+                staging.write_text(text, encoding="utf-8")
+                sync(staging)
                 staging.replace(self.path)
         except OSError as error:
             raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
