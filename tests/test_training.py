@@ -83,11 +83,13 @@ def test_training_does_not_touch_the_global_generator_of_the_caller(prepared: Pa
     code = (
         "import torch; from ddpm_core import params, distributed; "
         "from ddpm_core.workspace import Workspace; "
+        "from ddpm_core.data.dataset import open_dataset; "
         "from ddpm_core.training.trainer import train; "
         "from ddpm_core.training.resume import Policy; from pathlib import Path; "
         "c = params.load(Path('params.yaml')); before = torch.get_rng_state(); "
         "w = distributed.World(0, 1, torch.device('cpu')); "
-        "train(c, Workspace.open(c.workspace), w, Policy()); "
+        "workspace = Workspace.open(c.workspace); "
+        "train(c, workspace, open_dataset(workspace), w, Policy()); "
         "assert torch.equal(before, torch.get_rng_state())"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment(), check=False)

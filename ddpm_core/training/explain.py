@@ -17,7 +17,7 @@ def explained(config: Config) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
+        if _is_out_of_memory(error):
             raise UserError(_memory(config, _short(error))) from error
         if type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
             raise UserError(
@@ -28,7 +28,7 @@ def explained(config: Config) -> Iterator[None]:
         raise
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )

@@ -39,9 +39,9 @@ def train(
         launch(count, arguments, config.train.restarts)
         return
     distributed.choose_device(config.device)
-    open_dataset(workspace)  # fetched before the workers meet, so that none waits for another's
+    data = open_dataset(workspace)  # before the workers meet, so that none waits while it comes
     with distributed.world(config.device, environment, config.train.worker_timeout) as world:
-        train_here(config, workspace, world, Policy(strict, from_step))
+        train_here(config, workspace, data, world, Policy(strict, from_step))
 
 
 def launch(count: int, arguments: Sequence[str], restarts: int) -> None:

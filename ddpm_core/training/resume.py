@@ -39,10 +39,11 @@ def start(
     """The settings that go with every snapshot, and the state to go on from (None: all done)."""
     settings = settings_of(config, data)
     model = UNet(network_config(config, data))
-    at = 0
+    at, fresh = 0, False
     if world.rank == 0:
         if found := others(workspace, settings["identity"]):
             initial_weights(model, config)  # what can't be made is refused before anything moves
+            fresh = True
             set_aside(workspace, found, policy)
         if (run := workspace.read_json(RUN)).get("identity") != settings["identity"]:
             workspace.write_json(RUN, {**run, "identity": settings["identity"]})
@@ -54,7 +55,7 @@ def start(
     parts = snapshot.read(workspace.path(snapshot_key(at))) if at else None
     earlier = parts.documents[snapshot.STATE]["execution"] if parts else None
     execution = Execution.choose(config.train, world.device, earlier)
-    if parts is None:
+    if parts is None and not fresh:
         initial_weights(model, config)
     state = TrainState.create(config, world, execution, model)
     if parts is not None:

@@ -13,7 +13,7 @@ import torch
 
 from ddpm_core.config import Config, Train
 from ddpm_core.console import progress, say
-from ddpm_core.data.dataset import PackedDataset, open_dataset
+from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.distributed import WorkerLost, World
 from ddpm_core.errors import Interrupted, UserError
 from ddpm_core.lease import Lease, hold
@@ -62,13 +62,18 @@ class Run:
         self.throughput = Throughput(self.world.size)
 
 
-def train(config: Config, workspace: Workspace, world: World, policy: resume.Policy) -> None:
+def train(
+    config: Config,
+    workspace: Workspace,
+    data: PackedDataset,
+    world: World,
+    policy: resume.Policy,
+) -> None:
     """Train to `train.steps`, from the newest whole snapshot of the same settings if there is one.
 
     Raises Interrupted after a request to stop, with everything saved, and UserError for what is
     the user's to mend.
     """
-    data = open_dataset(workspace)
     check_data_fits(config, data)
     with (
         explained(config),
