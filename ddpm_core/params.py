@@ -48,7 +48,7 @@ def _resolve(
     origin: str,
     trained: bool = False,
 ) -> Config:
-    mistakes = [mistake for item in overrides if (mistake := _override(given, item))]
+    mistakes = [mistake for item in overrides if (mistake := override(given, item))]
     if workspace is not None:
         given["workspace"] = workspace
     return _absolute(validate(given, origin, mistakes, trained))
@@ -116,7 +116,7 @@ def _nameless(config: Config) -> Iterable[str]:
         yield "prepare.source: '' given; digits, a directory or another source is needed"
 
 
-def _override(given: dict[str, Any], item: str) -> str | None:
+def override(given: dict[str, Any], item: str) -> str | None:
     """Set one `a.b=value` in `given`; the mistake in it, if there is one."""
     path, equals, text = item.partition("=")
     keys = path.strip().split(".")
@@ -170,8 +170,8 @@ def _path(location: tuple[int | str, ...]) -> tuple[str, type[BaseModel]]:
                 path += f".{part}" if path else part
             break
         path += f".{part}" if path else part
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            model = field.annotation
+        if section := _section(field):
+            model = section
         else:
             rest = [f"[{p}]" for p in location[location.index(part) + 1 :] if isinstance(p, int)]
             return path + "".join(rest), model
@@ -181,6 +181,12 @@ def _path(location: tuple[int | str, ...]) -> tuple[str, type[BaseModel]]:
 def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """The fields of a section by the name they have in a params file."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field holds, if it holds one."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _unknown(path: str, model: type[BaseModel]) -> str:
@@ -201,8 +207,8 @@ def _elsewhere(key: str, parent: str) -> list[str]:
 def _paths(model: type[BaseModel], prefix: str = "") -> Iterable[str]:
     for name, field in _fields(model).items():
         yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _paths(field.annotation, f"{prefix}{name}.")
+        if section := _section(field):
+            yield from _paths(section, f"{prefix}{name}.")
 
 
 def _own_sentences(path: str, message: str) -> Iterable[str]:

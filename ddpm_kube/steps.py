@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ddpm_core import params, yaml_text
+from ddpm_core import params
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 from ddpm_core.mlflow_run import shown
@@ -72,20 +72,17 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 def _is_wrong(override: str) -> bool:
     """Whether it names no setting, or gives one what it can never be."""
-    path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
+    given: dict[str, Any] = {}
+    if params.override(given, override):
+        return True
+    depth = override.partition("=")[0].count(".") + 1
     try:
-        given = yaml_text.value(text)
-        for key in reversed(keys):
-            given = {key: given}
         Config.model_validate(given)
     except ValidationError as error:
         # Of settings that don't go together a section complains that stands above them.
         found = error.errors(include_url=False)
-        return any(e["type"] != "value_error" or len(e["loc"]) >= len(keys) for e in found)
-    except ValueError:
-        return True
-    return not equals
+        return any(e["type"] != "value_error" or len(e["loc"]) >= depth for e in found)
+    return False
 
 
 def text_of(config: Config) -> str:

@@ -59,6 +59,14 @@ def followed(read: Read) -> tuple[Logs, list[str]]:
     return Logs(cluster, told.append), told
 
 
+def followed_until(written: threading.Event, log: Logs) -> None:
+    """Follow one container until it has written that, and then to its end."""
+    log.follow(pods("c1"))
+    assert written.wait(30)
+    log.follow({})
+    log.finish(30)
+
+
 def pods(container: str, before: str = "", state: str = "running") -> dict[str, Any]:
     status = {"name": "pytorch", "containerID": container, "state": {state: {}}}
     if before:
@@ -94,10 +102,7 @@ def test_a_connection_that_breaks_again_and_again_repeats_no_line() -> None:
         whole.set()
 
     log, told = followed(read)
-    log.follow(pods("c1"))
-    assert whole.wait(30)
-    log.follow({})
-    log.finish(30)
+    followed_until(whole, log)
     assert [line.partition("] ")[2] for line in told] == [
         "a",
         f"ddpm train: {SENTENCE}",
@@ -124,10 +129,7 @@ def test_a_worker_that_is_silent_for_long_is_heard_when_it_speaks(
         spoken.set()
 
     log, told = followed(read)
-    log.follow(pods("c1"))
-    assert spoken.wait(30)
-    log.follow({})
-    log.finish(30)
+    followed_until(spoken, log)
     assert told == ["[worker-0] at last"]
 
 

@@ -38,6 +38,7 @@ def test_a_preset_has_whatever_the_stages_name(path: Path) -> None:
     for name in {name for stage in stages.values() for name in stage["params"]}:
         value = given
         for key in name.split("."):
+            assert key in value, f"{path.name} lacks {name}"
             value = value[key]
 
 
