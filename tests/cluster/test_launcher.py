@@ -67,10 +67,11 @@ def test_suspended_is_waited_for_and_a_finished_job_is_replaced(
     assert "[worker-0] train: 40/40 steps" in said
     assert "at step 40, by 1 processes; snapshots of " in said
     assert name in launching.jobs()
-
-    launching.launch("launcher-again", arguments)
+    # Before the next one starts: it removes the job, and makes another.
     listed = launching.launch("lists", ["jobs", "list"])
     assert f"{name}  " in namespace.finished(listed)
+
+    launching.launch("launcher-again", arguments)
     assert launching.ends("launcher-again") == "Succeeded"
     said = launching.said("launcher-again")
     assert "of an earlier attempt is removed first" in said
