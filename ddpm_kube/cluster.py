@@ -49,11 +49,13 @@ class Cluster:
         )
         return list(found["items"])
 
-    def own(self, name: str, owner: dict[str, Any]) -> None:
-        """Make the job go with another pod than the one that made it."""
+    def own(self, name: str, owner: dict[str, Any]) -> dict[str, Any] | None:
+        """Make the job go with another pod than the one that made it; None where it is gone."""
         call = self.jobs.patch_namespaced_custom_object
         body = {"metadata": {"ownerReferences": [owner]}}
-        asked(lambda: call(*self._kind, name, body, _request_timeout=TIMES), "patch the PyTorchJob")
+        return _or_none(
+            lambda: call(*self._kind, name, body, _request_timeout=TIMES), "patch the PyTorchJob"
+        )
 
     def delete(self, job: dict[str, Any]) -> None:
         """Delete this very job, its pods first; one that is gone is fine."""

@@ -138,7 +138,9 @@ def make_or_find(here: Here, job: Plain) -> Plain:
                 f"kubectl -n {cluster.namespace} delete pytorchjob {name}"
             )
         if here.owner:
-            cluster.own(name, here.owner)
+            found = cluster.own(name, here.owner)
+            if found is None or "deletionTimestamp" in found["metadata"]:
+                continue  # the launcher before this one has ended it meanwhile
         say(f"The PyTorchJob {cluster.namespace}/{name} is at work already; following it.")
         return found
 

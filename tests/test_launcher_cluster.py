@@ -199,6 +199,46 @@ def test_a_job_that_is_never_gone_does_not_count_as_removed(clock: Clock) -> Non
     assert gc.remove_run(Cluster("ddpm", jobs, jobs), "run") == []
 
 
+# A job that goes while it is adopted
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["gone", "going"])
+def test_a_job_that_is_ended_while_it_is_adopted_is_made_anew(
+    clock: Clock, capsys: pytest.CaptureFixture[str], late: bool
+) -> None:
+    """The launcher before this one may be told to stop at that very moment."""
+    owner = {"metadata": {"name": "launcher", "uid": "u-2"}, "spec": {}}
+    ending: Plain = {**held_job(), "status": {}}
+    there = [ending]
+
+    def create(*_: object, body: Plain, **__: object) -> Plain:
+        if there:
+            raise ApiException(status=409, reason="exists")
+        return body
+
+    def adopt(*_: object, **__: object) -> Plain:
+        ending["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        if not late:
+            there.clear()
+        return get()
+
+    def get(*_: object, **__: object) -> Plain:
+        if not there:
+            raise ApiException(status=404, reason="gone")
+        return there[0]
+
+    jobs: Any = SimpleNamespace(
+        create_namespaced_custom_object=create,
+        get_namespaced_custom_object=get,
+        patch_namespaced_custom_object=adopt,
+        delete_namespaced_custom_object=lambda *_, **__: there.clear(),
+    )
+    wanted = held_job()
+    assert launch.make_or_find(Here(Cluster("ddpm", jobs, jobs), owner), wanted) is wanted
+    said = capsys.readouterr().err
+    assert said.endswith("Made the PyTorchJob ddpm/train-run.\n") and "following" not in said
+
+
 # Finding the cluster
 
 
