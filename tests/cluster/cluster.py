@@ -71,6 +71,12 @@ def wait_until(
         rest.wait(pause)
 
 
+def applied(text: str, *more: str) -> str:
+    """What `kubectl apply` says; again where the API server or a webhook is too busy to answer."""
+    asked = ("apply", *more, "-f", "-")
+    return str(wait_until(lambda: kubectl(*asked, given=text), "documents are applied", 120))
+
+
 class Namespace:
     """A namespace with the platform of `manifests/`, gone with the tests that used it."""
 
@@ -84,7 +90,10 @@ class Namespace:
         everything = documents(ROOT / "manifests")
         (own,) = [d for d in everything if d["kind"] == "Namespace"]
         own["metadata"]["name"] = self.name
-        kubectl("apply", "-f", "-", given=yaml.safe_dump(own))
+        applied(yaml.safe_dump(own))
+        # Whom pods are that name no account: made by a controller a moment after the namespace,
+        # and without it the API server refuses them.
+        wait_until(lambda: self.exists("serviceaccount", "default"), "the default account", 120)
         if platform:
             self.apply(d for d in everything if d["kind"] != "Namespace")
 
@@ -104,7 +113,7 @@ class Namespace:
             for subject in document.get("subjects", []):
                 subject["namespace"] = self.name
         text = yaml.safe_dump_all(given).replace("ddpm:dev", IMAGE)
-        self.kubectl("apply", "-f", "-", given=text)
+        applied(text, "--namespace", self.name)
 
     def get(self, kind: str, name: str) -> Document:
         return dict(json.loads(self.kubectl("get", kind, name, "-o", "json")))

@@ -21,8 +21,9 @@ from ddpm_kube.spec import JobSpec
 API = {"ddpm.io/uses-api": "true"}
 PARAMS = "test-params"
 JOB_LABEL = "training.kubeflow.org/job-name"
-# What a worker of a tiny network needs; little is asked for, so that many fit on two cores.
-SMALL = ("cpu=200m", "cpu_limit=2", "memory=1Gi", "shm=64Mi", "join_seconds=5")
+# What a worker of a tiny network needs; little is asked for, so that those of three files of tests
+# fit on two cores at once: a worker without room ends its launcher.
+SMALL = ("cpu=100m", "cpu_limit=2", "memory=1Gi", "shm=64Mi", "join_seconds=5")
 TINY = """
 seed: 3
 prepare: {source: digits, image_size: 8, workers: 1}

@@ -11,7 +11,7 @@ from pathlib import Path
 import bare
 import pytest
 import yaml
-from cluster import IMAGE, Document, KubectlFailed, Namespace, wait_until
+from cluster import IMAGE, Document, KubectlFailed, Namespace, applied, kubectl, wait_until
 from launching import JOB_LABEL, TINY, Launching, made_here, own_namespace, pod_of
 
 from ddpm_kube.names import job_name
@@ -44,11 +44,11 @@ def test_the_schema_of_the_cluster_knows_every_field(
         *("queue=q", "secrets=[a]", "optional_secrets=[b]", "node_selector={a: b}"),
         *("tolerations=[{key: a, operator: Exists}]", "image_pull_secrets=[c]", "env={A: b}"),
     )
-    check = ("create", "--dry-run=server", "--validate=strict", "-f", "-")
-    namespace.kubectl(*check, given=yaml.safe_dump(job))
+    check = ("--dry-run=server", "--validate=strict")
+    applied(yaml.safe_dump(job), *check)
     pod_of(job)["containers"][0]["imagePolicy"] = "Never"
     with pytest.raises(KubectlFailed, match="imagePolicy"):
-        namespace.kubectl(*check, given=yaml.safe_dump(job))
+        kubectl("apply", *check, "-f", "-", given=yaml.safe_dump(job))
 
 
 def test_suspended_is_waited_for_and_a_finished_job_is_replaced(

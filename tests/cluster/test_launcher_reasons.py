@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
-from cluster import ROOT, Document, Namespace, documents
+from cluster import ROOT, Document, Namespace, documents, wait_until
 from launching import TINY, Launching, made_here, own_namespace, pod_of
 
 from ddpm_kube.names import job_name
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)
 
 WITHIN = 60.0  # seconds
 # No pod that asks for a GPU may be made here, and no other is hit.
-QUOTA = {
+QUOTA: Document = {
     "apiVersion": "v1",
     "kind": "ResourceQuota",
     "metadata": {"name": "no-gpu"},
@@ -74,6 +74,8 @@ CASES = {
 def launching() -> Iterator[Launching]:
     with own_namespace("reasons") as namespace:
         namespace.apply([QUOTA, *blind()])
+        # A quota refuses nothing until a controller has counted what is there.
+        wait_until(lambda: counted(namespace), "the quota is counted", 120)
         yield Launching(namespace, TINY)
 
 
@@ -81,6 +83,11 @@ def launching() -> Iterator[Launching]:
 def namespace(launching: Launching) -> Namespace:
     """So that a failed test's story is told."""
     return launching.namespace
+
+
+def counted(namespace: Namespace) -> bool:
+    quota = namespace.get("resourcequota", QUOTA["metadata"]["name"])
+    return bool(quota.get("status", {}).get("hard"))
 
 
 def blind() -> list[Document]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cluster import Namespace, kubectl
+from cluster import Namespace, applied, kubectl
 from documents import JOBS, OVERLAYS, PLATFORM, Document, containers, mistakes, named, templates
 
 RENDERED = [
@@ -47,7 +47,7 @@ def test_each_is_valid_and_taken_by_the_cluster(empty: Namespace, folder: Path) 
     for document in namespaced:
         document["metadata"]["namespace"] = empty.name
     given = yaml.safe_dump_all(namespaced)
-    told = kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", given=given)
+    told = applied(given, "--dry-run=server", "--validate=strict")
     assert told.count("(server dry run)") == len(namespaced)
 
 
