@@ -19,13 +19,13 @@ from launching import Launching, own_namespace
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import runs
-from program import ddpm, write_params
+from program import ddpm, start, write_params
 
 from ddpm_kube.names import job_name
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)
 
-STEPS = 160
+STEPS = 320
 SETTINGS = f"""
 seed: 3
 workspace: workspace
@@ -47,9 +47,33 @@ train:
 tracking: {{uri: "", experiment: elastic}}
 device: cpu
 """
-# Who is left waits for the worker that is started in place of another; and half a core each keeps
-# the training from ending before everything has happened to it.
-TWO = ("--min", "1", "--max", "2", "-K", "join_seconds=45", "-K", "cpu_limit=500m")
+# Half a core each keeps the training from ending before everything has happened to it; where that
+# takes a start of other pods, STOP does.
+SLOW = ("-K", "cpu_limit=500m")
+# Who is left waits for the worker that is started in place of another.
+TWO = ("--min", "1", "--max", "2", "-K", "join_seconds=45", *SLOW)
+# For a worker's pod: its training, and not torchrun, which is the first process.
+TRAINING = """
+import os, pathlib, signal, time
+found = pathlib.Path("/proc").glob("[0-9]*")
+[training] = [
+    folder for folder in found
+    if folder.name != "1" and b"train" in (folder / "cmdline").read_bytes().split(b"\\0")
+]
+def send(number):
+    os.kill(int(training.name), number)
+"""
+STOP = "send(signal.SIGSTOP)"
+GO_ON = "send(signal.SIGCONT)"
+# What torchrun tells it, it hears when it goes on: to leave, when another worker has come.
+UNTIL_TOLD = """
+def told():
+    lines = (training / "status").read_text().splitlines()
+    [pending] = [line.split()[1] for line in lines if line.startswith("ShdPnd:")]
+    return int(pending, 16) >> (signal.SIGTERM - 1) & 1
+while not told():
+    time.sleep(0.1)
+"""
 SAME_MODEL = 1e-3  # of how far it moved
 HISTORY = """
 import json
@@ -81,7 +105,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Pat
 
     def train() -> Path:
         ddpm(folder, "prepare")
-        ddpm(folder, "train")
+        training = start(folder, "train")
+        said = training.ended(900)
+        assert training.returncode == 0, said
         return folder
 
     with ThreadPoolExecutor(1) as pool:
@@ -102,7 +128,7 @@ def grows(launching: Launching, name: str, world: int, by: int = 2) -> int:
         new = [row for row in rows(launching, name)[begun:] if row["world_size"] == world]
         return int(new[-1]["step"]) if len(new) >= by else 0
 
-    return int(wait_until(holds, f"{name} goes on with {world} workers", 240))
+    return int(wait_until(holds, f"{name} goes on with {world} workers", 400))
 
 
 def tensors(launching: Launching, folder: str) -> runs.Tensors:
@@ -126,6 +152,12 @@ def delete(namespace: Namespace, name: str) -> None:
     wait_until(lambda: pod(namespace, name) not in ("", gone), f"{name} is there again", 180)
 
 
+def do(namespace: Namespace, worker: str, script: str) -> None:
+    """Something to the training of a worker."""
+    command = ("exec", worker, "--", "python", "-c", TRAINING + script)
+    namespace.kubectl(*command, seconds=300)
+
+
 def scale(launching: Launching, job: str, workers: int) -> None:
     launching.patch(job, pytorchReplicaSpecs={"Worker": {"replicas": workers}})
 
@@ -141,7 +173,9 @@ def play_elastic(launching: Launching) -> None:
     grows(launching, "elastic", world=2)
     scale(launching, job, 1)
     grows(launching, "elastic", world=1)
+    do(namespace, f"{job}-worker-0", STOP)
     scale(launching, job, 2)
+    do(namespace, f"{job}-worker-0", UNTIL_TOLD + GO_ON)
     grows(launching, "elastic", world=2)
     assert launching.ends("launcher", 600) == "Succeeded", launching.said("launcher")
 
@@ -150,7 +184,8 @@ def play_tracked(launching: Launching) -> list[list[float]]:
     """Take MLflow away from a training for a while; the history of the loss that it has then."""
     namespace, workspace = launching.namespace, launching.workspace("tracked")
     namespace.ready("mlflow", 400)
-    tracked = ("-S", "tracking.uri=http://mlflow:5000", "-S", "train.batch_size=32")
+    worker = f"{job_name(workspace, 'train')}-worker-0"
+    tracked = ("-S", "tracking.uri=http://mlflow:5000", "-S", "train.batch_size=32", *SLOW)
     launching.launch("launcher-tracked", launching.arguments(workspace, *tracked))
     grows(launching, "tracked", world=1)
     namespace.kubectl("scale", "deployment", "mlflow", "--replicas=0")
@@ -158,8 +193,10 @@ def play_tracked(launching: Launching) -> list[list[float]]:
         lambda: not namespace.list("pods", "app.kubernetes.io/name=mlflow"), "MLflow is gone", 120
     )
     grows(launching, "tracked", world=1)
+    do(namespace, worker, STOP)
     namespace.kubectl("scale", "deployment", "mlflow", "--replicas=1")
     namespace.ready("mlflow", 400)
+    do(namespace, worker, GO_ON)
     grows(launching, "tracked", world=1, by=1)  # so that it is back in the middle of it
     said = launching.said("launcher-tracked")
     assert launching.ends("launcher-tracked", 600) == "Succeeded", said
@@ -193,12 +230,12 @@ def test_workers_that_are_deleted_and_scaled_train_the_model_of_an_undisturbed_r
     assert f"by {', then '.join(str(world) for world in changes)} processes" in said
     assert not launching.left(job_name("/workspace/elastic", "train"))
 
-    folder = undisturbed.result(600)
-    start = folder.parent / "start"
-    (start / "workspace").mkdir(parents=True)
-    (start / "workspace" / "data").symlink_to(folder / "workspace" / "data")
-    write_params(start, SETTINGS)
-    before = runs.of_file(runs.at_start(start))
+    folder = undisturbed.result(900)
+    begun = folder.parent / "start"
+    (begun / "workspace").mkdir(parents=True)
+    (begun / "workspace" / "data").symlink_to(folder / "workspace" / "data")
+    write_params(begun, SETTINGS)
+    before = runs.of_file(runs.at_start(begun))
     here = runs.of_file(runs.final(folder, STEPS))
     there = runs.of_file(tensors(launching, f"/workspace/elastic/snapshots/step-{STEPS:08d}"))
     assert runs.distance(there, here, before) <= SAME_MODEL
