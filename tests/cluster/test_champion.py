@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cluster import Namespace, wait_until
 from models import write_checkpoint
 from served_models import publish
@@ -36,7 +37,7 @@ WAY_TO_THE_CHAMPION = {
 
 # Asks without a pause until version 2 answers; prints who answers first, and what came.
 CHANGE = """
-import base64, io, json, urllib.request
+import base64, io, json, socket, time, urllib.request
 from PIL import Image
 
 def ask(path, body=None):
@@ -48,6 +49,18 @@ def ask(path, body=None):
 def draw():
     [image] = ask("invocations", b'{"inputs": [{"n": 1, "seed": 7}]}')["predictions"]
     return image["image"]
+
+def reached():
+    try:
+        socket.create_connection(("ddpm-champion", 8080), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+# The name leads there some moments after the pod is ready.
+deadline = time.monotonic() + 90
+while not reached() and time.monotonic() < deadline:
+    time.sleep(0.5)
 
 images = [draw()]
 print(json.dumps(ask("version")), flush=True)
@@ -90,11 +103,13 @@ def champion_pod(namespace: Namespace) -> dict[str, Any]:
 
 
 def test_the_champion_draws_images_and_the_next_one_takes_over_without_a_restart(
-    namespace: Namespace, tmp_path: Path
+    namespace: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")  # a busy MLflow may take its time
     namespace.apply(WAY_TO_THE_CHAMPION)
     pod = namespace.pod("client", ["sleep", "3600"], labels={CLIENT: "true"})
     namespace.ready("mlflow", 300)
+    wait_until(lambda: namespace.phase(pod) == "Running", "the client runs", 180)
     wait_until(
         lambda: (
             "has no version with the alias"
@@ -112,7 +127,7 @@ def test_the_champion_draws_images_and_the_next_one_takes_over_without_a_restart
             registry, version = publish(uri, "ddpm", checkpoint, package)
             versions.append(version)
         registry.promote(versions[0])
-        namespace.ready("ddpm-champion")
+        namespace.ready("ddpm-champion", 300)
         before = champion_pod(namespace)
         with asking(namespace, pod) as answers:
             assert json.loads(next(answers))["version"] == "1"

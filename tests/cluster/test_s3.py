@@ -128,7 +128,8 @@ def serve(namespace: Namespace, registry: Registry, bundle: Path) -> None:
         labels=labels,
         config_maps={"registry": "/bundle"},
     )
-    wait_until(lambda: namespace.phase("registry") == "Running", "the git server runs", 180)
+    asks = ("git", "ls-remote", f"git://localhost:{GIT}/registry")
+    wait_until(lambda: namespace.exec("registry", *asks), "the git server answers", 180)
 
 
 def policies(server: dict[str, str]) -> list[Document]:
