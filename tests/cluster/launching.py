@@ -22,8 +22,9 @@ API = {"ddpm.io/uses-api": "true"}
 PARAMS = "test-params"
 JOB_LABEL = "training.kubeflow.org/job-name"
 # What a worker of a tiny network needs; little is asked for, so that those of three files of tests
-# fit on two cores at once: a worker without room ends its launcher.
-SMALL = ("cpu=100m", "cpu_limit=2", "memory=1Gi", "shm=64Mi", "join_seconds=5")
+# fit on two cores at once: a worker without room ends its launcher. One core is one thread: two
+# wait for each other where neighbours have the second core.
+SMALL = ("cpu=100m", "cpu_limit=1", "memory=1Gi", "shm=64Mi", "join_seconds=5")
 TINY = """
 seed: 3
 prepare: {source: digits, image_size: 8, workers: 1}

@@ -56,7 +56,8 @@ def test_suspended_is_waited_for_and_a_finished_job_is_replaced(
 ) -> None:
     arguments = launching.arguments(launching.workspace("whole"), options=["queue=research"])
     name = job_name("/workspace/whole", "train")
-    launching.launch("launcher-whole", [*arguments, "--keep"])
+    # On a part of a core its worker is still starting when it is suspended.
+    launching.launch("launcher-whole", [*arguments, "-K", "cpu_limit=300m", "--keep"])
     launching.hears("launcher-whole", "Made the PyTorchJob")
     launching.patch(name, runPolicy={"suspend": True})
     launching.hears("launcher-whole", "suspended (Kueue's queue research has not admitted it)")
