@@ -134,6 +134,8 @@ class Logs:
         )
         backoff.over()
         for line in lines(response):
+            if self._stopped.is_set():  # the last line is the launcher's own
+                return
             # What has no time is the kubelet's own, such as that the log is no longer there.
             if stamped := _STAMPED.fullmatch(line.decode(errors="replace")):
                 self._add(pod, source, _sortable(stamped), stamped[4].rstrip())

@@ -181,6 +181,24 @@ def test_times_of_any_zone_are_taken_and_lines_without_one_are_not_the_workers()
     assert told == ["[worker-0] a", "[worker-0] b"]
 
 
+def test_what_a_worker_says_while_its_job_is_removed_does_not_follow_the_reason() -> None:
+    begun, removed = threading.Event(), threading.Event()
+
+    def read(previous: bool) -> Iterator[str]:
+        yield from stamped(["at work"])
+        begun.set()
+        assert removed.wait(30)
+        yield from stamped(["told to leave"], minute=1)
+
+    log, told = followed(read)
+    with log:
+        log.follow(pods("c1"))
+        assert begun.wait(30)
+    removed.set()
+    log.finish(30)
+    assert told == ["[worker-0] at work"]
+
+
 # What is asked while they are written
 
 
