@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -193,6 +194,22 @@ def test_the_code_that_is_served_is_the_models_own(server: Server, name: str) ->
     assert "https://***@host/shapes.zip" in settings
     with pytest.raises(UserError, match="cannot be used"):
         download(config, "models:/none@champion")
+
+
+def test_a_version_carries_what_it_imports_and_no_more(tmp_path: Path) -> None:
+    with package.code() as folder:
+        shutil.copytree(folder, tmp_path / folder.name)
+    carried = [path.relative_to(tmp_path) for path in tmp_path.rglob("*.py")]
+    names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in carried]
+    assert "ddpm_core.generate.images" in names
+    for unneeded in ("ddpm_core.training", "ddpm_core.evaluation", "ddpm_core.cli"):
+        assert unneeded not in names
+    # Each is imported where there is no other of our modules, what it imports of ours included.
+    script = f"import importlib as i\nfor name in {names}: i.import_module(name)\n"
+    script += "import sys\nprint({m.__file__ for n, m in sys.modules.items() if 'ddpm' in n})"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert str(Path(package.__file__).parents[1]) not in done.stdout
 
 
 # Requests, without a server

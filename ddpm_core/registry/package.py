@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,24 @@ def signature() -> Any:
 
 @contextmanager
 def code() -> Iterator[Path]:
-    """A copy of this package, sources alone, as they are now."""
+    """A copy of this package as it is now: of it what served.py imports, sources alone.
+
+    A server of MLflow takes each file by a request of its own, so what no answer needs is left out.
+    """
     source = Path(ddpm_core.__file__).parent
     with tempfile.TemporaryDirectory(prefix="ddpm-code-") as scratch:
-        target = Path(scratch) / source.name
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-        yield target
+        whole, target = Path(scratch, "whole"), Path(scratch, "served")
+        ignore = shutil.ignore_patterns("__pycache__", ".*")
+        shutil.copytree(source, whole / source.name, ignore=ignore)
+        # Beside the copy lies nothing else, so the finder follows no import of other packages.
+        finder = ModuleFinder(path=[str(whole)])
+        finder.run_script(str(whole / source.name / "registry" / "served.py"))
+        files = [getattr(module, "__file__", None) for module in finder.modules.values()]
+        for file in filter(None, files):  # none of what is built into Python
+            copy = target / Path(file).relative_to(whole)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+        yield target / source.name
 
 
 def evidence_key(evidence: dict[str, Any]) -> str:
