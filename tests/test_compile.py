@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from digits_workspace import digits, make_config
+from models import write_checkpoint
 
+from ddpm_core import compiling, params
+from ddpm_core.config import Config
 from ddpm_core.distributed import World
+from ddpm_core.generate import gather
+from ddpm_core.generate.sample import sample, stale
 from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.training.batches import Batch
 from ddpm_core.training.execution import Execution
 from ddpm_core.training.initial import initial_weights
 from ddpm_core.training.state import TrainState
 from ddpm_core.training.step import step
+from ddpm_core.workspace import Workspace, snapshot_key
 
 HERE = World(0, 1, torch.device("cpu"))
 NETWORK: dict[str, Any] = {
@@ -51,12 +60,79 @@ def trained(root: Path, *, compiled: bool, steps: int = 4) -> TrainState:
     return state
 
 
-def test_a_network_is_compiled_once_for_all_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A second compilation costs minutes with the real compiler.
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+@pytest.fixture
+def once() -> Iterator[None]:
+    """A second compilation, which costs minutes with the real compiler, is an error."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+def test_a_network_is_compiled_once_for_all_steps(tmp_path: Path, once: None) -> None:
     compiled, eager = trained(tmp_path, compiled=True), trained(tmp_path, compiled=False)
     for ours, theirs in zip(compiled.parameters, eager.parameters, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     assert float(eager.totals.loss) == pytest.approx(float(compiled.totals.loss), rel=1e-5)
+
+
+# Sampling
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, once: None) -> None:
+    """Compilations without the C++ compiler, which takes a minute."""
+    quick = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(torch, "compile", quick)
+
+
+def drawn(root: Path, **settings: Any) -> tuple[dict[int, np.ndarray], Config]:
+    """37 images of each of two checkpoints, in batches of 10."""
+    workspace = Workspace.open(str(root / "run"))
+    given: dict[str, Any] = {"count": 37, "batch_size": 10, "steps": 3, **settings}
+    given |= {"guidance": 2.0, "precision": "fp32"}
+    config = make_config(root, train={"ema": [0.9]}, sample=given)
+    for at in (200, 400):
+        if not workspace.path(snapshot_key(at)).exists():
+            write_checkpoint(workspace.path(snapshot_key(at)), "class", step=at, seed=at)
+    sample(config, workspace, HERE)
+    return {s: np.array(gather.open_samples(workspace, s).images) for s in (200, 400)}, config
+
+
+def test_compiled_networks_draw_the_same_images_to_rounding(tmp_path: Path, compiler: None) -> None:
+    compiled, asked = drawn(tmp_path, compile=True)
+    workspace = Workspace.open(str(tmp_path / "run"))
+    assert stale(asked, workspace) is None
+    eager, _ = drawn(tmp_path, compile=False)
+    assert "samples" in str(stale(asked, workspace))  # another rounding: the two are never mixed
+    for at, images in eager.items():
+        apart = np.abs(images.astype(int) - compiled[at])
+        assert len(images) == 37 and apart.max() <= 1 and (apart > 0).mean() < 0.01
+
+
+def test_what_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "cc")
+    many = compiling.MANY
+    assert compiling.wanted("auto", GPU, many) and compiling.pays(GPU)
+    assert not compiling.wanted("auto", GPU, many - 1)
+    assert not compiling.wanted("auto", CPU, many) and not compiling.pays(CPU)
+    assert compiling.wanted(True, CPU, 1) and not compiling.wanted(False, GPU, many)
+
+
+def test_a_gpu_without_a_c_compiler_trains_without_compiling_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Triton begins with one; without it each training of a GPU would end at its first step."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    train = params.load().train.model_copy(update={"precision": "fp32"})
+    assert not Execution.choose(train, GPU).compile
+    assert not compiling.wanted("auto", GPU, compiling.MANY)
+    assert "gcc" in str(compiling.lacks(GPU, "auto"))
+    assert compiling.lacks(CPU, "auto") is None and compiling.lacks(GPU, False) is None
+    # Who asked for it, or began with it, hears what is missing instead.
+    assert Execution.choose(train.model_copy(update={"compile": True}), GPU).compile
+    assert Execution.choose(train, GPU, {"compile": True}).compile
+    (tmp_path / "gcc").touch(mode=0o755)
+    assert Execution.choose(train, GPU).compile and compiling.lacks(GPU, "auto") is None

@@ -35,6 +35,7 @@ class Sample(Section):
     )
     ema: Auto | Literal["none"] | float = Field("auto", description="auto: the first of train.ema")
     precision: Literal["auto", "fp32", "bf16"] = "auto"
+    compile: Auto | bool = Field("auto", description="auto: on a GPU, for a lot of images")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     shards: Positive = 1
     png: bool = Field(False, description="also single PNG files")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,17 @@ class Generator:
     """Draws numbered images from a network.
 
     `data` is the checkpoint's record of what it was trained on: classes, how many images each
-    had, and captions, which conditional images follow unless others are asked for. Raises
-    UserError where the network cannot draw by the settings.
+    had, and captions, which conditional images follow unless others are asked for. `compiled` is
+    for many batches of one size. Raises UserError where the network cannot draw by the settings.
     """
 
     def __init__(
-        self, model: UNet, data: dict[str, Any], settings: Sample, diffusion: Diffusion
+        self,
+        model: UNet,
+        data: dict[str, Any],
+        settings: Sample,
+        diffusion: Diffusion,
+        compiled: bool = False,
     ) -> None:
         must_suit(settings, model.config.conditioning, diffusion.timesteps)
         self._settings = settings
@@ -43,7 +48,9 @@ class Generator:
         )
         self._conditions = Conditions(model.config.conditioning, data, settings)
         self._precision = choose(settings.precision, self._device)
-        self._model = prepare_model(model, self._device, self._precision)
+        self._shape = (model.config.in_channels, model.config.image_size, model.config.image_size)
+        network = prepare_model(model, self._device, self._precision)
+        self._network: Callable[..., Tensor] = torch.compile(network) if compiled else network
 
     def images(self, indices: Sequence[int]) -> Pixels:
         """uint8 (n, H, W, C), the images of these numbers, in one batch."""
@@ -58,15 +65,13 @@ class Generator:
         if condition is not None:
             condition = condition.to(self._device)
         key = rng.key(Purpose.SAMPLE, self._settings.seed)
-        config = self._model.config
-        shape = (config.in_channels, config.image_size, config.image_size)
         with autocast(self._precision, self._device):
             x0 = sample(
                 lambda x, t: self._guided(x, t, condition),
                 self._schedule,
                 self._prediction,
                 self._sampler,
-                lambda step: rng.normal(key, index, shape, step),
+                lambda step: rng.normal(key, index, self._shape, step),
             )
         return to_pixels(x0)
 
@@ -74,9 +79,8 @@ class Generator:
         """The network's output; with guidance g, u + g (c - u) (Ho & Salimans 2022, eq. 6)."""
         scale = self._settings.guidance
         if condition is None or scale == 1.0:
-            output: Tensor = self._model(x, t, condition)
-            return output.float()
+            return self._network(x, t, condition).float()
         drop = torch.arange(2 * len(x), device=x.device) >= len(x)
-        both = self._model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([condition] * 2), drop)
+        both = self._network(torch.cat([x, x]), torch.cat([t, t]), torch.cat([condition] * 2), drop)
         conditional, unconditional = both.float().chunk(2)
         return torch.lerp(unconditional, conditional, scale)

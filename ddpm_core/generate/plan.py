@@ -101,7 +101,9 @@ def best_step(config: Config, workspace: Workspace) -> int:
     return int(row["step"])
 
 
-def recipe(config: Config, checkpoint: Checkpoint, precision: str) -> dict[str, Any]:
+def recipe(
+    config: Config, checkpoint: Checkpoint, precision: str, compiled: bool = False
+) -> dict[str, Any]:
     """All that the images of a checkpoint depend on, with it their fingerprint, and the extras."""
     settings = config.sample
     given = settings.model_dump(mode="json")
@@ -121,6 +123,7 @@ def recipe(config: Config, checkpoint: Checkpoint, precision: str) -> dict[str, 
         "image_size": checkpoint.data["image_size"],
         "channels": checkpoint.data["channels"],
         "classes": checkpoint.data["classes"],
+        **({"compiled": True} if compiled else {}),
     }
     return {**facts, "png": settings.png, "samples_fingerprint": fingerprint(facts)}
 

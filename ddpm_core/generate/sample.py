@@ -10,8 +10,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from ddpm_core import compiling
 from ddpm_core.checkpoint import Checkpoint
-from ddpm_core.config import Config
+from ddpm_core.config import Config, Sample
 from ddpm_core.console import progress, say, warn
 from ddpm_core.distributed import World, choose_device
 from ddpm_core.errors import Corrupt, UserError
@@ -40,7 +43,8 @@ def sample(
     mine = [s for s in plan.shards(settings) if shard is None or s.number == shard[0]]
     checkpoints = plan.open_chosen(config, workspace)
     precision = choose(settings.precision, world.device)
-    work = [(c, plan.recipe(config, c, precision)) for c in checkpoints]
+    compiled = compiles(settings, world.device)
+    work = [(c, plan.recipe(config, c, precision, compiled)) for c in checkpoints]
     if shard is None and world.rank == 0:
         forget_others(workspace, [c.step for c in checkpoints])
     missing = [(c, r) for c, r in work if not gather.complete(workspace, r, thorough=True)]
@@ -99,20 +103,30 @@ class Drawer:
         """Draw a chunk, unless an earlier run has; all of its batch, whatever is kept of it."""
         if self._parts.chunk(number, len(images)) is None:
             size = self._config.sample.batch_size
-            drawn = self._loaded().images(range(images.start, images.start + size))
+            with compiling.explained("sample.compile"):
+                drawn = self._loaded().images(range(images.start, images.start + size))
             self._parts.write_chunk(number, drawn[: len(images)])
 
     def _loaded(self) -> Generator:
         if self._generator is None:
             model = self._checkpoint.load(self._config.sample.ema, self._world.device)
             self._generator = Generator(
-                model, self._checkpoint.data, self._config.sample, self._checkpoint.params.diffusion
+                model,
+                self._checkpoint.data,
+                self._config.sample,
+                self._checkpoint.params.diffusion,
+                compiled=self.recipe.get("compiled", False),
             )
         return self._generator
 
 
 def _nothing(count: int) -> None:
     """Images that are drawn once more are not counted twice."""
+
+
+def compiles(settings: Sample, device: torch.device) -> bool:
+    """Whether the networks are compiled: for all shards alike, as it changes rounding."""
+    return compiling.wanted(settings.compile, device, settings.count * settings.steps)
 
 
 def forget_others(workspace: Workspace, steps: list[int]) -> None:
@@ -129,9 +143,10 @@ def stale(config: Config, workspace: Workspace) -> str | None:
         checkpoints = plan.look_at_chosen(config, workspace)
     except (UserError, Corrupt) as error:
         return str(error)
-    precision = choose(config.sample.precision, choose_device(config.device))
+    device = choose_device(config.device)
+    precision, compiled = choose(config.sample.precision, device), compiles(config.sample, device)
     for checkpoint in checkpoints:
-        recipe = plan.recipe(config, checkpoint, precision)
+        recipe = plan.recipe(config, checkpoint, precision, compiled)
         if not gather.complete(workspace, recipe):
             return (
                 f"the checkpoint of step {checkpoint.step} has {_lack(config, workspace, recipe)}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ddpm_core import compiling
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import progress
@@ -39,17 +40,19 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
         )
     must_equal("extractor", judge.extractor.fingerprint, evidence["extractor_fingerprint"])
     must_equal("score", judge.score_name(int(evidence["count"])), candidate["score_name"])
-    settings = as_candidate(config.sample, evidence, checkpoint)
+    settings, count = as_candidate(config.sample, evidence, checkpoint), int(evidence["count"])
     try:
         generator = Generator(
             checkpoint.load(settings.ema, judge.device),
             checkpoint.data,
             settings,
             checkpoint.params.diffusion,
+            compiled=compiling.wanted(settings.compile, judge.device, count * settings.steps),
         )
-        images = draw(generator, int(evidence["count"]), settings.batch_size)
     except UserError as error:  # such as a class that it does not know
         raise Unfit(str(error)) from error
+    with compiling.explained("sample.compile"):
+        images = draw(generator, count, settings.batch_size)
     return {
         "step": checkpoint.step,
         **judge.score([images], "the champion"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ddpm_core import config
+from ddpm_core import compiling, config
 from ddpm_core.adam import Adam
 from ddpm_core.precision import autocast, choose
 
@@ -33,7 +33,7 @@ class Execution:
             precision = earlier.get("precision") or choose("auto", device)
         compiled = train.compile
         if compiled == "auto":
-            compiled = earlier.get("compile", device.type == "cuda")
+            compiled = earlier.get("compile", compiling.pays(device))
         return cls(precision, bool(compiled))
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:

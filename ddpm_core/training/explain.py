@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ddpm_core import compiling
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 
@@ -15,16 +16,11 @@ from ddpm_core.errors import UserError
 def explained(config: Config) -> Iterator[None]:
     """Raises UserError in the place of an error of memory or of torch.compile."""
     try:
-        yield
+        with compiling.explained("train.compile"):
+            yield
     except (RuntimeError, MemoryError) as error:
         if _is_out_of_memory(error):
             raise UserError(_memory(config, _short(error))) from error
-        if type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
-            raise UserError(
-                f"The network could not be compiled: {_short(error)} If an earlier compilation "
-                "was killed, remove what it left (TORCHINDUCTOR_CACHE_DIR, or torchinductor_* "
-                "among the temporary files); train.compile: false does without."
-            ) from error
         raise
 
 

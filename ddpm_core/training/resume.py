@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ddpm_core import compiling
 from ddpm_core.checkpoint import SETTINGS, Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
@@ -55,6 +56,8 @@ def start(
     parts = snapshot.read(workspace.path(snapshot_key(at))) if at else None
     earlier = parts.documents[snapshot.STATE]["execution"] if parts else None
     execution = Execution.choose(config.train, world.device, earlier)
+    if world.rank == 0 and (lack := compiling.lacks(world.device, config.train.compile)):
+        warn(lack)
     if parts is None and not fresh:
         initial_weights(model, config)
     state = TrainState.create(config, world, execution, model)
