@@ -27,8 +27,9 @@ RUN /opt/uv/bin/uv pip install --quiet --system --prefix /code --no-deps --compi
     --build-constraint requirements.lock .
 
 FROM python:3.11-slim
-# git: a DVC data set is fetched from a repository.
-RUN apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends git \
+# git: a DVC data set is fetched from a repository. gcc: what compiles networks for a GPU needs one.
+RUN apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends \
+    gcc git libc6-dev \
     && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/* \
     && pip uninstall -qqy pip setuptools wheel --root-user-action ignore \
     && rm -rf /root/.cache

@@ -58,6 +58,16 @@ for host in ("mlflow:5000", f"mlflow.{place.split('.')[0]}.svc:5000", "evil:5000
             time.sleep(1)
 print(json.dumps(told))
 """
+# As Triton begins, before it compiles a network for a GPU: a library in C, loaded at once.
+BUILD = """
+import ctypes, pathlib, subprocess
+from ddpm_core.compiling import has_compiler
+assert has_compiler()
+source, library = pathlib.Path("/tmp/seven.c"), "/tmp/seven.so"
+source.write_text("#include <stdlib.h>\\nint seven(void) { return abs(-7); }")
+subprocess.run(["gcc", "-O3", "-shared", "-fPIC", source, "-o", library], check=True)
+print(ctypes.CDLL(library).seven())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +153,10 @@ def test_mlflow_answers_to_the_name_of_its_service(namespace: Namespace) -> None
     said = namespace.run("client", command=["python", "-c", CLIENT], labels=uses, memory="256Mi")
     told = json.loads(said.splitlines()[-1])
     assert told == {"mlflow:5000": 200, f"mlflow.{namespace.name}.svc:5000": 200, "evil:5000": 403}
+
+
+def test_a_pod_has_what_compiling_for_a_gpu_begins_with(namespace: Namespace) -> None:
+    assert namespace.run("compiler", command=["python", "-c", BUILD]).strip() == "7"
 
 
 def test_what_is_not_restricted_is_refused(namespace: Namespace) -> None:
