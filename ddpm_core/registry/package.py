@@ -96,7 +96,7 @@ def code() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ddpm-code-") as scratch:
         whole, target = Path(scratch, "whole"), Path(scratch, "served")
         whole.mkdir()
-        # Beside it lies nothing else there, so the finder follows no import of other packages.
+        # Nothing else lies beside it there, so the finder follows no import of other packages.
         (whole / source.name).symlink_to(source)
         finder = ModuleFinder(path=[str(whole)])
         finder.run_script(str(whole / source.name / "registry" / "served.py"))
