@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from digits_workspace import digits, make_config, put_data
-from mlflow_server import shared_server
 from models import write_checkpoint
 
 from ddpm_core.distributed import World
@@ -26,8 +25,9 @@ STEPS = (4, 8, 12)
 class Run:
     """A workspace of 8x8 digits with checkpoints of three steps, none of them trained."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, store: Path) -> None:
         self.workspace = Workspace.open(str(root / "run"))
+        self.store = store  # MLflow's, of all that have begun together
 
     def fill(self) -> None:
         images, labels = digits(8)
@@ -46,7 +46,7 @@ class Run:
             sample=settings,
             evaluate={"metrics": ["fid"]},
             register={"name": name},
-            tracking={"uri": shared_server().running().uri, "experiment": "best"},
+            tracking={"uri": f"sqlite:///{self.store}", "experiment": "best"},
         )
         done = []
         for verb, action in (
@@ -73,7 +73,7 @@ class Run:
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All three checkpoints scored and the best registered."""
     root = tmp_path_factory.mktemp("begun")
-    run = Run(root)
+    run = Run(root, root / "mlflow.db")
     run.fill()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_domain, "STEPS", (2, 2))
@@ -83,8 +83,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(begun: Path, tmp_path: Path) -> Run:
-    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
-    return Run(tmp_path)
+    shutil.copytree(begun / "run", tmp_path / "run")
+    return Run(tmp_path, begun / "mlflow.db")
 
 
 @pytest.mark.parametrize("change", [{"count": 50}, {"sampler": "ddim"}])

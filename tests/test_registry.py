@@ -189,6 +189,12 @@ def server() -> Server:
 
 
 @pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The store without a server that is the default, for cases in which no server matters."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture(scope="module")
 def project(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Project:
     return Project(tmp_path_factory.mktemp("registry"), "digits-by-tests", server.uri)
 
@@ -280,9 +286,9 @@ def test_with_other_evidence_the_champion_is_sampled_and_scored_as_evaluate_does
 
 @pytest.mark.parametrize(("first", "second"), [("fid", "kid"), ("kid", "fid")])
 def test_with_another_score_the_champion_is_measured_by_it_too(
-    server: Server, rows: list[Row], tmp_path: Path, first: str, second: str
+    store: str, rows: list[Row], tmp_path: Path, first: str, second: str
 ) -> None:
-    project = Project(tmp_path, f"digits-{first}-then-{second}", server.uri)
+    project = Project(tmp_path, f"digits-{first}-then-{second}", store)
     before, after = [project.score(evaluate={"metrics": [metric]}) for metric in (first, second)]
     good, bad = sorted(after, key=lambda step: after[step]["score"])
     assert project.register(before[bad], evaluate={"metrics": [first]})["promoted"]
@@ -306,10 +312,8 @@ def test_a_champion_is_not_measured_by_what_the_candidate_was_not(
     assert "\n" not in str(e.value)
 
 
-def test_a_champion_of_other_images_gives_way(
-    server: Server, rows: list[Row], tmp_path: Path
-) -> None:
-    project = Project(tmp_path, "digits-that-grow", server.uri)
+def test_a_champion_of_other_images_gives_way(store: str, rows: list[Row], tmp_path: Path) -> None:
+    project = Project(tmp_path, "digits-that-grow", store)
     assert project.register(rows[0])["promoted"]
     images, labels = digits(16)
     larger = put_data(project.workspace, images[:400], labels[:400], held_out=60)
@@ -328,9 +332,9 @@ def test_a_champion_of_other_images_gives_way(
     ],
 )
 def test_a_champion_that_cannot_draw_as_the_candidate_did_gives_way(
-    server: Server, rows: list[Row], tmp_path: Path, sampler: dict[str, Any], told: str
+    store: str, rows: list[Row], tmp_path: Path, sampler: dict[str, Any], told: str
 ) -> None:
-    project = Project(tmp_path, f"digits-not-by-{next(iter(sampler))}", server.uri)
+    project = Project(tmp_path, f"digits-not-by-{next(iter(sampler))}", store)
     assert project.register(rows[0])["promoted"]
     evidence = rows[1]["evidence"]
     asked = {**evidence, "sampler": {**evidence["sampler"], **sampler}}
@@ -339,13 +343,13 @@ def test_a_champion_that_cannot_draw_as_the_candidate_did_gives_way(
 
 
 def test_what_copies_is_registered_but_not_promoted(
-    server: Server, rows: list[Row], tmp_path: Path
+    store: str, rows: list[Row], tmp_path: Path
 ) -> None:
-    project = Project(tmp_path, "digits-copied", server.uri)
+    project = Project(tmp_path, "digits-copied", store)
     record = project.register({**rows[0], "memorisation": {"verdict": "copies"}})
     assert (record["version"], record["promoted"]) == ("1", False)
     assert "copies training images" in record["why"]
-    assert not connect(server.uri).get_registered_model(project.name).aliases
+    assert not connect(store).get_registered_model(project.name).aliases
 
 
 @pytest.mark.parametrize(
@@ -359,7 +363,7 @@ def test_what_copies_is_registered_but_not_promoted(
     ],
 )
 def test_of_two_that_register_at_once_the_better_becomes_the_champion(
-    server: Server,
+    store: str,
     rows: list[Row],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -367,7 +371,7 @@ def test_of_two_that_register_at_once_the_better_becomes_the_champion(
     better_first: bool,
 ) -> None:
     """The second does all of its work while the first is about to take a step of its own."""
-    project = Project(tmp_path, f"digits-at-once-{moment}-{better_first}", server.uri)
+    project = Project(tmp_path, f"digits-at-once-{moment}-{better_first}", store)
     first, second = rows if better_first else rows[::-1]
     step, others = getattr(Registry, moment), []
 
@@ -384,7 +388,7 @@ def test_of_two_that_register_at_once_the_better_becomes_the_champion(
     assert record["promoted"] == better_first
     assert (
         record["why"]
-        == connect(server.uri).get_model_version(project.name, record["version"]).tags["decision"]
+        == connect(store).get_model_version(project.name, record["version"]).tags["decision"]
     )
     if not better_first:
         told = "at the same time, is better" if moment == "promote" else "not below the"
@@ -393,24 +397,24 @@ def test_of_two_that_register_at_once_the_better_becomes_the_champion(
 
 
 def test_a_champion_that_was_set_by_hand_is_not_moved_back(
-    server: Server, rows: list[Row], tmp_path: Path
+    store: str, rows: list[Row], tmp_path: Path
 ) -> None:
-    project = Project(tmp_path, "digits-by-hand", server.uri)
+    project = Project(tmp_path, "digits-by-hand", store)
     for one in rows[::-1]:
         project.register(one)
-    connect(server.uri).set_registered_model_alias(project.name, "champion", "1")
+    connect(store).set_registered_model_alias(project.name, "champion", "1")
     assert project.register(rows[1])["promoted"]
-    assert project.champion().version == "1"
+    assert str(project.champion().version) == "1"
 
 
 @pytest.mark.parametrize("gone", ["version", "model", "alias"])
 def test_what_mlflow_has_no_longer_is_registered_again(
-    server: Server, rows: list[Row], tmp_path: Path, gone: str
+    store: str, rows: list[Row], tmp_path: Path, gone: str
 ) -> None:
-    project = Project(tmp_path, f"digits-without-{gone}", server.uri)
+    project = Project(tmp_path, f"digits-without-{gone}", store)
     project.register(rows[0])
     assert stale(project.config(), project.workspace) is None
-    client = connect(server.uri)
+    client = connect(store)
     if gone == "version":
         client.delete_model_version(project.name, "1")
     elif gone == "model":
@@ -427,14 +431,14 @@ def test_what_mlflow_has_no_longer_is_registered_again(
 
 
 def test_a_version_of_the_same_number_in_a_newer_registry_is_another(
-    server: Server, rows: list[Row], tmp_path: Path
+    store: str, rows: list[Row], tmp_path: Path
 ) -> None:
-    project = Project(tmp_path, "digits-anew", server.uri)
+    project = Project(tmp_path, "digits-anew", store)
     project.register(rows[0])
     record = project.workspace.read_json("registered.json")
-    connect(server.uri).delete_registered_model(project.name)
+    connect(store).delete_registered_model(project.name)
     project.register(rows[1])
-    assert project.champion().version == record["version"]
+    assert str(project.champion().version) == record["version"]
     project.workspace.write_json(RESULTS, {"rows": [rows[0]]})
     project.workspace.write_json("registered.json", record)
     assert "MLflow has no longer version 1" in str(stale(project.config(), project.workspace))
@@ -466,9 +470,9 @@ def test_a_store_that_is_gone_is_told_and_not_made(
 
 
 def test_a_checkpoint_that_goes_after_it_was_scored_blocks_nothing(
-    server: Server, tmp_path: Path
+    store: str, tmp_path: Path
 ) -> None:
-    project = Project(tmp_path, "digits-gone", server.uri)
+    project = Project(tmp_path, "digits-gone", store)
     rows, config = project.score(), project.config()
     best, other = sorted(rows, key=lambda step: rows[step]["score"])
     shutil.rmtree(project.workspace.path(snapshot_key(best)))
