@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -21,7 +23,7 @@ def pays(device: torch.device) -> bool:
 
     On two CPU cores it gained 6 % and took minutes.
     """
-    return device.type == "cuda" and has_compiler()
+    return device.type == "cuda" and can_build()
 
 
 def wanted(setting: bool | str, device: torch.device, evaluations: int) -> bool:
@@ -31,18 +33,22 @@ def wanted(setting: bool | str, device: torch.device, evaluations: int) -> bool:
     return bool(setting)
 
 
-def has_compiler() -> bool:
-    """Whether there is the C compiler with which Triton, PyTorch's compiler for GPUs, begins."""
-    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
+def can_build() -> bool:
+    """Whether there is what Triton, PyTorch's compiler for GPUs, builds its own driver with."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return (
+        bool(compiler) and Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists()
+    )
 
 
 def lacks(device: torch.device, setting: bool | str) -> str | None:
-    """What the user of a GPU would gain by one; None where nothing is missing, or wanted."""
-    if setting != "auto" or device.type != "cuda" or has_compiler():
+    """What the user of a GPU is to install; None where nothing is missing, or wanted."""
+    if setting != "auto" or device.type != "cuda" or can_build():
         return None
     return (
-        "There is no C compiler, and without it PyTorch can't compile the network for the GPU: "
-        "with one (gcc, clang, or what CC names) training may be 1.5 times as fast."
+        "The network is not compiled, with which training is up to 1.5 times as fast: on a GPU "
+        "PyTorch needs a C compiler (gcc, clang, or what CC names) and Python's headers for it "
+        "(on Debian and Ubuntu: apt install gcc python3-dev)."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def test_compiled_networks_draw_the_same_images_to_rounding(tmp_path: Path, comp
 
 
 def test_what_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(compiling, "can_build", lambda: True)
     many = compiling.MANY
     assert compiling.wanted("auto", GPU, many) and compiling.pays(GPU)
     assert not compiling.wanted("auto", GPU, many - 1)
@@ -126,6 +127,7 @@ def test_a_gpu_without_a_c_compiler_trains_without_compiling_and_says_so(
     """Triton begins with one; without it each training of a GPU would end at its first step."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
     train = params.load().train.model_copy(update={"precision": "fp32"})
     assert not Execution.choose(train, GPU).compile
     assert not compiling.wanted("auto", GPU, compiling.MANY)
@@ -135,4 +137,6 @@ def test_a_gpu_without_a_c_compiler_trains_without_compiling_and_says_so(
     assert Execution.choose(train.model_copy(update={"compile": True}), GPU).compile
     assert Execution.choose(train, GPU, {"compile": True}).compile
     (tmp_path / "gcc").touch(mode=0o755)
+    assert not Execution.choose(train, GPU).compile  # a distribution's Python may have no headers
+    (tmp_path / "Python.h").touch()
     assert Execution.choose(train, GPU).compile and compiling.lacks(GPU, "auto") is None
