@@ -142,8 +142,8 @@ def _container(spec: JobSpec) -> Any:
         env=[client.V1EnvVar(name=k, value=v) for k, v in _environment(spec).items()],
         env_from=_secret_sources(spec) or None,
         resources=client.V1ResourceRequirements(
-            requests={"cpu": options.cpu, "memory": options.memory, **gpus},
-            limits={"cpu": options.limit_of_cpu, "memory": options.memory, **gpus},
+            requests={"cpu": options.request_of_cpu, "memory": options.limit_of_memory, **gpus},
+            limits={"cpu": options.limit_of_cpu, "memory": options.limit_of_memory, **gpus},
         ),
         security_context=client.V1SecurityContext(
             allow_privilege_escalation=False,
@@ -186,7 +186,7 @@ def _volumes(spec: JobSpec) -> list[Any]:
         path="params.yaml",
         field_ref=client.V1ObjectFieldSelector(field_path=f"metadata.annotations['{PARAMS}']"),
     )
-    memory = client.V1EmptyDirVolumeSource(medium="Memory", size_limit=spec.options.shm)
+    memory = client.V1EmptyDirVolumeSource(medium="Memory", size_limit=spec.options.limit_of_shm)
     disk = client.V1EmptyDirVolumeSource(size_limit=spec.options.tmp)
     claims = sorted({claim.claim for claim in spec.options.volumes})
     return [

@@ -65,12 +65,16 @@ class Options(Section):
     processes: Positive | None = Field(
         None, description="in each worker's pod; empty: one a GPU, else train.processes"
     )
-    cpu: Quantity = "500m"
+    cpu: Quantity | None = Field(None, description="empty: 500m, with GPUs 4")
     cpu_limit: Quantity | None = Field(None, description="empty: as much as cpu")
-    memory: Quantity = Field("2Gi", description="request and limit")
+    memory: Quantity | None = Field(
+        None, description="request and limit; empty: 2Gi, with GPUs 16Gi"
+    )
     gpu: Annotated[int, Field(ge=0)] = 0
     gpu_resource: str = "nvidia.com/gpu"
-    shm: Quantity = Field("128Mi", description="of /dev/shm; counts as memory")
+    shm: Quantity | None = Field(
+        None, description="of /dev/shm; counts as memory; empty: 128Mi, with several GPUs 1Gi"
+    )
     tmp: Quantity = Field("4Gi", description="of /tmp, where the data of an s3:// workspace go")
     node_selector: Texts = Field({})
     tolerations: Annotated[tuple[Toleration, ...], BeforeValidator(as_tuple)] = ()
@@ -96,8 +100,25 @@ class Options(Section):
     queue: Name | None = Field(None, description="of Kueue, which admits the job")
 
     @property
+    def request_of_cpu(self) -> str:
+        if self.cpu:
+            return self.cpu
+        # A process on a GPU compiles its network, and feeds it.
+        usual = "4" if self.gpu else "500m"
+        return min(usual, self.cpu_limit or usual, key=amount)
+
+    @property
     def limit_of_cpu(self) -> str:
-        return self.cpu_limit or self.cpu
+        return self.cpu_limit or self.request_of_cpu
+
+    @property
+    def limit_of_memory(self) -> str:
+        return self.memory or ("16Gi" if self.gpu else "2Gi")
+
+    @property
+    def limit_of_shm(self) -> str:
+        """NCCL's processes in a pod meet there."""
+        return self.shm or ("1Gi" if self.gpu > 1 else "128Mi")
 
 
 def of_file(path: Path | None) -> dict[str, Any]:

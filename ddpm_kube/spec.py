@@ -95,14 +95,15 @@ def _devices(spec: JobSpec) -> Iterator[str]:
 
 def _sizes(spec: JobSpec) -> Iterator[str]:
     options = spec.options
-    if amount(options.cpu) > amount(options.limit_of_cpu):
-        yield f"cpu: {options.cpu} is more than cpu_limit, {options.limit_of_cpu}"
-    if not amount(options.cpu):
-        yield f"cpu: {options.cpu} given; more than 0 is needed"
-    if amount(options.memory) < 2**26:
-        yield f"memory: {options.memory} given; Python alone needs 64Mi (is a unit missing?)"
-    if amount(options.shm) >= amount(options.memory):
-        yield f"shm: {options.shm} is a part of memory, and that is {options.memory}"
+    cpu, memory, shm = options.request_of_cpu, options.limit_of_memory, options.limit_of_shm
+    if amount(cpu) > amount(options.limit_of_cpu):
+        yield f"cpu: {cpu} is more than cpu_limit, {options.limit_of_cpu}"
+    if not amount(cpu):
+        yield f"cpu: {cpu} given; more than 0 is needed"
+    if amount(memory) < 2**26:
+        yield f"memory: {memory} given; Python alone needs 64Mi (is a unit missing?)"
+    if amount(shm) >= amount(memory):
+        yield f"shm: {shm} is a part of memory, and that is {memory}"
     if len(spec.params.encode()) > _LARGEST:
         yield f"params: more than the {_LARGEST // 1024} KiB that travel in an annotation"
 

@@ -150,6 +150,26 @@ def test_every_option_reaches_the_pods() -> None:
     assert pod_of(job)["metadata"]["labels"]["team"] == "a"
 
 
+@pytest.mark.parametrize(
+    ("given", "cpu", "memory", "shm"),
+    [
+        ({}, "500m", "2Gi", "128Mi"),
+        ({"gpu": 1}, "4", "16Gi", "128Mi"),
+        ({"gpu": 2}, "4", "16Gi", "1Gi"),
+        ({"gpu": 2, "cpu": 1, "memory": "8Gi", "shm": "2Gi"}, "1", "8Gi", "2Gi"),
+        ({"gpu": 1, "cpu_limit": "2"}, "2", "16Gi", "128Mi"),
+    ],
+)
+def test_a_pod_with_gpus_has_room_for_what_they_need(
+    given: Settings, cpu: str, memory: str, shm: str
+) -> None:
+    job = build(spec(**given))
+    requests = container_of(job)["resources"]["requests"]
+    assert (requests["cpu"], requests["memory"]) == (cpu, memory)
+    volumes = {volume["name"]: volume for volume in pod_of(job)["spec"]["volumes"]}
+    assert volumes["shm"]["emptyDir"]["sizeLimit"] == shm
+
+
 def test_labels_open_the_network_that_is_used_and_no_more() -> None:
     plain = pod_of(build(spec(("tracking.uri=''",))))["metadata"]["labels"]
     assert not {"ddpm.io/uses-mlflow", "ddpm.io/uses-s3", "ddpm.io/uses-api"} & set(plain)
