@@ -122,6 +122,7 @@ def _pod(spec: JobSpec) -> Any:
                 seccomp_profile=client.V1SeccompProfile(type="RuntimeDefault"),
             ),
             image_pull_secrets=pulls or None,
+            runtime_class_name=options.runtime_class,
             node_selector=options.node_selector or None,
             tolerations=[_toleration(t) for t in options.tolerations] or None,
             containers=[_container(spec)],

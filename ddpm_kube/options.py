@@ -76,6 +76,7 @@ class Options(Section):
         None, description="of /dev/shm; counts as memory; empty: 128Mi, with several GPUs 1Gi"
     )
     tmp: Quantity = Field("4Gi", description="of /tmp, where the data of an s3:// workspace go")
+    runtime_class: Name | None = Field(None, description="empty: the node's default runtime")
     node_selector: Texts = Field({})
     tolerations: Annotated[tuple[Toleration, ...], BeforeValidator(as_tuple)] = ()
     volumes: Annotated[tuple[Claim, ...], BeforeValidator(as_tuple)] = ()

@@ -114,6 +114,7 @@ def test_every_option_reaches_the_pods() -> None:
             secrets=["needed"],
             optional_secrets=["ddpm-s3"],
             env={"NCCL_DEBUG": "INFO"},
+            runtime_class="nvidia",
             node_selector={"pool": "gpu"},
             tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
             image_pull_secrets=["registry"],
@@ -138,6 +139,7 @@ def test_every_option_reaches_the_pods() -> None:
     assert environment_of(job)["OMP_NUM_THREADS"] == "2"  # 4 cores, 2 processes
     assert environment_of(job)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "100"
     assert pod["terminationGracePeriodSeconds"] == 200
+    assert pod["runtimeClassName"] == "nvidia"
     assert pod["nodeSelector"] == {"pool": "gpu"}
     assert pod["tolerations"][0]["key"] == "nvidia.com/gpu"
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
@@ -309,12 +311,14 @@ def test_a_uri_without_a_secret_is_shown_whole_and_taken(uri: str) -> None:
 
 
 def test_unknown_options_and_wrong_types_are_told_together() -> None:
+    wrong = {"min_replicas": 0, "memory": "2 GB", "nodes": 3, "runtime_class": ""}
     with pytest.raises(UserError) as caught:
-        options.read({"min_replicas": 0, "memory": "2 GB", "nodes": 3, "volumes": [{"path": "x"}]})
+        options.read({**wrong, "volumes": [{"path": "x"}]})
     for part in (
         "min_replicas: 0 given",
         "memory: '2 GB' given",
         "nodes: unknown",
+        "runtime_class: '' given",
         "volumes.0.claim",
     ):
         assert part in str(caught.value)
