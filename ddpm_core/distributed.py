@@ -20,6 +20,9 @@ TIMEOUT = 300.0  # seconds that workers wait for one that does not answer
 START = 1800.0  # seconds that they wait for each other's start, in which data may be fetched
 LOST = 138  # exit status of a worker that lost another: 128 and more tell a scheduler to try again
 
+# Errors of this worker's own device, which may be met while others are waited for.
+_OWN = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
 
 @dataclass(frozen=True)
 class World:
@@ -66,8 +69,9 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
+            own = [self.device.index or 0] if self.device.type == "cuda" else None
             with self._told_when_lost():
-                dist.barrier(group=self.group)
+                dist.barrier(group=self.group, device_ids=own)
 
     def abandoned(self) -> bool:
         """Whether torchrun is gone, so that nothing watches this worker or starts it again."""
@@ -77,7 +81,7 @@ class World:
     def _told_when_lost(self) -> Iterator[None]:
         try:
             yield
-        except torch.OutOfMemoryError:
+        except _OWN:
             raise
         except RuntimeError as error:
             raise WorkerLost(self, error) from error
@@ -87,7 +91,9 @@ class WorkerLost(Interrupted):
     """Another worker died or hangs. The state of this one may be in the middle of a step."""
 
     def __init__(self, world: World, error: BaseException) -> None:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        # NCCL's last words are on lines of their own, before the trace.
+        words = str(error).partition("Exception raised from")[0].split()
+        line = " ".join(words)[:300] or type(error).__name__
         reason = re.sub(r"^\[[^]]*/[^]]*\] ", "", line).partition(". This is typically")[0]
         late = "timed out" in reason.lower() or "timeout" in reason.lower()
         what = (
@@ -112,9 +118,25 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     if name == "cuda":
         name = f"cuda:{local_rank % torch.cuda.device_count()}"
     device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device: {name} given; there are {torch.cuda.device_count()} GPUs.")
+    if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise UserError(f"device: {name} given; there are {torch.cuda.device_count()} GPUs.")
+        make_repeatable()
     return device
+
+
+def make_repeatable() -> None:
+    """Make CUDA's kernels those that give the same bits each time, and fp32 fp32.
+
+    cuDNN rounds the inputs of convolutions to TF32 unless it is told not to; sums by atomic
+    additions, and kernels that are chosen by timing them, differ from run to run.
+    """
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 
 @contextmanager
@@ -140,12 +162,11 @@ def world(device: str, environment: Mapping[str, str], timeout: float = TIMEOUT)
     group = _meet(chosen, World(rank, size, chosen, max(timeout, START)), timeout)
     try:
         yield World(rank, size, chosen, timeout, agent, group)
-    except WorkerLost:
-        # What NCCL still waits for never comes, and closing would wait with it: the end of the
-        # process closes all.
-        raise
-    except BaseException:
-        dist.destroy_process_group()
+    except BaseException as error:
+        # Closing tells gloo's workers that this one has left. NCCL would wait in it for what never
+        # comes, as both do where a worker is lost: the end of the process closes all.
+        if chosen.type != "cuda" and not isinstance(error, WorkerLost):
+            dist.destroy_process_group()
         raise
     else:
         dist.destroy_process_group()
@@ -171,11 +192,20 @@ def _meet(device: torch.device, starting: World, timeout: float) -> dist.Process
 
 
 def processes(wanted: str | int, device: str) -> int:
-    """How many workers `train.processes` asks for on this machine: auto is one a GPU."""
-    if wanted != "auto":
-        return int(wanted)
+    """How many workers `train.processes` asks for on this machine: auto is one a GPU.
+
+    Raises UserError for more than there are GPUs: two can't talk by NCCL on the same one.
+    """
     kind = choose_device(device).type
-    return torch.cuda.device_count() if kind == "cuda" and not _is_one(kind, device) else 1
+    gpus = torch.cuda.device_count() if kind == "cuda" and not _is_one(kind, device) else 0
+    if wanted == "auto":
+        return gpus or 1
+    if gpus and int(wanted) > gpus:
+        raise UserError(
+            f"{wanted} workers given; there are {gpus} GPUs, and each takes one: give at most as "
+            "many, or device: cpu."
+        )
+    return int(wanted)
 
 
 def _is_one(kind: str, setting: str) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import textwrap
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +17,11 @@ from apart import Record, ddpm_apart
 from program import TINY, ddpm, environment, new_run, prepare_run
 from runs import at_start, bits, distance, final, of_file, rows
 
-from ddpm_core.distributed import choose_device, processes, world
+from ddpm_core import distributed
+from ddpm_core.distributed import LOST, WorkerLost, World, choose_device, processes, world
 from ddpm_core.errors import UserError
+from ddpm_core.training import stopping
+from ddpm_core.training.stopping import StopRequest
 
 SETTINGS = (
     TINY.replace("attention: [8]}", "attention: [8], dropout: 0.2, conditioning: class}")
@@ -161,8 +168,78 @@ def test_there_is_a_worker_a_gpu_and_one_where_it_can_not_be_shared(
             pass
 
 
+def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, 2, mps=False)
+    assert [processes(2, "auto"), processes(4, "cpu")] == [2, 4]
+    with pytest.raises(UserError, match="there are 2 GPUs, and each takes one"):
+        processes(3, "auto")
+
+
+def test_kernels_of_a_gpu_are_those_that_give_the_same_bits_each_time() -> None:
+    code = """
+        import os, torch
+        from ddpm_core.distributed import make_repeatable
+        assert torch.backends.cudnn.allow_tf32
+        make_repeatable()
+        import torch._inductor.config as inductor
+        assert torch.are_deterministic_algorithms_enabled() and inductor.deterministic
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+        assert not torch.backends.cudnn.allow_tf32 and os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+class Never:
+    """An event that a device does not come to, as the other worker has died."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_who_waits_for_a_gpu_hears_a_signal_and_gives_up_a_step_that_never_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stopping, "GRACE", 0.1)
+    # A worker of one of two GPUs, with the step's event as `note` keeps it.
+    stop = StopRequest(World(0, 2, torch.device("cuda")))
+    stop._wishes[1] = torch.ones(()), Never()
+    with stop:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(WorkerLost, match=r"not end within 0\.1 s of the signal") as lost:
+            stop.agreed(1 + stopping.LAG)
+    assert lost.value.status == LOST and stop.status == stopping.ASKED
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "closed"),
+    [
+        ("cpu", UserError("the disk is full"), True),
+        ("cuda", UserError("the disk is full"), False),
+        ("cuda", None, True),
+    ],
+)
+def test_a_worker_that_fails_alone_does_not_wait_for_the_others(
+    monkeypatch: pytest.MonkeyPatch, device: str, error: Exception | None, closed: bool
+) -> None:
+    """NCCL's closing waits for a reduction to which this worker does not come."""
+    has(monkeypatch, 2 if device == "cuda" else 0, mps=False)
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(distributed, "_meet", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: done.append("closed"))
+    try:
+        with world(device, {"WORLD_SIZE": "2"}):
+            if error:
+                raise error
+    except UserError as raised:
+        assert raised is error
+    assert bool(done) is closed
+
+
 def has(monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool) -> None:
     """What PyTorch says of the machine."""
+    monkeypatch.setattr(distributed, "make_repeatable", lambda: None)  # of the whole process
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)

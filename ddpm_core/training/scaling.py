@@ -23,7 +23,7 @@ from ddpm_core import params
 from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.data.prepare import prepare
-from ddpm_core.distributed import processes
+from ddpm_core.distributed import choose_device, processes
 from ddpm_core.errors import UserError
 from ddpm_core.training.runlog import read_rows
 from ddpm_core.workspace import LOG, RUN, SNAPSHOTS, Workspace
@@ -48,7 +48,9 @@ def scaling(config: Config, workers: int | None, steps: int) -> list[Scaling]:
 
     Raises UserError for numbers that make no sense, and for a run that fails.
     """
-    most = workers or max(processes("auto", config.device), min(MOST, os.cpu_count() or 1))
+    on_cpu = choose_device(config.device).type == "cpu"
+    some = min(MOST, os.cpu_count() or 1) if on_cpu else processes("auto", config.device)
+    most = processes(workers or some, config.device)
     if not 1 <= most <= config.train.batch_size:
         raise UserError(
             f"--workers {most}: from 1 to train.batch_size, {config.train.batch_size}, are "

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
 
 from ddpm_core.console import say
-from ddpm_core.distributed import World
+from ddpm_core.distributed import WorkerLost, World
 
 ASKED = 128 + signal.SIGTERM  # the exit status after a stop that all workers were asked for
 LAG = 2  # steps between a wish and its being read: by then the device has long passed it
+LOOK = 0.0005  # seconds between two looks at a GPU
+GRACE = 20.0  # seconds that the step at work may take after the signal
 
 
 class StopRequest:
@@ -72,8 +75,29 @@ class StopRequest:
             return self.status > 0
         wish, event = self._wishes.pop(step - LAG, (None, None))
         if event is not None:
-            event.synchronize()
+            self._wait(event)
         return wish is not None and bool(wish > 0)
+
+    def settle(self) -> None:
+        """Wait until the device has done all that it was given, before something is read from it.
+
+        Who waits within CUDA hears no signal; and a step in which another worker died never ends.
+        """
+        if self._world.size > 1 and self._world.device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._wait(event)
+
+    def _wait(self, event: Any) -> None:
+        """Until the device has passed an event; not for ever once this worker is to stop."""
+        asked = 0.0
+        while not event.query():
+            time.sleep(LOOK)
+            if self.status and not asked:
+                asked = time.monotonic()
+            if asked and time.monotonic() - asked > GRACE:
+                error = TimeoutError(f"its step did not end within {GRACE:g} s of the signal")
+                raise WorkerLost(self._world, error)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         self.status = 128 + number

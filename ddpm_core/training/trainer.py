@@ -130,6 +130,7 @@ def loop(run: Run) -> None:
         done = state.step >= train.steps
         stopping = run.stop.agreed(state.step)
         if state.totals.steps and (state.step % train.log_every == 0 or done):
+            run.stop.settle()
             report(run)
         due = run.overdue or snapshot_due(train, state.step)
         if state.step > run.written and (due or done or stopping):
@@ -229,6 +230,7 @@ def check_finite(run: Run) -> None:
 
 def take_snapshot(run: Run) -> None:
     """Copy the state to the host; the writer's thread puts it on disk, with a milestone's grid."""
+    run.stop.settle()
     check_finite(run)
     check_agreement(run.state, run.written)
     run.written, run.overdue, run.snapshot_at = run.state.step, False, time.perf_counter()
