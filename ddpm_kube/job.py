@@ -16,7 +16,7 @@ from kubeflow import training as sdk
 from kubernetes import client
 
 from ddpm_kube.names import label_value
-from ddpm_kube.options import amount
+from ddpm_kube.options import Options, amount
 from ddpm_kube.spec import JobSpec
 
 GROUP, VERSION, PLURAL = "kubeflow.org", "v1", "pytorchjobs"
@@ -124,7 +124,7 @@ def _pod(spec: JobSpec) -> Any:
             image_pull_secrets=pulls or None,
             runtime_class_name=options.runtime_class,
             node_selector=options.node_selector or None,
-            tolerations=[_toleration(t) for t in options.tolerations] or None,
+            tolerations=_tolerations(options) or None,
             containers=[_container(spec)],
             volumes=_volumes(spec),
         ),
@@ -229,10 +229,16 @@ def _volume_name(claim: str) -> str:
     return "claim-" + hashlib.sha256(claim.encode()).hexdigest()[:8]
 
 
-def _toleration(given: Any) -> Any:
-    return client.V1Toleration(
-        key=given.key or None,
-        operator=given.operator,
-        value=given.value or None,
-        effect=given.effect or None,
-    )
+def _tolerations(options: Options) -> list[Any]:
+    """Those given, and that of nodes with GPUs, which are usually tainted with the resource."""
+    made = [
+        client.V1Toleration(
+            key=given.key or None,
+            operator=given.operator,
+            value=given.value or None,
+            effect=given.effect or None,
+        )
+        for given in options.tolerations
+    ]
+    own = client.V1Toleration(key=options.gpu_resource, operator="Exists", effect="NoSchedule")
+    return [*made, own] if options.gpu and own not in made else made

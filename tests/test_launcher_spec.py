@@ -172,6 +172,21 @@ def test_a_pod_with_gpus_has_room_for_what_they_need(
     assert volumes["shm"]["emptyDir"]["sizeLimit"] == shm
 
 
+@pytest.mark.parametrize("resource", ["nvidia.com/gpu", "amd.com/gpu"])
+def test_a_pod_with_gpus_may_go_where_gpus_are(resource: str) -> None:
+    gpus = {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
+    other = {"key": "team", "operator": "Equal", "value": "a"}
+    asked = {"gpu": 1, "gpu_resource": resource}
+    for given, told in (
+        ({}, None),
+        ({"tolerations": [other]}, [other]),
+        (asked, [gpus]),
+        ({**asked, "tolerations": [gpus]}, [gpus]),
+        ({**asked, "tolerations": [other]}, [other, gpus]),
+    ):
+        assert pod_of(build(spec(**given)))["spec"].get("tolerations") == told
+
+
 def test_labels_open_the_network_that_is_used_and_no_more() -> None:
     plain = pod_of(build(spec(("tracking.uri=''",))))["metadata"]["labels"]
     assert not {"ddpm.io/uses-mlflow", "ddpm.io/uses-s3", "ddpm.io/uses-api"} & set(plain)
