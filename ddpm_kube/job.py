@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from typing import Any
 
 from kubeflow import training as sdk
@@ -159,16 +158,14 @@ def _container(spec: JobSpec) -> Any:
 
 
 def _environment(spec: JobSpec) -> dict[str, str]:
-    options, timeout = spec.options, spec.config.train.worker_timeout
+    options = spec.options
     threads = max(1, int(amount(options.limit_of_cpu) / spec.processes))
-    nccl = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(math.ceil(timeout))} if options.gpu else {}
     return {
         "HOME": "/tmp",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),  # else as many as the node has cores
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/elastic.md, Limits
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(options.shutdown_seconds),
-        **nccl,
         **options.env,
     }
 

@@ -272,6 +272,59 @@ def test_training_starts_again_and_has_time_to_save() -> None:
     assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
+def patched(documents: list[Document], component: str) -> list[Document]:
+    """What the JSON patches of a component make of the documents, as kustomize does."""
+    folder = OVERLAYS / "components" / component
+    done = copy.deepcopy(documents)
+    for patch in yaml.safe_load((folder / "Kustomization").read_text(encoding="utf-8"))["patches"]:
+        text = patch.get("patch") or (folder / patch["path"]).read_text(encoding="utf-8")
+        kind, name = patch["target"]["kind"], patch["target"]["name"]
+        chosen = named(done, kind)[name]
+        for operation in yaml.safe_load(text):
+            _apply(chosen, operation)
+    return done
+
+
+def _apply(document: Document, operation: Document) -> None:
+    *path, last = operation["path"].lstrip("/").replace("~1", "\0").split("/")
+    place: Any = document
+    for key in path:
+        place = place[int(key) if isinstance(place, list) else key.replace("\0", "/")]
+    value = copy.deepcopy(operation["value"])
+    if isinstance(place, dict):
+        assert operation["op"] == "add" or last in place, operation
+        place[last.replace("\0", "/")] = value
+    elif last == "-":
+        place.append(value)
+    else:
+        assert operation["op"] == "replace", operation
+        place[int(last)] = value
+
+
+@pytest.fixture(scope="module")
+def with_gpus() -> dict[str, Document]:
+    """The containers of the jobs in the overlay `gpu`, each as JOB/CONTAINER."""
+    documents = patched(ALL, "gpu")
+    assert all(mistakes(document) == [] for document in documents)
+    return {
+        f"{d['metadata']['name']}/{c['name']}": c
+        for d in documents
+        if d["kind"] in ("Job", "PyTorchJob")
+        for t, _ in templates(d)
+        for c in containers(t)
+    }
+
+
+def environment(container: Document) -> dict[str, str | None]:
+    return {v["name"]: v.get("value") for v in container["env"]}
+
+
+def test_what_ends_a_hung_collective_is_the_process_group(with_gpus: dict[str, Document]) -> None:
+    """The heartbeat's time is that after which NCCL's watchdog counts as hung itself."""
+    for name, container in with_gpus.items():
+        assert "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC" not in environment(container), name
+
+
 def test_no_command_that_builds_the_image_may_fail_unseen() -> None:
     """In the shell of a RUN what follows `;` or `||` is done whatever failed before it."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
