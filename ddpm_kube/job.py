@@ -163,7 +163,9 @@ def _environment(spec: JobSpec) -> dict[str, str]:
     return {
         "HOME": "/tmp",
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(threads),  # else as many as the node has cores
+        # Else as many as the node has cores, and up to 32 processes that compile, for each of ours.
+        "OMP_NUM_THREADS": str(threads),
+        "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/elastic.md, Limits
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(options.shutdown_seconds),
         **options.env,

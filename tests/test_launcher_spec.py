@@ -137,6 +137,7 @@ def test_every_option_reaches_the_pods() -> None:
     ]
     assert environment_of(job)["NCCL_DEBUG"] == "INFO"
     assert environment_of(job)["OMP_NUM_THREADS"] == "2"  # 4 cores, 2 processes
+    assert environment_of(job)["TORCHINDUCTOR_COMPILE_THREADS"] == "2"
     # That guards NCCL's watchdog: what ends a hung collective is the process group's timeout.
     assert "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC" not in environment_of(job)
     assert environment_of(job)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "100"

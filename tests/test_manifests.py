@@ -325,6 +325,12 @@ def test_what_ends_a_hung_collective_is_the_process_group(with_gpus: dict[str, D
         assert "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC" not in environment(container), name
 
 
+def test_as_many_processes_compile_as_a_container_has_cores(with_gpus: dict[str, Document]) -> None:
+    for name in ("ddpm-train/pytorch", "ddpm-sample/sample"):
+        threads = environment(with_gpus[name])["TORCHINDUCTOR_COMPILE_THREADS"]
+        assert threads == with_gpus[name]["resources"]["limits"]["cpu"] == "8", name
+
+
 def test_no_command_that_builds_the_image_may_fail_unseen() -> None:
     """In the shell of a RUN what follows `;` or `||` is done whatever failed before it."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
