@@ -42,7 +42,11 @@ class JobSpec:
     @property
     def params(self) -> str:
         """The params file of the workers: the whole settings, defaults and overrides included."""
-        return yaml.safe_dump(self.config.dump(), sort_keys=False)
+        settings = self.config.dump()
+        if self.options.gpu and self.config.device == "auto":
+            # A worker that doesn't see its GPU is to say so, and not to train on the CPU.
+            settings["device"] = "cuda"
+        return yaml.safe_dump(settings, sort_keys=False)
 
     @property
     def processes(self) -> int:

@@ -16,6 +16,7 @@ import yaml
 from ddpm_core import params
 from ddpm_core.errors import UserError
 from ddpm_core.mlflow_run import shown
+from ddpm_core.training.identity import identity
 from ddpm_kube import cli, options
 from ddpm_kube.job import HASH, PARAMS, RUN, build
 from ddpm_kube.names import job_name, label_value
@@ -59,6 +60,17 @@ def test_the_workers_train_with_the_very_settings_that_were_given(tmp_path: Path
     assert item["fieldRef"]["fieldPath"] == f"metadata.annotations['{PARAMS}']"
     (mount,) = [m for m in container_of(build(made))["volumeMounts"] if m["name"] == "params"]
     assert f"{mount['mountPath']}/{item['path']}" == container_of(build(made))["args"][-1]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device", "told"),
+    [(0, "auto", "auto"), (0, "cpu", "cpu"), (1, "auto", "cuda"), (1, "cuda", "cuda")],
+)
+def test_a_worker_with_a_gpu_must_see_it(gpu: int, device: str, told: str) -> None:
+    made = spec((f"device={device}",), gpu=gpu)
+    given = params.load_text(made.params, "the workers' params")
+    assert given == made.config.model_copy(update={"device": told})
+    assert identity(given, "data") == identity(made.config, "data")  # it is the same run
 
 
 def test_the_first_example_of_the_docs_makes_a_job_from_a_persons_machine(tmp_path: Path) -> None:
