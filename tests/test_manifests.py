@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import re
 import shlex
 from typing import Any
@@ -275,7 +276,9 @@ def test_training_starts_again_and_has_time_to_save() -> None:
 def patched(documents: list[Document], component: str) -> list[Document]:
     """What the JSON patches of a component make of the documents, as kustomize does."""
     folder = OVERLAYS / "components" / component
-    done = copy.deepcopy(documents)
+    done: list[Document] = json.loads(
+        json.dumps(documents)
+    )  # what an anchor shares is each container's own
     for patch in yaml.safe_load((folder / "Kustomization").read_text(encoding="utf-8"))["patches"]:
         text = patch.get("patch") or (folder / patch["path"]).read_text(encoding="utf-8")
         kind, name = patch["target"]["kind"], patch["target"]["name"]
@@ -325,8 +328,25 @@ def test_what_ends_a_hung_collective_is_the_process_group(with_gpus: dict[str, D
         assert "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC" not in environment(container), name
 
 
+def test_whoever_computes_has_a_gpu_and_may_not_do_without(with_gpus: dict[str, Document]) -> None:
+    """Who waits for samples too: what they are to be like follows from the device."""
+    having = {"ddpm-train/pytorch", "ddpm-sample/sample"}
+    having |= {f"ddpm-evaluate/{name}" for name in ("wait", "evaluate", "register")}
+    for name, container in with_gpus.items():
+        resources, arguments = container["resources"], container["args"]
+        gpus = {resources[kind].get("nvidia.com/gpu", "0") for kind in ("requests", "limits")}
+        assert gpus == {"1" if name in having else "0"}, name
+        assert (arguments[-2:] == ["-S", "device=cuda"]) == (name in having), name
+
+
+def test_a_pod_asks_for_one_gpu_however_many_containers_use_it() -> None:
+    jobs = [t for d in patched(ALL, "gpu") if "Job" in d["kind"] for t, _ in templates(d)]
+    gpus = [requested(t, "nvidia.com/gpu") for t in jobs if "tolerations" in t["spec"]]
+    assert gpus == [1, 1, 1]
+
+
 def test_as_many_processes_compile_as_a_container_has_cores(with_gpus: dict[str, Document]) -> None:
-    for name in ("ddpm-train/pytorch", "ddpm-sample/sample"):
+    for name in ("ddpm-train/pytorch", "ddpm-sample/sample", "ddpm-evaluate/register"):
         threads = environment(with_gpus[name])["TORCHINDUCTOR_COMPILE_THREADS"]
         assert threads == with_gpus[name]["resources"]["limits"]["cpu"] == "8", name
 
