@@ -43,6 +43,10 @@ RUN UV_NO_CACHE=1 UV_SYSTEM_CERTS=1 /opt/ddpm/uv pip install --quiet --system --
 # Only /tmp and /dev/shm need to be writable: caches and the home lie there.
 ENV HOME=/tmp USER=ddpm PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 MPLCONFIGDIR=/tmp/matplotlib \
     XDG_CACHE_HOME=/tmp/cache MLFLOW_DISABLE_TELEMETRY=true DVC_NO_ANALYTICS=true
+# GKE mounts the driver of its GPUs in this folder, where nothing looks by itself. The container
+# toolkit gives what CUDA needs of the driver, and nvidia-smi; the device plugin says which GPUs.
+ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64 \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /tmp
 USER 1000:1000
 ENTRYPOINT ["ddpm"]

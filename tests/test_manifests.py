@@ -273,6 +273,16 @@ def test_training_starts_again_and_has_time_to_save() -> None:
     assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
+def test_the_image_finds_the_driver_of_gpus_where_clouds_mount_it() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line[4:] for line in text.rpartition("FROM ")[2].splitlines() if line[:4] == "ENV "]
+    given = dict(word.split("=", 1) for line in lines for word in shlex.split(line))
+    folders = given["LD_LIBRARY_PATH"].split(":")
+    assert folders == ["/usr/local/nvidia/lib", "/usr/local/nvidia/lib64"]
+    assert given["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+    assert "NVIDIA_VISIBLE_DEVICES" not in given  # the device plugin's
+
+
 def patched(documents: list[Document], component: str) -> list[Document]:
     """What the JSON patches of a component make of the documents, as kustomize does."""
     folder = OVERLAYS / "components" / component
