@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from ddpm_core.console import warn
 from ddpm_core.errors import Interrupted, UserError
 from ddpm_core.meeting import agree
 
@@ -110,19 +112,41 @@ class WorkerLost(Interrupted):
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """The device of `device: auto | cpu | mps | cuda[:N]`. Raises UserError if it is not there."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    mps = torch.backends.mps.is_available()
     if name == "auto":
-        name = "cuda" if cuda else "mps" if mps else "cpu"
-    if (name.startswith("cuda") and not cuda) or (name == "mps" and not mps):
+        suits = gpus and not _too_old(local_rank % gpus, warned=True)
+        name = "cuda" if suits else "mps" if mps else "cpu"
+    if (name.startswith("cuda") and not gpus) or (name == "mps" and not mps):
         raise UserError(f"device: {name} given; this machine has none that PyTorch can use.")
     if name == "cuda":
-        name = f"cuda:{local_rank % torch.cuda.device_count()}"
+        name = f"cuda:{local_rank % gpus}"
     device = torch.device(name)
     if device.type == "cuda":
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise UserError(f"device: {name} given; there are {torch.cuda.device_count()} GPUs.")
+        index = device.index or 0
+        if index >= gpus:
+            raise UserError(f"device: {name} given; there are {gpus} GPUs.")
+        if old := _too_old(index):
+            raise UserError(f"device: {name} given. {old}")
         make_repeatable()
     return device
+
+
+@functools.cache
+def _too_old(index: int, warned: bool = False) -> str:
+    """What to do about a GPU that PyTorch was not built for; empty where it was."""
+    built = [int(re.sub(r"\D", "", name)) for name in torch.cuda.get_arch_list() if "sm_" in name]
+    major, minor = torch.cuda.get_device_capability(index)
+    if not built or 10 * major + minor >= min(built):
+        return ""
+    told = (
+        f"The GPU {torch.cuda.get_device_name(index)} has compute capability {major}.{minor} and "
+        f"is not used: this PyTorch was built for {min(built) / 10:.1f} and later. With a PyTorch "
+        "that was built for it, it is."
+    )
+    if warned:
+        warn(told)
+    return told
 
 
 def make_repeatable() -> None:

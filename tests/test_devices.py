@@ -237,8 +237,25 @@ def test_a_worker_that_fails_alone_does_not_wait_for_the_others(
     assert bool(done) is closed
 
 
-def has(monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool) -> None:
+def test_a_gpu_that_pytorch_was_not_built_for_is_told_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has(monkeypatch, 2, mps=False, capability=(6, 1))
+    told = "GTX 1080 has compute capability 6.1 and is not used: this PyTorch was built for 7.5"
+    assert choose_device("auto").type == choose_device("auto").type == "cpu"
+    assert capsys.readouterr().err.count(told) == 1
+    with pytest.raises(UserError, match=told.replace(".", r"\.")):
+        choose_device("cuda:1")
+
+
+def has(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, capability: tuple[int, int] = (9, 0)
+) -> None:
     """What PyTorch says of the machine."""
+    distributed._too_old.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
     monkeypatch.setattr(distributed, "make_repeatable", lambda: None)  # of the whole process
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
