@@ -161,12 +161,12 @@ def parts(config: Config, workspace: Workspace) -> list[str]:
     from ddpm_core.distributed import choose_device
     from ddpm_core.generate import gather, plan
     from ddpm_core.generate.parts import Parts
-    from ddpm_core.precision import choose
+    from ddpm_core.generate.sample import recipe_on
 
-    precision = choose(config.sample.precision, choose_device(config.device))
+    device = choose_device(config.device)
     listed = []
     for checkpoint in plan.look_at_chosen(config, workspace):
-        recipe = plan.recipe(config, checkpoint, precision)
+        recipe = recipe_on(device, config, checkpoint)
         drawn = Parts(workspace, recipe)
         shards = plan.shards(config.sample)
         lacking = [shard for shard in shards if drawn.problem(shard)]

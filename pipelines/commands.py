@@ -18,6 +18,8 @@ from ddpm_core.errors import UserError
 from ddpm_kube import options, steps
 
 LARGEST = 10_000  # bytes that KFP takes as the inputs of a run
+GPU = "nvidia.com/gpu"
+DRAWERS = ("exec-sample", "exec-evaluate", "exec-register")  # the last one the champion anew
 COMPILED = Path(__file__).resolve().parent / "ddpm.yaml"
 
 app = typer.Typer(
@@ -37,6 +39,9 @@ WorkspaceOption = Annotated[
     str, typer.Option("--workspace", "-w", help="Where the run lives: a directory, or s3://...")
 ]
 SourceOption = Annotated[str, typer.Option(help="prepare.source; default: that of the params.")]
+GpuOption = Annotated[
+    bool, typer.Option("--gpu", help="A GPU for each pod that samples, scores or registers.")
+]
 WorstOption = Annotated[
     float, typer.Option(help="The score above which nothing is registered; 0: no limit.")
 ]
@@ -47,9 +52,10 @@ def compile_(
     context: typer.Context,
     output: Annotated[Path, typer.Option("--output", "-o")] = COMPILED,
     image: ImageOption = None,
+    gpu: GpuOption = False,
 ) -> None:
     """Write pipelines/ddpm.yaml."""
-    compiled(context.obj, output, image)
+    compiled(context.obj, output, image, gpu)
     typer.echo(output)
 
 
@@ -108,6 +114,7 @@ def submit(
         Path | None, typer.Option(help="A YAML file of what the PyTorchJob is to be like.")
     ] = None,
     image: ImageOption = None,
+    gpu: GpuOption = False,
     experiment: Annotated[str, typer.Option(help="KFP's experiment.")] = "ddpm",
     name: Annotated[str, typer.Option(help="Of the run.")] = "ddpm",
     namespace: Annotated[str, typer.Option(help="Of a multi-user KFP.")] = "kubeflow",
@@ -125,24 +132,42 @@ def submit(
         check(inputs)
         logging.disable()  # of each attempt at a server that does not answer, with a traceback
         server = Server(host, namespace, token(token_file))
-        run_id = server.create(context.obj, image, experiment, name, inputs)
+        run_id = server.create(context.obj, image, gpu, experiment, name, inputs)
         if wait:
             raise SystemExit(follow(server, run_id))
 
 
-def compiled(pipeline: Any, target: Path, image: str | None = None) -> None:
+def compiled(pipeline: Any, target: Path, image: str | None = None, gpu: bool = False) -> None:
     """Write the pipeline as KFP takes it, the same text each time; `image` in place of IMAGE.
 
-    The PyTorchJob's workers have the image of the pod that starts them.
+    The PyTorchJob's workers have the image of the pod that starts them; their GPUs are an input.
     """
     from kfp import compiler
 
     compiler.Compiler().compile(pipeline, str(target))
-    if image:
-        spec, *platforms = yaml.safe_load_all(target.read_text(encoding="utf-8"))
-        for executor in spec["deploymentSpec"]["executors"].values():
-            executor["container"]["image"] = image
-        target.write_text(yaml.safe_dump_all([spec, *platforms]), encoding="utf-8")
+    if image or gpu:
+        spec, platform = yaml.safe_load_all(target.read_text(encoding="utf-8"))
+        executors = spec["deploymentSpec"]["executors"]
+        on_cluster = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+        for name, executor in executors.items():
+            if image:
+                executor["container"]["image"] = image
+            if gpu and name in DRAWERS:
+                give_gpu(executor["container"], on_cluster[name])
+        target.write_text(yaml.safe_dump_all([spec, platform]), encoding="utf-8")
+
+
+def give_gpu(container: dict[str, Any], pod: dict[str, Any]) -> None:
+    """One, the memory of a CUDA process, and the cores to compile a network for it."""
+    container["resources"] |= {
+        "accelerator": {"count": "1", "resourceCount": "1", "resourceType": GPU, "type": GPU},
+        "cpuLimit": 8.0,
+        "resourceCpuLimit": "8",
+        "memoryLimit": 17.179869184,
+        "resourceMemoryLimit": "16Gi",
+    }
+    container["env"].append({"name": "TORCHINDUCTOR_COMPILE_THREADS", "value": "8"})
+    pod["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
 
 
 def given(

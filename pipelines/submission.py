@@ -38,14 +38,20 @@ class Server:
             return kfp.Client(host=self.host, namespace=namespace, existing_token=token)
 
     def create(
-        self, pipeline: Any, image: str | None, experiment: str, name: str, inputs: dict[str, Any]
+        self,
+        pipeline: Any,
+        image: str | None,
+        gpu: bool,
+        experiment: str,
+        name: str,
+        inputs: dict[str, Any],
     ) -> str:
         """Start a run of the pipeline; its id."""
         from commands import compiled
 
         with tempfile.TemporaryDirectory(prefix="ddpm-submit-") as folder:
             package = Path(folder) / "ddpm.yaml"
-            compiled(pipeline, package, image)
+            compiled(pipeline, package, image, gpu)
             place = self._ask(lambda: self._client.create_experiment(experiment))
             run = self._ask(
                 lambda: self._client.run_pipeline(

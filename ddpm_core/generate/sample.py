@@ -14,7 +14,7 @@ import torch
 
 from ddpm_core import compiling
 from ddpm_core.checkpoint import Checkpoint
-from ddpm_core.config import Config, Sample
+from ddpm_core.config import Config
 from ddpm_core.console import progress, say, warn
 from ddpm_core.distributed import World, choose_device
 from ddpm_core.errors import Corrupt, UserError
@@ -42,9 +42,7 @@ def sample(
         config = config.model_copy(update={"sample": settings})
     mine = [s for s in plan.shards(settings) if shard is None or s.number == shard[0]]
     checkpoints = plan.open_chosen(config, workspace)
-    precision = choose(settings.precision, world.device)
-    compiled = compiles(settings, world.device)
-    work = [(c, plan.recipe(config, c, precision, compiled)) for c in checkpoints]
+    work = [(c, recipe_on(world.device, config, c)) for c in checkpoints]
     if shard is None and world.rank == 0:
         forget_others(workspace, [c.step for c in checkpoints])
     missing = [(c, r) for c, r in work if not gather.complete(workspace, r, thorough=True)]
@@ -124,9 +122,13 @@ def _nothing(count: int) -> None:
     """Images that are drawn once more are not counted twice."""
 
 
-def compiles(settings: Sample, device: torch.device) -> bool:
-    """Whether the networks are compiled: for all shards alike, as it changes rounding."""
-    return compiling.wanted(settings.compile, device, settings.count * settings.steps)
+def recipe_on(device: torch.device, config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the images of a checkpoint depend on, as this device draws them."""
+    settings = config.sample
+    precision = choose(settings.precision, device)
+    # For all shards alike, as it changes rounding.
+    compiled = compiling.wanted(settings.compile, device, settings.count * settings.steps)
+    return plan.recipe(config, checkpoint, precision, compiled)
 
 
 def forget_others(workspace: Workspace, steps: list[int]) -> None:
@@ -144,9 +146,8 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     except (UserError, Corrupt) as error:
         return str(error)
     device = choose_device(config.device)
-    precision, compiled = choose(config.sample.precision, device), compiles(config.sample, device)
     for checkpoint in checkpoints:
-        recipe = plan.recipe(config, checkpoint, precision, compiled)
+        recipe = recipe_on(device, config, checkpoint)
         if not gather.complete(workspace, recipe):
             return (
                 f"the checkpoint of step {checkpoint.step} has {_lack(config, workspace, recipe)}"

@@ -11,12 +11,14 @@ import pytest
 import yaml
 from components_run import ROOT  # the next two are found by its path
 from google.protobuf import json_format
-from kfp import components
+from kfp import compiler, components, dsl, kubernetes
 from kfp.kubernetes import kubernetes_executor_config_pb2 as platform
 from kfp.pipeline_spec import pipeline_spec_pb2 as spec_pb2
 
 import commands  # isort: skip
 from ddpm import ddpm  # isort: skip
+
+from components.sample import sample  # isort: skip
 
 from ddpm_kube import steps
 
@@ -122,4 +124,34 @@ def test_another_image_is_in_every_component(tmp_path: Path) -> None:
     text = made.read_text()
     assert text.count("image: registry.local/ddpm:7") == 7
     assert "ddpm:dev" not in text
+    components.load_component_from_file(str(made))
+
+
+def test_pods_that_draw_or_score_have_a_gpu_where_one_is_asked_for(tmp_path: Path) -> None:
+    made, plain = tmp_path / "ddpm.yaml", tmp_path / "plain.yaml"
+    commands.compiled(ddpm, made, gpu=True)
+    spec, platforms = yaml.safe_load_all(made.read_text())
+    pods = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    executors = spec["deploymentSpec"]["executors"]
+    given = {n for n, e in executors.items() if "accelerator" in e["container"]["resources"]}
+    assert given == {n for n, pod in pods.items() if "tolerations" in pod}
+    assert given == {"exec-sample", "exec-evaluate", "exec-register"}
+
+    @dsl.pipeline(name="plain")
+    def one():
+        """What KFP itself writes."""
+        drawn = sample(settings="", part="")
+        drawn.set_accelerator_type("nvidia.com/gpu").set_accelerator_limit(1)
+        drawn.set_cpu_limit("8").set_memory_limit("16Gi")
+        kubernetes.add_toleration(
+            drawn, key="nvidia.com/gpu", operator="Exists", effect="NoSchedule"
+        )
+
+    compiler.Compiler().compile(one, str(plain))
+    theirs, platform_of = yaml.safe_load_all(plain.read_text())
+    wanted = theirs["deploymentSpec"]["executors"]["exec-sample"]["container"]["resources"]
+    ours = executors["exec-sample"]["container"]["resources"]
+    assert wanted == {name: ours[name] for name in wanted}
+    kubernetes_of = platform_of["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert kubernetes_of["exec-sample"]["tolerations"] == pods["exec-sample"]["tolerations"]
     components.load_component_from_file(str(made))
