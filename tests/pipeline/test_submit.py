@@ -171,7 +171,7 @@ def test_a_run_is_submitted_whole_and_followed_to_its_end(
     ]
     server = submission.Server(answers.host, "kubeflow", "the-token")
     inputs = {"params": TINY, "overrides": ["train.steps=9"], "worst": 2.0}
-    assert server.create(ddpm, "registry/ddpm:7", "digits", "first", inputs) == "r-1"
+    assert server.create(ddpm, "registry/ddpm:7", True, "digits", "first", inputs) == "r-1"
     assert submission.follow(server, "r-1") == 1
 
     (experiment, run) = answers.asked
@@ -182,6 +182,7 @@ def test_a_run_is_submitted_whole_and_followed_to_its_end(
     assert spec["pipeline_spec"]["pipelineInfo"]["name"] == "ddpm"
     assert "registry/ddpm:7" in json.dumps(spec) and "ddpm:dev" not in json.dumps(spec)
     assert "kubernetes" in spec["platform_spec"]["platforms"]
+    assert json.dumps(spec).count('"resourceType": "nvidia.com/gpu"') == 3
     assert answers.tokens == {"Bearer the-token"}
     printed = capfd.readouterr()
     told = printed.err.splitlines()
