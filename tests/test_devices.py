@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 import torch
 from apart import Record, ddpm_apart
+from digits_workspace import digits, make_config, put_data
 from program import TINY, ddpm, environment, new_run, prepare_run
 from runs import at_start, bits, distance, final, of_file, rows
 
 from ddpm_core import distributed
 from ddpm_core.distributed import LOST, WorkerLost, World, choose_device, processes, world
 from ddpm_core.errors import UserError
-from ddpm_core.training import stopping
+from ddpm_core.training import launcher, stopping
 from ddpm_core.training.stopping import StopRequest
+from ddpm_core.workspace import Workspace
 
 SETTINGS = (
     TINY.replace("attention: [8]}", "attention: [8], dropout: 0.2, conditioning: class}")
@@ -173,6 +175,20 @@ def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert [processes(2, "auto"), processes(4, "cpu")] == [2, 4]
     with pytest.raises(UserError, match="there are 2 GPUs, and each takes one"):
         processes(3, "auto")
+
+
+def test_a_worker_that_was_started_does_not_ask_how_many_there_should_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a pod with one GPU, by params that say more processes."""
+    has(monkeypatch, 1, mps=False)
+    config = make_config(tmp_path, device="auto", train={"processes": 4})
+    images, labels = digits(16)
+    put_data(Workspace.open(config.workspace), images, labels)
+    launcher.train(config, {"WORLD_SIZE": "2"}, ["train"], dry_run=True)
+    assert "2 x cuda" in capsys.readouterr().out
+    with pytest.raises(UserError, match="4 workers given; there are 1 GPUs"):
+        launcher.train(config, {}, ["train"], dry_run=True)
 
 
 def test_kernels_of_a_gpu_are_those_that_give_the_same_bits_each_time() -> None:

@@ -31,11 +31,16 @@ def train(
 ) -> None:
     """Train here if this is a worker or the only one; else start the workers."""
     workspace = Workspace.open(config.workspace)
-    count = distributed.processes(config.train.processes, config.device)
+    worker = "WORLD_SIZE" in environment  # whoever started it has decided how many there are
+    count = (
+        int(environment["WORLD_SIZE"])
+        if worker
+        else distributed.processes(config.train.processes, config.device)
+    )
     if dry_run:
         typer.echo(describe(config, workspace, count))
         return
-    if count > 1 and "WORLD_SIZE" not in environment:
+    if count > 1 and not worker:
         launch(count, arguments, config.train.restarts)
         return
     distributed.choose_device(config.device)
