@@ -15,6 +15,9 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("DDPM_IMAGE", "ddpm:dev")
+# A command of a container: its first process can't be killed or stopped from within it, so this one
+# waits for `ddpm` with the arguments.
+BELOW = "import subprocess, sys; sys.exit(subprocess.call(['ddpm', *sys.argv[1:]]))"
 
 Document = dict[str, Any]
 

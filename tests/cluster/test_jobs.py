@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cluster import IMAGE, ROOT, Document, Namespace, documents, wait_until
+from cluster import BELOW, IMAGE, ROOT, Document, Namespace, documents, wait_until
 
 TINY = """
 seed: 3
@@ -54,8 +54,6 @@ for root in ("/workspace/run", "/workspace/alone"):
     told = [manifest["seed"], len(images), hashlib.sha256(images.tobytes()).hexdigest()]
     print(json.dumps([len(manifest["shards"]), *told]))
 """
-# The first process of a container can't be stopped from within it: this one waits for another.
-BELOW = "import subprocess, sys; sys.exit(subprocess.call(['ddpm', *sys.argv[1:]]))"
 # Stops the sampling of shard N once it has drawn some of its ten batches; prints how many.
 STOP = """
 import os, pathlib, signal, sys, time

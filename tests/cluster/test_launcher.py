@@ -11,7 +11,7 @@ from pathlib import Path
 import bare
 import pytest
 import yaml
-from cluster import IMAGE, Document, KubectlFailed, Namespace, applied, kubectl, wait_until
+from cluster import BELOW, IMAGE, Document, KubectlFailed, Namespace, applied, kubectl, wait_until
 from launching import JOB_LABEL, TINY, Launching, made_here, own_namespace, pod_of
 
 from ddpm_kube.names import job_name
@@ -111,8 +111,6 @@ def going(job: Document) -> bool:
     return "deletionTimestamp" in job["metadata"]
 
 
-# The first process of a container can't be killed from within it: this one waits for another.
-BELOW = "import subprocess, sys; sys.exit(subprocess.call(['ddpm', *sys.argv[1:]]))"
 KILL = """
 import os, pathlib, signal
 for folder in pathlib.Path("/proc").glob("[0-9]*"):
