@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,10 +17,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ddpm_core.durations import in_words
 from ddpm_core.errors import Interrupted, UserError
 
 WIDE = 70  # columns of a terminal that has room for more than what is done and the time left
-PLAIN_INTERVAL = 10.0  # seconds between two lines where there is no terminal
+PLAIN_INTERVAL = 10.0  # seconds between the first lines where there is no terminal
 
 _console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -82,48 +84,85 @@ def progress(
 ) -> Iterator[Callable[..., None]]:
     """Yield `advance(n=1, note="")`; shows what is done, the rate in units/s and the time left.
 
-    `done` is what an earlier run has done already; it does not count for the rate.
+    `done` is what an earlier run has done already; it does not count for the rate. A note stays
+    until the next one.
     """
     if _console.is_terminal and not _console.is_dumb_terminal:
-        wide = _console.width >= WIDE
-        columns = [
-            TextColumn("{task.description}"),
-            *([BarColumn()] if wide else []),
-            MofNCompleteColumn(),
-            *([TextColumn("{task.fields[rate]}")] if wide else []),
-            TimeRemainingColumn(compact=not wide),
-            *([TextColumn("{task.fields[note]}")] if wide else []),
-        ]
-        with Progress(*columns, console=_console) as bar:
-            task = bar.add_task(description, total=total, completed=done, rate="", note="")
-            started, count = time.monotonic(), 0
-
-            def advance(n: int = 1, note: str = "") -> None:
-                nonlocal count
-                count += n
-                rate = count / max(1e-9, time.monotonic() - started)
-                bar.update(task, advance=n, rate=f"{rate:,.1f} {unit}/s", note=printable(note))
-
+        with _bar(description, total, unit, done) as advance:
             yield advance
     else:
         yield _plain(description, total, unit, done)
 
 
+@contextmanager
+def _bar(description: str, total: int, unit: str, done: int) -> Iterator[Callable[..., None]]:
+    wide = _console.width >= WIDE
+    columns = [
+        TextColumn("{task.description}"),
+        *([BarColumn()] if wide else []),
+        MofNCompleteColumn(),
+        *([TextColumn("{task.fields[rate]}")] if wide else []),
+        TimeRemainingColumn(compact=not wide),
+        *([TextColumn("{task.fields[note]}")] if wide else []),
+    ]
+    with Progress(*columns, console=_console) as bar:
+        task = bar.add_task(description, total=total, completed=done, rate="", note="")
+        pace, last = Pace(done), ""
+
+        def advance(n: int = 1, note: str = "") -> None:
+            nonlocal last
+            last = printable(note) or last
+            bar.update(task, advance=n, rate=f"{digits(pace.after(n))} {unit}/s", note=last)
+
+        yield advance
+
+
 def _plain(description: str, total: int, unit: str, done: int) -> Callable[..., None]:
-    started = shown = time.monotonic()
-    count = done
+    pace, last = Pace(done), ""
+    shown = pace.started
 
     def advance(n: int = 1, note: str = "") -> None:
-        nonlocal count, shown
-        count += n
-        now = time.monotonic()
-        finished = n > 0 and count >= total
-        if now - shown < PLAIN_INTERVAL and not finished:
+        nonlocal shown, last
+        rate, now = pace.after(n), time.monotonic()
+        last = note or last
+        finished = n > 0 and pace.count >= total
+        if now - shown < plain_interval(now - pace.started) and not finished:
             return
         shown = now
-        rate = (count - done) / max(1e-9, now - started)
-        left = f", {(total - count) / rate:,.0f} s left" if count < total and rate > 0 else ""
-        after = f", {note}" if note else ""
-        say(f"{description}: {count}/{total} {unit}, {rate:,.1f}/s{left}{after}")
+        unknown = pace.count >= total or not rate
+        left = "" if unknown else f", {in_words((total - pace.count) / rate)} left"
+        after = f", {last}" if last else ""
+        say(f"{description}: {pace.count}/{total} {unit}, {digits(rate)}/s{left}{after}")
 
     return advance
+
+
+def digits(rate: float) -> str:
+    return f"{rate:,.1f}" if rate >= 1 or not rate else f"{rate:.2g}"
+
+
+def plain_interval(elapsed: float) -> float:
+    """Seconds to the next line: 10 at first, and a minute for what takes hours."""
+    return min(PLAIN_INTERVAL * 6, max(PLAIN_INTERVAL, elapsed / 20))
+
+
+class Pace:
+    """How fast work goes at present: over the last minute, so that a slow start is forgotten."""
+
+    WINDOW = 60.0
+
+    def __init__(self, done: int) -> None:
+        self.count = done
+        self.started = time.monotonic()
+        self._seen = deque([(self.started, done)])
+
+    def after(self, n: int) -> float:
+        """Units per second, with `n` more of them done now."""
+        self.count += n
+        now = time.monotonic()
+        while len(self._seen) > 1 and self._seen[1][0] <= now - self.WINDOW:
+            self._seen.popleft()
+        since, before = self._seen[0]
+        if now >= self._seen[-1][0] + 1:
+            self._seen.append((now, self.count))
+        return (self.count - before) / max(1e-9, now - since)
