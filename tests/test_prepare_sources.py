@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dvc_registry import Registry
 from pictures import config, prepared, rejected, write, write_classes
 
 from ddpm_core.data import download, dvc, s3
@@ -297,6 +298,23 @@ def test_programs_are_told_where_their_options_end(
     with pytest.raises(UserError, match="dvc could not get --help from"):
         dvc.fetch(dvc.Tracked(str(registry[0]), "--help", ""), tmp_path / "target")
     assert not made.exists()
+
+
+def test_a_revision_is_the_one_that_git_means_and_none_whose_name_ends_alike(
+    tmp_path: Path,
+) -> None:
+    made = Registry(tmp_path / "made", str(tmp_path / "remote"))
+    commits = {}
+    for name in ("v2", "zz/v2"):
+        made.git("checkout", "--quiet", "-b", name)
+        made.git("commit", "--quiet", "--allow-empty", "--message", name)
+        commits[name] = made.git("rev-parse", "HEAD")
+    made.git("tag", "--annotate", "--message", "a tag", "v3", "v2")
+    made.git("update-ref", "refs/remotes/origin/HEAD", commits["v2"])
+    wanted = {"v2": "v2", "zz/v2": "zz/v2", "v3": "v2", "": "zz/v2"}
+    for rev, name in wanted.items():
+        assert dvc.commit(dvc.Tracked(f"file://{made.folder}", "photos", rev)) == commits[name]
+    assert dvc.commit(dvc.Tracked(f"file://{made.folder}", "photos", "v4")) is None
 
 
 def test_a_directory_that_dvc_tracks_has_its_checksum_in_the_manifest(

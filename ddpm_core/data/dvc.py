@@ -70,9 +70,12 @@ def commit(tracked: Tracked) -> str | None:
     wanted = tracked.rev or "HEAD"
     if Path(tracked.repo).is_dir():
         return _git(["-C", tracked.repo, "rev-parse", "--verify", f"{wanted}^{{commit}}"])
-    lines = _git(["ls-remote", "--", tracked.repo, wanted, f"{wanted}^{{}}"])
-    # Of an annotated tag the last line, ^{}, is the commit.
-    return lines.splitlines()[-1].split()[0] if lines else None
+    # git answers with every name that ends so: zz/v2 too where v2 is wanted.
+    said = _git(["ls-remote", "--", tracked.repo, wanted, f"{wanted}^{{}}"]) or ""
+    commits = {name: sha for sha, name in (line.split() for line in said.splitlines())}
+    # In git's order; of an annotated tag ^{} is the commit.
+    names = (wanted, f"refs/tags/{wanted}^{{}}", f"refs/tags/{wanted}", f"refs/heads/{wanted}")
+    return next((commits[name] for name in names if name in commits), None)
 
 
 def state(tracked: Tracked) -> dict[str, Any] | None:
