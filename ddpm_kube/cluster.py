@@ -17,6 +17,8 @@ from ddpm_kube.job import GROUP, PLURAL, VERSION
 
 TIMES = (5, 30)  # seconds to connect, and to wait for an answer
 
+Call = Callable[..., dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -29,57 +31,52 @@ class Cluster:
     def create(self, job: dict[str, Any]) -> dict[str, Any]:
         """Raises Exists, or UserError."""
         call = self.jobs.create_namespaced_custom_object
-        return asked(
-            lambda: call(*self._kind, body=job, _request_timeout=TIMES), "create the PyTorchJob"
-        )
+        return self._ask("create the PyTorchJob", call, *self._kind, body=job)
 
     def job(self, name: str) -> dict[str, Any] | None:
         call = self.jobs.get_namespaced_custom_object
-        return _or_none(
-            lambda: call(*self._kind, name, _request_timeout=TIMES), "read the PyTorchJob"
-        )
+        return self._found("read the PyTorchJob", call, *self._kind, name)
 
     def all_jobs(self, labels: str = "") -> list[dict[str, Any]]:
         """Those with these labels. Raises UserError, with the command that installs the operator
         where the cluster knows no PyTorchJob."""
         call = self.jobs.list_namespaced_custom_object
-        found = asked(
-            lambda: call(*self._kind, label_selector=labels, _request_timeout=TIMES),
-            "list PyTorchJobs",
-        )
+        found = self._ask("list PyTorchJobs", call, *self._kind, label_selector=labels)
         return list(found["items"])
 
     def own(self, name: str, owner: dict[str, Any]) -> dict[str, Any] | None:
         """Make the job go with another pod than the one that made it; None where it is gone."""
         call = self.jobs.patch_namespaced_custom_object
         body = {"metadata": {"ownerReferences": [owner]}}
-        return _or_none(
-            lambda: call(*self._kind, name, body, _request_timeout=TIMES), "patch the PyTorchJob"
-        )
+        return self._found("patch the PyTorchJob", call, *self._kind, name, body)
 
     def delete(self, job: dict[str, Any]) -> None:
         """Delete this very job, its pods first; one that is gone is fine."""
         call = self.jobs.delete_namespaced_custom_object
         name, uid = job["metadata"]["name"], job["metadata"].get("uid")
-        body = {"propagationPolicy": "Foreground"}
+        body: dict[str, Any] = {"propagationPolicy": "Foreground"}
         if uid:
-            body["preconditions"] = {"uid": uid}  # type: ignore[assignment]
+            body["preconditions"] = {"uid": uid}
         try:
-            asked(
-                lambda: call(*self._kind, name, body=body, _request_timeout=TIMES),
-                "delete the PyTorchJob",
-            )
-        except (Missing, Exists):  # gone; or there is another one of that name, which is not ours
+            self._found("delete the PyTorchJob", call, *self._kind, name, body=body)
+        except Exists:  # there is another one of that name, which is not ours
             return
 
     def pod(self, name: str) -> dict[str, Any] | None:
-        call = self.core.read_namespaced_pod
-        return _or_none(
-            lambda: plain(
-                call(name, self.namespace, _preload_content=False, _request_timeout=TIMES)
-            ),
-            "read the pod",
-        )
+        def call(*given: Any, **more: Any) -> dict[str, Any]:
+            return plain(self.core.read_namespaced_pod(*given, **more, _preload_content=False))
+
+        return self._found("read the pod", call, name, self.namespace)
+
+    def _ask(self, doing: str, call: Call, *given: Any, **more: Any) -> dict[str, Any]:
+        return asked(lambda: call(*given, **more, _request_timeout=TIMES), doing)
+
+    def _found(self, doing: str, call: Call, *given: Any, **more: Any) -> dict[str, Any] | None:
+        """The answer; None where what is asked for is not there."""
+        try:
+            return self._ask(doing, call, *given, **more)
+        except Missing:
+            return None
 
     @property
     def _kind(self) -> tuple[str, str, str, str]:
@@ -141,10 +138,3 @@ def await_end(cluster: Cluster, job: dict[str, Any]) -> bool:
         f"kubectl -n {cluster.namespace} get pytorchjob {name} -o jsonpath={{.metadata.finalizers}}"
     )
     return False
-
-
-def _or_none(call: Callable[[], dict[str, Any]], doing: str) -> dict[str, Any] | None:
-    try:
-        return asked(call, doing)
-    except Missing:
-        return None
