@@ -22,7 +22,6 @@ from ddpm_core.distributed import World
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import frozen, held_out, in_domain, pixel_pca, reference
 from ddpm_core.evaluation.extractors import Extractor
-from ddpm_core.evaluation.freshness import RESULTS
 from ddpm_core.evaluation.freshness import stale as scores_stale
 from ddpm_core.generate import gather, plan
 from ddpm_core.generate.parts import Parts
@@ -39,7 +38,7 @@ from ddpm_core.training.execution import Execution
 from ddpm_core.training.initial import initial_weights, network_config
 from ddpm_core.training.runlog import read_rows
 from ddpm_core.training.state import TrainState, to_parts
-from ddpm_core.workspace import LOG, Workspace, samples_key, snapshot_key
+from ddpm_core.workspace import LOG, RESULTS, Workspace, samples_key, snapshot_key
 
 STEP = 4
 CPU = torch.device("cpu")
@@ -173,7 +172,7 @@ class Strangers:
         return Target("neighbours", files(folder), read, folder)
 
     def _extractor(self) -> Target:
-        network = in_domain.build(1, 4, 2)
+        network = in_domain.Network(1, 4, 2)
         for weight in network.state_dict().values():
             weight.zero_()
         facts = {"channels": 1, "image_size": 4, "outputs": 2, "task": "classes", "accuracy": 0.5}

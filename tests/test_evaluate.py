@@ -216,6 +216,19 @@ def test_a_checkpoint_without_samples_is_a_named_row(
     assert run.stale() is None
 
 
+@pytest.mark.parametrize(
+    ("checkpoints", "rows"), [("latest", [200, 400, 600, 900]), ("best", [200, 400, 600])]
+)
+def test_checkpoints_that_were_not_to_be_sampled_are_no_problem(
+    run: Run, checkpoints: str, rows: list[int]
+) -> None:
+    for step in (800, 900):
+        snapshot(run.workspace, step)
+    sample = run.config.sample.model_copy(update={"checkpoints": checkpoints})
+    run.config = run.config.model_copy(update={"sample": sample})
+    assert list(run.evaluate()) == rows
+
+
 def test_samples_of_a_checkpoint_that_is_gone_are_in_no_ranking(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,8 +32,8 @@ from ddpm_core.registry import models
 from ddpm_core.registry.card import write_card
 from ddpm_core.registry.gate import Champion, Decision, Unfit, best_of, decide
 from ddpm_core.registry.models import Registry, download
-from ddpm_core.registry.register import RESULTS, register, stale
-from ddpm_core.workspace import Workspace, snapshot_key
+from ddpm_core.registry.register import register, stale
+from ddpm_core.workspace import RESULTS, Workspace, snapshot_key
 
 Row = dict[str, Any]
 

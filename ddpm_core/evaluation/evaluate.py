@@ -20,9 +20,10 @@ from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.outputs import write_outputs
 from ddpm_core.evaluation.rows import evidence, named_metrics, problem_row
 from ddpm_core.generate.gather import Samples, open_samples
+from ddpm_core.generate.plan import chosen_steps
 from ddpm_core.ranking import Row, Scored, is_scored
 from ddpm_core.storage import MANIFEST
-from ddpm_core.workspace import EVALUATION, SAMPLES, SNAPSHOTS, Workspace, samples_key, step_name
+from ddpm_core.workspace import EVALUATION, SAMPLES, Workspace, samples_key, step_name
 
 __all__ = ["evaluate", "stale"]
 
@@ -62,11 +63,12 @@ def evaluate(config: Config, workspace: Workspace) -> list[Row]:
 
 
 def _steps(config: Config, workspace: Workspace) -> list[int]:
-    """Sampled checkpoints, and those that should have been: milestones, the newest, the named."""
-    trained = workspace.steps(SNAPSHOTS)
-    every, named = config.train.milestone_every, config.sample.checkpoints
-    expected = {step for step in trained if step % every == 0} | set(trained[-1:])
-    expected |= set(named) if isinstance(named, tuple) else set()
+    """Sampled checkpoints, and those that `sample.checkpoints` says should have been."""
+    named = config.sample.checkpoints
+    if isinstance(named, tuple):
+        expected = set(named)
+    else:  # which one is best is found out here
+        expected = set() if named == "best" else set(chosen_steps(config, workspace))
     there = sampled(workspace)
     for step in set(workspace.steps(SAMPLES)) - set(there):
         warn(f"The samples of step {step} are left out: its checkpoint is gone.")

@@ -17,6 +17,7 @@ from ddpm_core.workspace import (
     DATA,
     EVALUATION,
     METRICS,
+    RESULTS,
     SAMPLES,
     SNAPSHOTS,
     Workspace,
@@ -25,7 +26,6 @@ from ddpm_core.workspace import (
     snapshot_key,
 )
 
-RESULTS = f"{EVALUATION}/results.json"
 RECIPE = 3  # raised when the same samples would give other scores
 
 

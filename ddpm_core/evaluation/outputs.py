@@ -6,13 +6,12 @@ from typing import Any
 
 from ddpm_core.config import Config
 from ddpm_core.evaluation import memorisation, pictures, plots
-from ddpm_core.evaluation.freshness import RESULTS
 from ddpm_core.evaluation.judge import Judge
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.tables import best_csv, flat, results_csv
 from ddpm_core.precision import choose
 from ddpm_core.ranking import Row, best, ranked
-from ddpm_core.workspace import EVALUATION, METRICS, Workspace, snapshot_key
+from ddpm_core.workspace import EVALUATION, METRICS, RESULTS, Workspace, snapshot_key
 
 SECTIONS = ("model", "diffusion", "train", "sample", "prepare")
 LISTED = 20  # straddling images that are named

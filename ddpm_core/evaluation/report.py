@@ -13,12 +13,11 @@ from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.evaluation import verdict
 from ddpm_core.evaluation.chart import Chart, Line, chart
 from ddpm_core.evaluation.extractors import SPACES
-from ddpm_core.evaluation.freshness import RESULTS
 from ddpm_core.evaluation.metrics import count_label, metric_name
 from ddpm_core.evaluation.pictures import FOLDER
 from ddpm_core.evaluation.rows import Results
 from ddpm_core.ranking import Row, best, best_inception, is_scored, ranked
-from ddpm_core.workspace import EVALUATION, Workspace
+from ddpm_core.workspace import EVALUATION, RESULTS, Workspace
 
 REPORT = f"{EVALUATION}/report.html"
 GRIDS = 24  # checkpoints whose samples are shown

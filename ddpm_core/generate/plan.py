@@ -13,7 +13,7 @@ from ddpm_core.checkpoint import Checkpoint, look_at_checkpoint, open_checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.errors import UserError
 from ddpm_core.ranking import Rows, best_to_sample
-from ddpm_core.workspace import EVALUATION, SNAPSHOTS, Workspace, fingerprint
+from ddpm_core.workspace import RESULTS, SNAPSHOTS, Workspace, fingerprint
 
 # Settings of `sample` that say which images are wanted, not how they are stored or cut.
 _SAMPLER = (
@@ -94,7 +94,7 @@ def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
 
 def best_step(config: Config, workspace: Workspace) -> int:
     """The step of the best score so far."""
-    results = workspace.read_json(f"{EVALUATION}/results.json", Rows)
+    results = workspace.read_json(RESULTS, Rows)
     row = best_to_sample(results, config.sample)
     if row is None:
         raise UserError("sample.checkpoints: best, but nothing is scored yet: run `ddpm evaluate`.")

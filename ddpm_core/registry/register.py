@@ -19,10 +19,9 @@ from ddpm_core.registry.gate import Champion, Decision, best_of, decide
 from ddpm_core.registry.models import PROMOTED, Registry, asking, decision_of, lost, rows_of
 from ddpm_core.registry.package import CARD, CHECKPOINT, evidence_key, upload, write_checkpoint
 from ddpm_core.tracking import Tracker
-from ddpm_core.workspace import EVALUATION, REGISTERED, RUN, SNAPSHOTS, Workspace
+from ddpm_core.workspace import REGISTERED, RESULTS, RUN, SNAPSHOTS, Workspace
 
 Row = dict[str, Any]
-RESULTS = f"{EVALUATION}/results.json"
 KEPT = ("step", "score_name", "score", "evidence", "memorisation")  # of a row, with a version
 
 
