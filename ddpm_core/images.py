@@ -30,13 +30,13 @@ def to_pixels(x: Tensor) -> Tensor:
     return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
-def grid(pixels: Pixels, columns: int | None = None, gap: int = 1, shade: int = 255) -> Pixels:
+def grid(pixels: Pixels, columns: int | None = None, gap: int = 1) -> Pixels:
     """Tile (N, H, W, C) into one picture; `columns` defaults to about a square."""
     count, height, width, channels = pixels.shape
     columns = min(count, columns or math.ceil(math.sqrt(count))) or 1
     rows = math.ceil(count / columns)
     sheet = np.full(
-        (rows * (height + gap) + gap, columns * (width + gap) + gap, channels), shade, np.uint8
+        (rows * (height + gap) + gap, columns * (width + gap) + gap, channels), 255, np.uint8
     )
     for index, tile in enumerate(pixels):
         top = gap + index // columns * (height + gap)

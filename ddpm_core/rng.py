@@ -116,18 +116,6 @@ def normal(
     return pairs.flatten(1)[:, :elements].reshape(len(sample), *shape)
 
 
-def integers(
-    key: Key, sample: Tensor, high: int, step: int | Tensor = 0, stream: int = 0
-) -> Tensor:
-    """Whole numbers in [0, high), int64 (n,), high at most 2^31; arguments as `bits`.
-
-    No value is likelier than another by more than a share high / 2^32.
-    """
-    if not 0 < high <= 2**31:
-        raise ValueError(f"high: {high} given; integers are drawn below 1 to 2^31.")
-    return (bits(key, sample, 1, step, stream)[:, 0] * high) >> 32
-
-
 def permutation(key: Key, n: int, epoch: int) -> Tensor:
     """A random order of 0..n-1, int64 (n,) on the CPU, another one for each epoch.
 

@@ -471,11 +471,14 @@ def test_the_folder_is_sealed_and_says_where_it_came_from(
     json.dumps(manifest)
 
 
-def test_large_arrays_are_split_into_parts_that_read_as_one(tmp_path: Path) -> None:
+def test_large_arrays_are_split_into_parts_that_read_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = write_classes(tmp_path / "raw", ["a", "b"], each=10)
     whole = prepared(tmp_path / "1", root)
+    monkeypatch.setattr(arrays, "PART_BYTES", 3 * 8 * 8 * 3)
     workspace = Workspace.open(str(tmp_path / "2"))
-    manifest = prepare(config(root), workspace, part_bytes=3 * 8 * 8 * 3)
+    manifest = prepare(config(root), workspace)
     assert manifest["arrays"]["images"] == [f"images-{n:03d}-of-007.npy" for n in range(7)]
     parts = open_dataset(workspace)
     assert parts.fingerprint == whole.fingerprint

@@ -100,7 +100,6 @@ def test_the_callers_global_generator_is_left_alone() -> None:
     before = torch.get_rng_state()
     for draw in DRAWS.values():
         draw(KEY, torch.arange(4), 10)
-    rng.integers(KEY, torch.arange(4), 10)
     rng.permutation(KEY, 10, 0)
     assert torch.equal(before, torch.get_rng_state())
 
@@ -230,20 +229,6 @@ def test_one_element_over_many_samples_and_steps_varies_as_one_sample_does(
         error = (2 * float(wide.var()) / 40_000) ** 0.5
         assert abs(float(wide.mean() - other.mean())) < 5 * error
         assert float(other.var() / wide.var()) == pytest.approx(1.0, abs=0.05)
-
-
-@pytest.mark.parametrize("high", [1, 2, 7, 1000, 2**31])
-def test_integers_are_below_their_bound_and_even(high: int) -> None:
-    drawn = rng.integers(KEY, torch.arange(100_000), high, step=3)
-    assert drawn.dtype == torch.int64 and drawn.shape == (100_000,)
-    assert int(drawn.min()) >= 0 and int(drawn.max()) < high
-    if 1 < high <= 1000:
-        assert stats.chisquare(torch.bincount(drawn, minlength=high).numpy()).pvalue > 1e-3
-
-
-def test_a_bound_that_is_no_bound_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"high: 0 given"):
-        rng.integers(KEY, torch.arange(3), 0)
 
 
 # The order of an epoch

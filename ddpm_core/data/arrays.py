@@ -58,16 +58,15 @@ def write_rows(
     blocks: Iterable[NDArray[Any]],
     shape: tuple[int, ...],
     digest: Any,
-    part_bytes: int = PART_BYTES,
 ) -> list[str]:
-    """Write blocks of rows as one array of `shape`, in parts of at most `part_bytes`; their names.
+    """Write blocks of rows as one array of `shape`, in parts of at most PART_BYTES; their names.
 
     `digest` is updated with every byte of the rows.
     """
     rows = _Rows(blocks)
     first = rows.peek()
     row_bytes = first.dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
-    counts = _part_counts(shape[0], max(1, part_bytes // row_bytes))
+    counts = _part_counts(shape[0], max(1, PART_BYTES // row_bytes))
     names = part_names(stem, len(counts))
     for name, count in zip(names, counts, strict=True):
         header = {"descr": first.dtype.str, "fortran_order": False, "shape": (count, *shape[1:])}

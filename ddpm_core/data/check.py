@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from ddpm_core import console
 from ddpm_core.config import Prepare
-from ddpm_core.config.section import Auto
 from ddpm_core.data import names
 from ddpm_core.data.captions import captions
 from ddpm_core.data.cifar import recognise
@@ -30,14 +29,14 @@ from ddpm_core.errors import UserError
 IMBALANCE = 3.0  # of the largest class to the smallest, from where on it is told
 
 
-def check_data(source: str | Path, workers: int | Auto = "auto") -> DataReport:
+def check_data(source: str | Path) -> DataReport:
     """Look at every picture of a source, print what there is, and return it.
 
     Takes all that prepare.source takes. Raises UserError where there is nothing to look at.
     """
     # A path is one, also that of a folder that is called digits.
     source = source if isinstance(source, str) else str(source.absolute())
-    settings = Prepare(source=source, workers=workers)
+    settings = Prepare(source=source)
     with (
         tempfile.TemporaryDirectory(prefix="ddpm-check-data-") as place,
         open_source(settings, Path(place)) as opened,
@@ -46,7 +45,7 @@ def check_data(source: str | Path, workers: int | Auto = "auto") -> DataReport:
         refuse_nothing(listing, settings)
         layout = arrange(listing)
         layout.notes += _captions(listing, layout, settings.caption)
-        examined = _examine_all(pictures, listing.pictures, workers)
+        examined = _examine_all(pictures, listing.pictures)
     report = summarise(source, listing, layout, examined)
     for line in lines(report):
         console.say(line)
@@ -63,9 +62,9 @@ def _captions(listing: Listing, layout: Layout, template: str) -> list[str]:
     return notes
 
 
-def _examine_all(source: Source, entries: Sequence[Entry], workers: int | str) -> list[Examined]:
+def _examine_all(source: Source, entries: Sequence[Entry]) -> list[Examined]:
     found: list[Examined] = []
-    count = workers_for(entries, workers)
+    count = workers_for(entries, "auto")
     with console.progress("check", len(entries), "images") as advance:
         for done in spread(examine, (), chunked(source.read(entries), 0), count):
             found += done

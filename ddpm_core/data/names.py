@@ -8,44 +8,11 @@ from __future__ import annotations
 
 import unicodedata
 
-PICTURE_SUFFIXES = frozenset(
-    [
-        "jpg",
-        "jpeg",
-        "jpe",
-        "jfif",
-        "jif",
-        "png",
-        "apng",
-        "webp",
-        "bmp",
-        "dib",
-        "gif",
-        "tif",
-        "tiff",
-        "avif",
-        "jp2",
-        "j2k",
-        "ppm",
-        "pgm",
-        "pbm",
-        "pnm",
-        "ico",
-        "mpo",
-        "heic",
-        "heif",
-        "psd",
-        "svg",
-        "tga",
-        "raw",
-        "cr2",
-        "nef",
-        "arw",
-        "dng",
-        "jxl",
-        "exr",
-    ]
+_PICTURES = (
+    "jpg jpeg jpe jfif jif png apng webp bmp dib gif tif tiff avif jp2 j2k ppm pgm pbm pnm ico "
+    "mpo heic heif psd svg tga raw cr2 nef arw dng jxl exr"
 )
+PICTURE_SUFFIXES = frozenset(_PICTURES.split())
 _CLUTTER = frozenset(
     ["__macosx", "@eadir", "$recycle.bin", "thumbs.db", "ehthumbs.db", "desktop.ini"]
 )

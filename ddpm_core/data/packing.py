@@ -12,13 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpm_core.data import contact, names
-from ddpm_core.data.arrays import PART_BYTES, Scratch, fingerprint, new_digest, write_rows
+from ddpm_core.data.arrays import Scratch, fingerprint, new_digest, write_rows
 from ddpm_core.data.captions import encode, is_cut
 from ddpm_core.data.dataset import PREFIX
 from ddpm_core.data.split import duplicates, hold_out
 
 Indices = NDArray[np.int64]
-_LABEL_ROWS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,6 @@ def pack(
     pictures: Pictures,
     fraction: float,
     channels: int,
-    part_bytes: int = PART_BYTES,
 ) -> tuple[dict[str, Any], list[str]]:
     """Write the arrays and the contact sheet; what the manifest says of them, and what to tell."""
     held = hold_out(pictures.digests, pictures.classes, pictures.held_out, fraction)
@@ -51,7 +49,7 @@ def pack(
     numbers = {name: number for number, name in enumerate(classes)}
     known = np.array([not classes or name in numbers for name in pictures.classes], dtype=bool)
     labels = np.array([numbers.get(str(name), 0) for name in pictures.classes], dtype=np.int64)
-    writer = _Writer(folder, scratch, pictures, labels, classes, channels, part_bytes)
+    writer = _Writer(folder, scratch, pictures, labels, classes, channels)
     writer.split("train", np.flatnonzero(~held & known))
     writer.split("holdout", np.flatnonzero(held & known))
     facts = {
@@ -81,11 +79,9 @@ class _Writer:
         labels: Indices,
         classes: list[str],
         channels: int,
-        part_bytes: int,
     ) -> None:
         self.folder, self.scratch, self.pictures = folder, scratch, pictures
         self.labels, self.classes, self.channels = labels, classes, channels
-        self.part_bytes = part_bytes
         self.facts: dict[str, Any] = {"arrays": {}}
 
     def split(self, name: str, chosen: Indices) -> None:
@@ -110,9 +106,7 @@ class _Writer:
             self._contact(chosen)
 
     def _write(self, stem: str, blocks: Any, shape: tuple[int, ...], digest: Any) -> None:
-        self.facts["arrays"][stem] = write_rows(
-            self.folder, stem, blocks, shape, digest, self.part_bytes
-        )
+        self.facts["arrays"][stem] = write_rows(self.folder, stem, blocks, shape, digest)
 
     def _contact(self, chosen: Indices) -> None:
         labels = self.labels[chosen]

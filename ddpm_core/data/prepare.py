@@ -14,7 +14,7 @@ from PIL import ImageColor
 
 from ddpm_core import console
 from ddpm_core.config import Config, Prepare
-from ddpm_core.data.arrays import PART_BYTES, Scratch
+from ddpm_core.data.arrays import Scratch
 from ddpm_core.data.captions import captions
 from ddpm_core.data.cifar import recognise
 from ddpm_core.data.freshness import stale
@@ -48,7 +48,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) -> dict[str, Any]:
+def prepare(config: Config, workspace: Workspace) -> dict[str, Any]:
     """Make data/ from prepare.source, unless it is up to date; its manifest.
 
     Raises UserError where the source can't be read, too much of it is unusable or the disk is
@@ -69,7 +69,7 @@ def prepare(config: Config, workspace: Workspace, part_bytes: int = PART_BYTES) 
             open_source(settings, scratch, workspace.uri) as opened,
             workspace.storage.new_folder(DATA, facts) as folder,
         ):
-            notes = _fill(folder, facts, opened, config, part_bytes)
+            notes = _fill(folder, facts, opened, config)
     for note in notes:
         console.warn(one_line(note))
     console.say(_summary(facts))
@@ -81,9 +81,7 @@ def _alone(workspace: Workspace) -> AbstractContextManager[object]:
     return hold(workspace) if workspace.storage.exists(f"{DATA}/{MANIFEST}") else nullcontext()
 
 
-def _fill(
-    folder: Path, facts: dict[str, Any], opened: Source, config: Config, part_bytes: int
-) -> list[str]:
+def _fill(folder: Path, facts: dict[str, Any], opened: Source, config: Config) -> list[str]:
     """Write everything into the folder that becomes data/; the sentences to tell at the end."""
     settings, size = config.prepare, config.prepare.image_size
     source, listing = recognise(opened)
@@ -103,7 +101,7 @@ def _fill(
         _refuse_untrainable(pictures.held_out, rejected, settings)
         if settings.channels == "auto" and pictures.gray:
             channels = 1
-        told, notes = pack(folder, scratch, pictures, settings.holdout, channels, part_bytes)
+        told, notes = pack(folder, scratch, pictures, settings.holdout, channels)
     facts.update(told, source=source.facts, rejected=len(rejected), ignored=dict(listing.ignored))
     return [*layout.notes, *_lost_classes(layout, pictures), *notes, *_few(facts, config)]
 

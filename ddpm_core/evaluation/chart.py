@@ -108,18 +108,18 @@ def chart(
     )
 
 
-def ticks(low: float, high: float, about: int = 4) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Round numbers, evenly spaced, from at most `low` to at least `high`."""
     span = max(high - low, 1e-9 * max(1.0, abs(high)))
-    power = 10.0 ** math.floor(math.log10(span / about))
-    step = next(power * m for m in (1, 2, 2.5, 5, 10, 20) if span / (power * m) <= about)
+    power = 10.0 ** math.floor(math.log10(span / 4))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10, 20) if span / (power * m) <= 4)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, max(last, first + 1) + 1)]
 
 
-def spans(values: Sequence[float], factor: float = 20.0) -> bool:
+def spans(values: Sequence[float]) -> bool:
     """Whether values are all positive and so far apart that a linear axis would hide the small."""
-    return min(values) > 0 and max(values) / min(values) > factor
+    return min(values) > 0 and max(values) / min(values) > 20
 
 
 def log_ticks(low: float, high: float) -> list[float]:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from ddpm_core.errors import Corrupt
 from ddpm_core.evaluation.extractors import Extractor
-from ddpm_core.evaluation.in_domain import InDomain, build
+from ddpm_core.evaluation.in_domain import InDomain, Network
 from ddpm_core.reading import Shape, conforming, read_object, read_tensors
 from ddpm_core.storage import sha256_of
 
@@ -57,7 +57,7 @@ def load_extractor(folder: Path, device: torch.device | None = None) -> Extracto
     head = tensors.get("head.weight")
     if head is None or len(head.shape) != 2 or len(head) != facts["outputs"]:
         raise Corrupt(f"The in-domain extractor in {folder} is damaged: it has another head.")
-    network = build(facts["channels"], facts["image_size"], facts["outputs"])
+    network = Network(facts["channels"], facts["image_size"], facts["outputs"])
     try:
         network.load_state_dict(tensors)
     except RuntimeError as error:

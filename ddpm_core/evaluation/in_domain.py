@@ -104,7 +104,7 @@ def train_extractor(
     Every draw is keyed by `seed`, which is not the run's: one data set has one extractor.
     """
     turned = len(train.classes) < 2
-    network = build(train.channels, train.image_size, TURNS if turned else len(train.classes))
+    network = Network(train.channels, train.image_size, TURNS if turned else len(train.classes))
     key = rng.key(Purpose.EVALUATE, seed)
     _initialise(network, key)
     steps = steps or min(max(EPOCHS * len(train) // BATCH, STEPS[0]), STEPS[1])
@@ -125,11 +125,6 @@ def train_extractor(
             "data_fingerprint": train.fingerprint,
         },
     )
-
-
-def build(channels: int, image_size: int, outputs: int) -> Network:
-    """The network with room for its weights, and no draw from torch's generator."""
-    return Network(channels, image_size, outputs)
 
 
 def _block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
@@ -153,12 +148,7 @@ def _one_thread() -> Iterator[None]:
 
 @torch.no_grad()
 def _initialise(network: Network, key: Key) -> None:
-    """He et al. (2015) for weights, uniform with variance 2 / fan-in; norms as the identity."""
-    network.offset.zero_()
-    network.scale.fill_(1.0)
-    for module in network.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.reset_parameters()
+    """He et al. (2015) for weights, uniform with variance 2 / fan-in; norms are the identity."""
     for index, (name, weight) in enumerate(network.named_parameters()):
         if weight.dim() > 1:
             limit = math.sqrt(6 / weight[0].numel())

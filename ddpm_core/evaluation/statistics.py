@@ -62,17 +62,17 @@ def extract(
     )
 
 
-def batches(arrays: Sequence[Pixels], size: int = BATCH) -> Iterator[Pixels]:
-    """Arrays of images, one after the other, in the batches of `size` that one array would give.
+def batches(arrays: Sequence[Pixels]) -> Iterator[Pixels]:
+    """Arrays of images, one after the other, in the batches of BATCH that one array would give.
 
     Rounding in a network depends on the batch: so a score does not depend on the shards.
     """
     ends = np.cumsum([len(array) for array in arrays])
-    for start in range(0, int(ends[-1]) if len(ends) else 0, size):
+    for start in range(0, int(ends[-1]) if len(ends) else 0, BATCH):
         parts = []
         for array, end in zip(arrays, ends.tolist(), strict=True):
             first = start - (end - len(array))
-            parts.append(array[max(0, first) : max(0, first + size)])
+            parts.append(array[max(0, first) : max(0, first + BATCH)])
         yield np.concatenate(parts)
 
 

@@ -16,7 +16,7 @@ from ddpm_core.data.dataset import open_dataset
 from ddpm_core.diffusion.process import SCHEDULES, Schedule, make_schedule, q_sample
 from ddpm_core.errors import UserError
 from ddpm_core.generate.sheet import GAP, sheet
-from ddpm_core.images import Pixels, enlarge, png, save_animation, to_model, to_pixels
+from ddpm_core.images import Pixels, enlarge, png, save_animation, to_model, to_pil, to_pixels
 from ddpm_core.rng import Purpose
 from ddpm_core.storage.staging import staged_file
 from ddpm_core.workspace import Workspace
@@ -115,7 +115,7 @@ def _of_a_size_to_show(images: Pixels) -> Pixels:
 
 
 def _reduced(image: Pixels) -> Pixels:
-    picture = Image.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image)
+    picture = to_pil(image)
     picture.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
     return np.asarray(picture).reshape(picture.height, picture.width, image.shape[-1])
 

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ddpm_core.images import Pixels, to_pil
 
 MARGIN, GAP, LABELS, LINE = 18, 8, 104, 22
-PAPER, INK, FAINT, TRACK = 255, 30, 115, 225
+PAPER, INK, FAINT, TRACK = "#ffffff", "#1e1e1e", "#737373", "#e1e1e1"
 
 
 def sheet(
@@ -35,22 +35,22 @@ def sheet(
         LABELS + MARGIN + count * (width + GAP) - GAP + MARGIN,
         top + len(rows) * pitch - GAP + MARGIN,
     )
-    picture = Image.new("RGB" if channels == 3 else "L", size, _shade(PAPER, channels))
+    picture = Image.new("RGB" if channels == 3 else "L", size, PAPER)
     draw = ImageDraw.Draw(picture)
     left = [LABELS + MARGIN + i * (width + GAP) for i in range(count)]
     if heading:
-        _head(draw, heading, done, left[0], size[0] - MARGIN, channels)
+        _head(draw, heading, done, left[0], size[0] - MARGIN)
     for x, column in zip(left, columns, strict=False):
-        _text(draw, (x + width / 2, top - GAP), column, FAINT, channels, "ms")
+        _text(draw, (x + width / 2, top - GAP), column, FAINT, "ms")
     for index, (tiles, name) in enumerate(zip(rows, names, strict=True)):
         y = top + index * pitch
-        _text(draw, (MARGIN, y + height / 2 - 4), name, INK, channels, "ls", 17)
+        _text(draw, (MARGIN, y + height / 2 - 4), name, INK, "ls", 17)
         if notes:
-            _text(draw, (MARGIN, y + height / 2 + 16), notes[index], FAINT, channels, "ls")
+            _text(draw, (MARGIN, y + height / 2 + 16), notes[index], FAINT, "ls")
         for x, tile in zip(left, tiles, strict=True):
             picture.paste(to_pil(tile), (x, y))
         for x, caption in zip(left, captions[index] if captions else (), strict=False):
-            _text(draw, (x + width / 2, y + height + 15), caption, FAINT, channels, "ms")
+            _text(draw, (x + width / 2, y + height + 15), caption, FAINT, "ms")
     return np.asarray(picture).reshape(size[1], size[0], channels)
 
 
@@ -60,28 +60,22 @@ def _head(
     done: float | None,
     left: int,
     right: int,
-    channels: int,
 ) -> None:
-    _text(draw, (left, MARGIN + 13), heading, INK, channels, "ls", 15)
+    _text(draw, (left, MARGIN + 13), heading, INK, "ls", 15)
     if done is not None:
         y = MARGIN + 22
-        draw.rectangle((left, y, right - 1, y + 5), _shade(TRACK, channels))
+        draw.rectangle((left, y, right - 1, y + 5), TRACK)
         if done > 0.0:
             end = left + round(done * (right - 1 - left))
-            draw.rectangle((left, y, end, y + 5), _shade(INK, channels))
+            draw.rectangle((left, y, end, y + 5), INK)
 
 
 def _text(
     draw: ImageDraw.ImageDraw,
     at: tuple[float, float],
     text: str,
-    shade: int,
-    channels: int,
+    color: str,
     anchor: str,
     size: int = 13,
 ) -> None:
-    draw.text(at, text, _shade(shade, channels), ImageFont.load_default(size), anchor=anchor)
-
-
-def _shade(gray: int, channels: int) -> int | tuple[int, int, int]:
-    return (gray, gray, gray) if channels == 3 else gray
+    draw.text(at, text, color, ImageFont.load_default(size), anchor=anchor)

@@ -149,14 +149,10 @@ def _load_optimizer(state: TrainState, tensors: Any) -> None:
     for name, tensor in tensors.items():
         key, _, parameter = name.partition("/")
         by_parameter.setdefault(parameter, {})[key] = tensor
-    names = [name for name, _ in state.model.named_parameters()]
-    shapes = {name: {(), tuple(p.shape)} for name, p in state.model.named_parameters()}
-    for name, group in by_parameter.items():
-        if any(tuple(tensor.shape) not in shapes[name] for tensor in group.values()):
-            raise ValueError(f"the optimizer's tensors of {name} have another shape")
-    if len(by_parameter) != len(names):
-        raise ValueError("the optimizer lacks some parameters")
-    for name, parameter in state.model.named_parameters():
+    parameters = dict(state.model.named_parameters())
+    if by_parameter.keys() != parameters.keys():
+        raise ValueError("the optimizer's state is of other parameters")
+    for name, parameter in parameters.items():
         state.optimizer.restore(parameter, by_parameter[name])
 
 

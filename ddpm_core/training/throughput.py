@@ -88,7 +88,7 @@ class Throughput:
     def summary(self) -> list[str]:
         """A line on each worker: its images a second while it does not wait, and its shares.
 
-        None where no row was logged yet.
+        None of them before the first row of the log.
         """
         if not self._seconds.any():
             return []
