@@ -71,7 +71,7 @@ class Settings(Shape):
 
 
 def ema_name(decay: float) -> str:
-    return f"ema-{decay:g}.safetensors"
+    return f"ema-{decay}.safetensors"
 
 
 @dataclass(frozen=True)
