@@ -126,9 +126,9 @@ def test_who_takes_a_directory_over_sweeps_what_the_dead_left(tmp_path: Path) ->
     workspace = Workspace.open(str(tmp_path))
     with hold(workspace):
         pass
-    for name in (".step-00000004.0123abcd", "step-00000008"):
+    for name in (".step-00000004.0123abcd.ddpm-staged", "step-00000008"):
         (tmp_path / "snapshots" / name).mkdir(parents=True)
-    (tmp_path / ".run.json.89abcdef").write_bytes(b"{")
+    (tmp_path / ".run.json.89abcdef.ddpm-staged").write_bytes(b"{")
     with hold(workspace) as lease:
         assert lease.fence == 2
         assert [path.name for path in (tmp_path / "snapshots").iterdir()] == ["step-00000008"]

@@ -346,7 +346,7 @@ def test_what_a_killed_prepare_has_left_goes_and_what_another_writes_stays(
     tmp_path: Path, workspace: Workspace
 ) -> None:
     place = workspace.storage.scratch()
-    for name in (".data.0123abcd", ".source.0123abcd"):
+    for name in (".data.0123abcd.ddpm-staged", ".source.0123abcd.ddpm-staged"):
         write(place / name / "images.npy", b"half")
     with staged_folder(place / "data") as held:
         prepare(config(write_classes(tmp_path / "raw", ["a"])), workspace)

@@ -129,7 +129,7 @@ def test_what_is_being_fetched_is_swept_where_its_writer_was_killed(
     client.put_object(Bucket=name, Key="x.zip", Body=b"no zip")
     with open_source(config(f"s3://{name}/x").prepare, tmp_path):
         (fetched,) = tmp_path.iterdir()
-        left = shutil.copytree(fetched, fetched.with_name(".source.0123abcd"))
+        left = shutil.copytree(fetched, fetched.with_name(".source.0123abcd.ddpm-staged"))
         sweep(tmp_path)
         assert fetched.exists() and not left.exists()
     assert not list(tmp_path.iterdir())

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpm_core.data.place import OUTPUTS
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.storage import (
     MANIFEST,
@@ -26,6 +27,7 @@ from ddpm_core.storage import (
     open_storage,
     verify,
 )
+from ddpm_core.storage.staging import FOLDERS, staged_file
 from ddpm_core.workspace import Workspace, fingerprint, step_name
 
 
@@ -95,21 +97,22 @@ def test_the_old_folder_is_there_until_the_new_one_is(
     disk: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To remove it takes long, and is impossible while a network volume has readers of it."""
-    folder(disk, "old")
+    with disk.new_folder("samples/b") as path:
+        (path / "file.txt").write_text("old")
     removed = []
 
     def remove(path: Path, **_: object) -> None:
-        assert (disk.local("a/b") / "file.txt").read_text() == "new"
+        assert (disk.local("samples/b") / "file.txt").read_text() == "new"
         removed.append(path)
 
     monkeypatch.setattr(shutil, "rmtree", remove)
-    with disk.new_folder("a/b") as path:
+    with disk.new_folder("samples/b") as path:
         (path / "file.txt").write_text("new")
     monkeypatch.undo()
     assert len(removed) == 1
-    assert set(verify(disk.local("a/b"))["files"]) == {"file.txt"}
+    assert set(verify(disk.local("samples/b"))["files"]) == {"file.txt"}
     disk.sweep()
-    assert [item.name for item in disk.local("a").iterdir()] == ["b"]
+    assert [item.name for item in disk.local("samples").iterdir()] == ["b"]
 
 
 def test_of_two_writers_of_one_folder_the_last_stays(disk: LocalStorage) -> None:
@@ -257,7 +260,7 @@ def test_what_a_killed_writer_left_is_swept_and_a_living_one_is_not(disk: LocalS
         "storage = LocalStorage(Path(sys.argv[1]))\n"
         "with storage.new_folder('snapshots/step-00000004') as path:\n"
         "    (path / 'model').write_bytes(b'x')\n"
-        "    storage.local('.data.json.0123abcd').write_bytes(b'x')\n"
+        "    storage.local('.data.json.0123abcd.ddpm-staged').write_bytes(b'x')\n"
         "    os.kill(os.getpid(), 9)\n"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(disk.root)], check=False)
@@ -270,6 +273,28 @@ def test_what_a_killed_writer_left_is_swept_and_a_living_one_is_not(disk: LocalS
     assert disk.names("") == ["data", "kept", "snapshots"]
     assert not list(disk.local("snapshots").iterdir())
     assert not list(disk.root.glob(".data*"))
+
+
+def test_hidden_files_of_the_user_are_not_swept(disk: LocalStorage) -> None:
+    """Names that end in a date, and whatever lies in folders that are not a run's."""
+    own = [".backup.20240101/precious", ".notes.20240131", "samples/.grid.20240101"]
+    own += ["notes/.plan.20231224", "notes/.plan.20231224.ddpm-staged"]
+    for name in own:
+        disk.local(name).parent.mkdir(parents=True, exist_ok=True)
+        disk.local(name).write_bytes(b"x")
+    disk.sweep()
+    assert all(disk.local(name).exists() for name in own)
+
+
+def test_staged_names_end_in_a_mark_and_are_no_longer_than_names_may_be(tmp_path: Path) -> None:
+    for name in ("x" * 255, "\N{CAT}" * 63, "ab.gif"):
+        with staged_file(tmp_path / name) as staging:
+            assert staging.name.endswith(".ddpm-staged")
+            staging.replace(tmp_path / name)
+
+
+def test_what_is_swept_lies_in_the_folders_in_which_a_run_writes() -> None:
+    assert set(FOLDERS) == set(OUTPUTS)
 
 
 def test_the_lock_of_a_directory_is_held_by_one(disk: LocalStorage) -> None:
@@ -290,7 +315,7 @@ def test_a_volume_without_locks_holds_none(
     monkeypatch.setattr(fcntl, "flock", refused)
     with disk.lock() as held:
         assert not held
-    old, new = disk.local(".data.0123abcd"), disk.local(".data.4567abcd")
+    old, new = disk.local(".data.0123abcd.ddpm-staged"), disk.local(".data.4567abcd.ddpm-staged")
     for path in (old, new):
         path.mkdir()
     os.utime(old, (0, 0))

@@ -1,7 +1,8 @@
 """What is written beside its final name, and how the leavings of a killed writer are swept.
 
 A writer holds the kernel's lock of what it stages. Whatever can be locked by another has no writer
-any more.
+any more. A workspace may be a folder with files of the user's: what is staged bears a mark that no
+other program makes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_STAGED = re.compile(r"\..+\.[0-9a-f]{8}")
+_MARK = "ddpm-staged"
+_STAGED = re.compile(rf"\..+\.[0-9a-f]{{8}}\.{_MARK}")
+_NAME = 50  # characters kept of a name: with four bytes each there is room for the rest in 255
+# In which a run stages, as workspace.py names them; other folders are the user's.
+FOLDERS = ("data", "snapshots", "samples", "evaluation", "superseded")
 ABANDONED = 24 * 3600.0  # seconds without a change, where locks can't tell who still writes
 
 
 def beside(path: Path) -> Path:
     """A hidden name next to a final one."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    return path.with_name(f".{path.name[:_NAME]}.{uuid.uuid4().hex[:8]}.{_MARK}")
 
 
 @contextmanager
@@ -89,12 +94,13 @@ def exchange(staging: Path, final: Path) -> Path:
 
 
 def sweep(root: Path) -> None:
-    """Remove everything staged below `root` that has no writer."""
+    """Remove everything staged in `root`, and below a run's FOLDERS there, that has no writer."""
     for folder, folders, files in os.walk(root):
         for name in [*folders, *files]:
             if _STAGED.fullmatch(name):
                 _sweep_one(Path(folder) / name)
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        ours = FOLDERS if Path(folder) == root else folders
+        folders[:] = [name for name in folders if name in ours and not name.startswith(".")]
 
 
 def _sweep_one(path: Path) -> None:
