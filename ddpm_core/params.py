@@ -1,19 +1,18 @@
-"""Reads params.yaml and `-S section.key=value` overrides into a Config, telling all mistakes."""
+"""Reads params.yaml and `-S section.key=value` overrides into a Config."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from ddpm_core import yaml_text
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
+from ddpm_core.mistakes import fields_of, section_of, sentences
 
 _NEEDED = "sections such as `train:`"
 
@@ -26,7 +25,8 @@ def load(
 ) -> Config:
     """The Config of a params file; without one, the built-in defaults (the digits).
 
-    `overrides` are `section.key=value`, the value in YAML. Raises UserError with every mistake;
+    `overrides` are `section.key=value`, the value in YAML or, where a
+    text is wanted, as it stands. Raises UserError with every mistake;
     for what is `trained` already `sample` need not suit `model` and `diffusion`, which only train.
     """
     given = yaml_text.read(path, "params file", _NEEDED) if path is not None else {}
@@ -48,10 +48,21 @@ def _resolve(
     origin: str,
     trained: bool = False,
 ) -> Config:
+    given = _filled(given, Config)
     mistakes = [mistake for item in overrides if (mistake := override(given, item))]
     if workspace is not None:
         given["workspace"] = workspace
     return _absolute(validate(given, origin, mistakes, trained))
+
+
+def _filled(given: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """The same, with nothing where all settings of a section are commented out."""
+    sections = {name: section for name, f in fields_of(model).items() if (section := section_of(f))}
+    filled = dict(given)
+    for name in sections.keys() & given.keys():
+        below = {} if given[name] is None else given[name]
+        filled[name] = _filled(below, sections[name]) if isinstance(below, dict) else below
+    return filled
 
 
 def validate(
@@ -67,7 +78,7 @@ def validate(
         try:
             config = Config.model_validate(rest, context={"trained": trained})
         except ValidationError as error:
-            lines += [line for line in _sentences(error) if not _mentions(line, left_out)]
+            lines += [line for line in sentences(error) if not _mentions(line, left_out)]
             paths = [path for item in error.errors() if (path := _leave_out(item["loc"], rest))]
         else:
             lines += _nameless(config)
@@ -123,7 +134,7 @@ def override(given: dict[str, Any], item: str) -> str | None:
     if not equals or not all(keys):
         return f"-S {item}: section.key=value is needed, as in -S train.steps=2000"
     try:
-        value = yaml_text.value(text)
+        value = text.strip() if _literal(keys, text) else yaml_text.value(text)
     except ValueError as error:
         return f"-S {item}: {error}"
     node = given
@@ -135,100 +146,14 @@ def override(given: dict[str, Any], item: str) -> str | None:
     return None
 
 
-def _sentences(error: ValidationError) -> Iterable[str]:
-    allowed: dict[tuple[str, str], list[str]] = {}
-    for item in error.errors(include_url=False):
-        path, model = _path(item["loc"])
-        if item["type"] == "extra_forbidden":
-            yield _unknown(path, model)
-        elif item["type"] == "missing":
-            yield f"{path}: absent; it is needed"
-        elif item["type"] == "model_type":
-            keys = ", ".join(_fields(model))
-            yield f"{path}: {_show(item['input'])} given; a section with {keys} is needed"
-        elif item["type"] == "value_error":
-            yield from _own_sentences(path, str(item["msg"]))
-        else:
-            arms = allowed.setdefault((path or "params", _show(item["input"])), [])
-            field = _fields(model).get(path.rpartition(".")[2])
-            arms.append(_allowed(item, field.description if field else None))
-    for (path, given), arms in allowed.items():
-        yield f"{path}: {given} given; {', or '.join(dict.fromkeys(arms))} is needed"
-
-
-def _path(location: tuple[int | str, ...]) -> tuple[str, type[BaseModel]]:
-    """The dotted path of a mistake, without the names pydantic adds for the arms of a union."""
-    model: type[BaseModel] = Config
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-            continue
-        field = _fields(model).get(part)
-        if field is None:
-            if not path or (part.replace("_", "").isalnum() and part == location[-1]):
-                path += f".{part}" if path else part
-            break
-        path += f".{part}" if path else part
-        if section := _section(field):
-            model = section
-        else:
-            rest = [f"[{p}]" for p in location[location.index(part) + 1 :] if isinstance(p, int)]
-            return path + "".join(rest), model
-    return path, model
-
-
-def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a section by the name they have in a params file."""
-    return {field.alias or name: field for name, field in model.model_fields.items()}
-
-
-def _section(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds, if it holds one."""
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _unknown(path: str, model: type[BaseModel]) -> str:
-    parent, _, key = path.rpartition(".")
-    names = list(_fields(model))
-    close = difflib.get_close_matches(key, names, n=1) or _elsewhere(key, parent)
-    hint = f"did you mean {close[0]}?" if close else f"known here are {', '.join(names)}"
-    return f"{path}: unknown key{f' in {parent}' if parent else ''}; {hint}"
-
-
-def _elsewhere(key: str, parent: str) -> list[str]:
-    """The dotted path of the same key in another section, rather in one below `parent`."""
-    found = [path for path in _paths(Config) if path.rpartition(".")[2] == key]
-    below = [path for path in found if path.startswith(f"{parent}.")]
-    return (below or found) if len(below or found) == 1 else []
-
-
-def _paths(model: type[BaseModel], prefix: str = "") -> Iterable[str]:
-    for name, field in _fields(model).items():
-        yield prefix + name
-        if section := _section(field):
-            yield from _paths(section, f"{prefix}{name}.")
-
-
-def _own_sentences(path: str, message: str) -> Iterable[str]:
-    for line in message.removeprefix("Value error, ").splitlines():
-        yield f"{path}.{line}" if path else line
-
-
-def _allowed(item: Any, description: str | None) -> str:
-    """What a setting may be; a pattern is for programs, so people read the field's description."""
-    if "pattern" in item["type"]:
-        return description or f"a text that matches {item['ctx']['pattern']}"
-    if item["type"] == "too_short":
-        return f"a list of at least {item['ctx']['min_length']}"
-    message = str(item["msg"]).removeprefix("Input should be ").replace("a valid tuple", "a list")
-    return message[0].lower() + message[1:]
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _literal(keys: Sequence[str], text: str) -> bool:
+    """Whether a value is a text as it stands, so that #808080 is a color and no comment."""
+    model: type[BaseModel] | None = Config
+    for key in keys[:-1]:
+        field = fields_of(model).get(key) if model else None
+        model = section_of(field) if field else None
+    field = fields_of(model).get(keys[-1]) if model else None
+    return field is not None and field.annotation is str and text.strip()[:1] not in ("'", '"')
 
 
 def _absolute(config: Config) -> Config:

@@ -144,7 +144,7 @@ def test_attention_suits_every_image_size(
         ("train.steps", "section.key=value is needed"),
         ("train.steps.deep=1", "steps is a value, not a section"),
         ("train.steps=[", "not a YAML value"),
-        ("tracking.uri=3", "a valid string"),
+        ("train.init=3", "a text in quotes"),
     ],
 )
 def test_sections_that_do_not_fit_each_other_are_told(override: str, told: str) -> None:
@@ -224,3 +224,43 @@ def test_the_names_of_methods_are_those_that_exist() -> None:
         for section in sections:
             model = model.model_fields[section].annotation
         assert set(get_args(model.model_fields[name].annotation)) == set(choices), key
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("prepare.background=#808080", "background", "#808080"),
+        ("prepare.source=my photos #2", "source", "my photos #2"),
+        ("prepare.source=2024", "source", "2024"),
+        ("prepare.source='a b'", "source", "a b"),
+    ],
+)
+def test_a_text_is_taken_as_it_stands(override: str, path: str, value: str) -> None:
+    assert getattr(params.load(overrides=(override,)).prepare, path) == value
+
+
+def test_an_empty_text_is_one() -> None:
+    assert params.load(overrides=("tracking.uri=",)).tracking.uri == ""
+    assert params.load(overrides=("train.init=null",)).train.init is None
+
+
+def test_a_section_whose_settings_are_all_commented_out_is_empty(tmp_path: Path) -> None:
+    file = tmp_path / "params.yaml"
+    file.write_text("prepare:\n  # source: photos\ntrain:\n  optimizer:\n", encoding="utf-8")
+    loaded = params.load(file, ("prepare.source=photos",))
+    assert loaded.prepare.source == "photos"
+    assert loaded.train == Config().train
+
+
+def test_where_yaml_needs_quotes_they_are_named(tmp_path: Path) -> None:
+    told = mistakes(tmp_path, "prepare:\n  background: #808080\n  classes: [0, 1]\n")
+    assert "prepare.background: None given; a text in quotes is needed" in told
+    assert "prepare.classes[1]: 1 given; a text in quotes is needed" in told
+
+
+def test_a_key_with_a_dot_is_told_how_a_file_has_it(tmp_path: Path) -> None:
+    told = mistakes(tmp_path, "train.optimizer.lr: 3\n")
+    assert (
+        "train.optimizer.lr: in a file, write `train:`, below it `optimizer:`, below it `lr:`"
+        in told
+    )

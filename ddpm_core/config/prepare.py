@@ -23,7 +23,7 @@ class Prepare(Section):
         0.1, description="share held out, where the source has no test or val folder of its own"
     )
     classes: Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = (
-        Field(None, description="the classes to use; none: all")
+        Field(None, description="the classes to use; null: all")
     )
     caption: str = Field(
         "a photo of a {class}", description="the caption of a picture that comes without"

@@ -28,10 +28,10 @@ class Sample(Section):
     )
     guidance: Annotated[float, Field(ge=0.0)] = Field(1.0, description="classifier-free; 1: none")
     classes: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] | None = Field(
-        None, description="class names to draw, in turn; none: as frequent as in training"
+        None, description="class names to draw, in turn; null: as frequent as in training"
     )
     prompts: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] | None = Field(
-        None, description="texts to draw, in turn; none: captions as frequent as in training"
+        None, description="texts to draw, in turn; null: captions as frequent as in training"
     )
     ema: Auto | Literal["none"] | float = Field("auto", description="auto: the first of train.ema")
     precision: Literal["auto", "fp32", "bf16"] = "auto"
