@@ -43,6 +43,8 @@ def run(
         reason = VERBS[verb](config, workspace)
         if reason is None:
             say(f"{verb}: up to date.")
+        elif verb == "register" and not config.tracking.uri:
+            say(f"{verb}: left out, since {reason}.")
         else:
             say(f"{verb}: {reason.rstrip('.')}.")
             action()

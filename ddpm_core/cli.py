@@ -197,7 +197,7 @@ def destroy(
     output: Annotated[Path, typer.Option("--output", "-o")] = Path("destroy.gif"),
 ) -> None:
     """An animation of images being destroyed by the forward process, a row per schedule."""
-    config = load(p, w, s)
+    config = load(p, w, s, trained=True)
     from ddpm_core.generate.destroy import destroy_prepared
 
     typer.echo(destroy_prepared(config, Workspace.open(config.workspace), images, output))

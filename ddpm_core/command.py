@@ -26,6 +26,9 @@ SetOption = Annotated[
     typer.Option("--set", "-S", metavar="SECTION.KEY=VALUE", help="Override one setting."),
 ]
 
+# Commands that keep what they have finished when they are interrupted.
+KEEPING = ("train", "sample", "evaluate", "register", "run")
+
 
 def load(
     file: Path | None,
@@ -51,7 +54,8 @@ def verb(function: Callable[..., Any], to: typer.Typer) -> Callable[..., Any]:
             with telling(f"ddpm {sys.argv[1] if len(sys.argv) > 1 else ''}"):
                 function(*args, **kwargs)
         except KeyboardInterrupt:
-            say("Interrupted. What was finished is kept; the same command goes on from there.")
+            kept = sys.argv[1] in KEEPING
+            say("Interrupted." + (" The same command goes on from what was finished." * kept))
             raise SystemExit(130) from None
         except BrokenPipeError:
             raise SystemExit(141) from None

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from program import ddpm, environment, write_params
 
+from ddpm_core import chain, params
+from ddpm_core.workspace import Workspace
+
 
 def test_help_and_bad_params_answer_without_torch(tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text("trian: {}")
@@ -149,3 +152,15 @@ def test_the_version_is_the_packages(tmp_path: Path) -> None:
     from importlib.metadata import version
 
     assert ddpm(tmp_path, "--version").split() == ["ddpm", version("ddpm-core")]
+
+
+def test_without_tracking_a_run_ends_well_and_says_what_it_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = {verb: lambda config, workspace: None for verb in ("prepare", "train", "sample")}
+    monkeypatch.setattr(chain, "VERBS", {**chain.VERBS, **done, "evaluate": done["train"]})
+    config = params.load(overrides=("tracking.uri=",), workspace=str(tmp_path))
+    chain.run(config, Workspace.open(config.workspace), {}, ["run"])
+    said = capsys.readouterr().err
+    assert "register: left out, since tracking.uri is empty" in said
+    assert "Done. Look at" in said

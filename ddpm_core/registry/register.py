@@ -71,6 +71,8 @@ def register(config: Config, workspace: Workspace) -> dict[str, Any]:
 
 def stale(config: Config, workspace: Workspace) -> str | None:
     """Why `register` has work to do; None where it is up to date, as far as MLflow answers."""
+    if not config.tracking.uri:
+        return "tracking.uri is empty, and registered models are kept in MLflow"
     try:
         row = best_row(workspace)
     except UserError as error:
