@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,36 @@ def test_a_stray_picture_beside_the_class_folders_is_rejected(tmp_path: Path) ->
     data = prepared(tmp_path, tmp_path / "raw", max_rejected=0.5)
     assert (len(data), data.classes) == (6, ["cat", "dog"])
     assert "class" in rejected(tmp_path / "workspace")["preview.png"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_stray_picture_in_a_folder_around_everything_is_rejected(
+    tmp_path: Path, packed: bool
+) -> None:
+    root = write_classes(tmp_path / "raw", ["ds/imgs/cat", "ds/imgs/dog"])
+    strays = ["cover.png", "ds/preview.png", "ds/imgs/last.png"]
+    for seed, name in enumerate(strays, 90):
+        write(root / name, noise(seed))
+    source = Path(shutil.make_archive(str(tmp_path / "ds"), "zip", root)) if packed else root
+    assert counts(tmp_path, source, max_rejected=0.5)[0] == {"cat": 3, "dog": 3}
+    assert set(rejected(tmp_path / "workspace")) == set(strays)
+
+
+def test_a_stray_picture_beside_wrapped_splits_leaves_them_splits(tmp_path: Path) -> None:
+    for seed, split in enumerate(["train", "test"]):
+        write_classes(tmp_path / "raw/ds" / split / "imgs", ["cat", "dog"], seed=50 * seed)
+    write(tmp_path / "raw/ds/preview.png", noise(99))
+    write(tmp_path / "raw/ds/train/imgs/last.png", noise(98))
+    found = counts(tmp_path, tmp_path / "raw", max_rejected=0.5)
+    assert found == ({"cat": 3, "dog": 3}, {"cat": 3, "dog": 3})
+    strays = {"ds/preview.png", "ds/train/imgs/last.png"}
+    assert set(rejected(tmp_path / "workspace")) == strays
+
+
+def test_a_lone_class_has_all_its_pictures_wherever_they_lie(tmp_path: Path) -> None:
+    write_classes(tmp_path / "raw", ["cat"], each=2)
+    write_classes(tmp_path / "raw", ["cat/old"], each=3, seed=50)
+    assert counts(tmp_path, tmp_path / "raw", max_rejected=0.0)[0] == {"cat": 5}
 
 
 def test_the_classes_asked_for_are_used_alone(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpm_core.data import names
@@ -37,8 +38,8 @@ def arrange(listing: Listing) -> Layout:
     pictures mostly lie outside of folders has no classes; otherwise those that do are rejected.
     """
     layout = Layout()
-    parents = {_parent(entry.name) for entry in listing.pictures}
-    meaning = Meaning({_parts(parent) for parent in parents}, layout.notes)
+    parents = Counter(_parent(entry.name) for entry in listing.pictures)
+    meaning = Meaning({_parts(parent): count for parent, count in parents.items()}, layout.notes)
     places = {parent: meaning.place(_parts(parent)) for parent in parents}
     lists = _file_lists(listing)
     for entry in listing.pictures:
@@ -72,14 +73,16 @@ def _reject_strays(listing: Listing, layout: Layout) -> None:
 
 
 class Meaning:
-    """The rules for folders, worked out from all that hold pictures."""
+    """The rules for folders, worked out from those that hold pictures, and how many each."""
 
-    def __init__(self, folders: set[Parts], notes: list[str]) -> None:
+    def __init__(self, folders: Mapping[Parts, int], notes: list[str]) -> None:
         self.outer = _wrappers(folders)
-        inside = {folder[self.outer :] for folder in folders}
-        self.splits = _splits(inside, notes)
-        self.inner = _wrappers({self._without_split(folder) for folder in inside})
-        self.prefix = min(folders)[: self.outer] if folders else ()
+        self.splits = _splits({folder[self.outer :] for folder in folders}, notes)
+        inside: Counter[Parts] = Counter()
+        for folder, count in folders.items():
+            inside[self._without_split(folder[self.outer :])] += count
+        self.inner = _wrappers(inside)
+        self.prefix = max(folders, key=len)[: self.outer] if folders else ()
 
     def place(self, folder: Parts) -> Place:
         inside = folder[self.outer :]
@@ -110,15 +113,21 @@ def _parts(parent: str) -> Parts:
     return tuple(parent.split("/")) if parent else ()
 
 
-def _wrappers(folders: Iterable[Parts]) -> int:
-    """How many levels hold one folder each, without pictures and without the meaning of a split."""
-    every, depth = list(folders), 0
-    while every and all(len(folder) > depth + 1 for folder in every):
-        tops = {folder[depth] for folder in every}
-        if len(tops) > 1 or tops.pop().lower() in HELD_OUT:
-            break
+def _wrappers(folders: Mapping[Parts, int]) -> int:
+    """How many levels hold one folder each, which is no split and has most of its pictures deeper.
+
+    Those on the way are strays, unless all others are of one class, which then has them too.
+    """
+    depth = 0
+    while True:
+        inside = {folder: count for folder, count in folders.items() if len(folder) > depth}
+        tops = {folder[depth] for folder in inside}
+        if len(tops) != 1 or tops.pop().lower() in HELD_OUT:
+            return depth
+        deeper = sum(count for folder, count in inside.items() if len(folder) > depth + 1)
+        if deeper <= sum(inside.values()) / 2:
+            return min(depth, max(0, min(map(len, folders)) - 1))
         depth += 1
-    return depth
 
 
 def _splits(folders: set[Parts], notes: list[str]) -> set[str]:
