@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import typer
 
@@ -18,6 +19,7 @@ from ddpm_core.training.resume import Policy
 from ddpm_core.training.trainer import train as train_here
 from ddpm_core.workspace import Workspace
 
+FROM_STEP = "--from-step"
 GRACE = 120  # seconds that workers asked to stop have to save; torchrun's own is 30
 
 
@@ -41,12 +43,30 @@ def train(
         typer.echo(describe(config, workspace, count))
         return
     if count > 1 and not worker:
-        launch(count, arguments, config.train.restarts)
+        with told_without(from_step):
+            launch(count, arguments, config.train.restarts)
         return
-    distributed.choose_device(config.device)
-    data = open_dataset(workspace)  # before the workers meet, so that none waits while it comes
-    with distributed.world(config.device, environment, config.train.worker_timeout) as world:
-        train_here(config, workspace, data, world, Policy(strict, from_step))
+    if int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        from_step = None  # was honoured by the first start
+    with told_without(from_step):
+        distributed.choose_device(config.device)
+        data = open_dataset(workspace)  # before the workers meet, so that none waits while it comes
+        with distributed.world(config.device, environment, config.train.worker_timeout) as world:
+            train_here(config, workspace, data, world, Policy(strict, from_step))
+
+
+@contextmanager
+def told_without(from_step: int | None) -> Iterator[None]:
+    """After a stop, say that --from-step is not for the command that goes on."""
+    try:
+        yield
+    except Interrupted as stop:
+        if from_step is None:
+            raise
+        raise Interrupted(
+            f"{stop} Leave out --from-step {from_step}, which would begin there once more.",
+            stop.status,
+        ) from stop
 
 
 def launch(count: int, arguments: Sequence[str], restarts: int) -> None:
@@ -54,7 +74,8 @@ def launch(count: int, arguments: Sequence[str], restarts: int) -> None:
 
     Raises Interrupted with the exit status that they ended with. After a death, a hang or a stop
     of one worker (a status of 128 or more) all start again, `restarts` times at most. A status
-    below is the user's to mend: nothing would be better at the next attempt.
+    below is the user's to mend: nothing would be better at the next attempt. --from-step is for
+    the first start alone: what was trained since then is newer.
     """
     for left in range(restarts, -1, -1):
         status = _attempt(count, arguments)
@@ -63,7 +84,20 @@ def launch(count: int, arguments: Sequence[str], restarts: int) -> None:
         if status < 128 or left == 0:
             break
         say(f"A worker ended with status {status}; all start again, at most {left} times.")
+        arguments = without_step(arguments)
     raise Interrupted(f"Training by {count} processes ended with status {status}.", status)
+
+
+def without_step(arguments: Sequence[str]) -> list[str]:
+    """A command line without --from-step, in either of its spellings."""
+    kept: list[str] = []
+    given = iter(arguments)
+    for one in given:
+        if one == FROM_STEP:
+            next(given, None)
+        elif not one.startswith(f"{FROM_STEP}="):
+            kept.append(one)
+    return kept
 
 
 def _attempt(count: int, arguments: Sequence[str]) -> int:

@@ -1,0 +1,54 @@
+"""How `ddpm train` starts workers, and what of its command line and surroundings they have."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from program import TINY, ddpm, new_run, prepare_run, settings, start, wait_until
+
+from ddpm_core.training import launcher
+
+LONG = settings("train.steps=100000", "train.grid=0")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_run(tmp_path_factory.mktemp("prepared"), TINY)
+
+
+@pytest.mark.parametrize("given", [["--from-step", "4"], ["--from-step=4"]])
+def test_a_step_is_picked_by_the_first_start_alone(
+    monkeypatch: pytest.MonkeyPatch, given: list[str]
+) -> None:
+    """Those that start again after a death go on from what was trained meanwhile."""
+    seen: list[Sequence[str]] = []
+
+    def attempt(count: int, arguments: Sequence[str]) -> int:
+        seen.append(list(arguments))
+        return 138 if len(seen) < 3 else 0
+
+    monkeypatch.setattr(launcher, "_attempt", attempt)
+    launcher.launch(2, ["train", *given, "-w", "here"], 3)
+    rest = ["train", "-w", "here"]
+    assert seen == [["train", *given, "-w", "here"], rest, rest]
+
+
+def test_workers_that_torchrun_starts_again_go_on_from_the_newest_snapshot(prepared: Path) -> None:
+    folder = new_run(prepared, "again", TINY)
+    ddpm(folder, "train", *settings("train.steps=8"))
+    worker = start(folder, "train", "--from-step", "6", TORCHELASTIC_RESTART_COUNT="1")
+    assert "going on from step 8" in worker.ended()
+
+
+def test_a_stop_says_that_the_step_is_not_to_be_picked_again(prepared: Path) -> None:
+    folder = new_run(prepared, "stopped", TINY)
+    ddpm(folder, "train", *settings("train.steps=8"))
+    run = start(folder, "train", "--from-step", "6", *LONG)
+    assert wait_until(lambda: (folder / "workspace/snapshots/step-00000012").exists(), run)
+    run.send_signal(signal.SIGTERM)
+    said = run.ended()
+    assert run.returncode == 128 + signal.SIGTERM
+    assert "Leave out --from-step 6, which would begin there once more." in said
