@@ -56,12 +56,13 @@ def test_a_flat_directory_has_no_classes(tmp_path: Path) -> None:
 
 
 def test_a_picture_beside_the_class_folders_is_used_without_a_class_where_most_have_none(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_classes(tmp_path / "raw", [".", "more"])
     write(tmp_path / "raw/last.png", noise(99))
     data = prepared(tmp_path, tmp_path / "raw")
     assert (len(data), data.classes) == (7, [])
+    assert "there are no classes; all are used, those in more too" in capsys.readouterr().err
 
 
 def test_a_stray_picture_beside_the_class_folders_is_rejected(tmp_path: Path) -> None:
@@ -195,7 +196,14 @@ def test_folders_may_lie_deeper_than_python_recurses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "train, held_out", [("train", "test"), ("TRAIN", "Val"), ("Train", "VALID")]
+    "train, held_out",
+    [
+        ("train", "test"),
+        ("TRAIN", "Val"),
+        ("Train", "VALID"),
+        ("train", "validation"),
+        ("training", "Testing"),
+    ],
 )
 def test_top_folders_named_as_splits_are_splits(tmp_path: Path, train: str, held_out: str) -> None:
     write_classes(tmp_path / "raw" / train, ["cat", "dog"])
@@ -214,6 +222,38 @@ def test_splits_without_classes_are_splits(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw", ["train", "test"])
     data = prepared(tmp_path, tmp_path / "raw")
     assert (len(data), data.manifest["holdout_count"], data.classes) == (3, 3, [])
+
+
+def test_a_picture_beside_splits_without_classes_leaves_them_splits(tmp_path: Path) -> None:
+    write_classes(tmp_path / "raw", ["train", "test"])
+    write(tmp_path / "raw/cover.png", noise(99))
+    data = prepared(tmp_path, tmp_path / "raw")
+    assert (len(data), data.manifest["holdout_count"], data.classes) == (4, 3, [])
+
+
+@pytest.mark.parametrize("each", [6, 40])
+def test_test_pictures_without_classes_are_left_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], each: int
+) -> None:
+    write_classes(tmp_path / "raw/train", ["cat", "dog"], each=20)
+    write_classes(tmp_path / "raw", ["test"], each=each, seed=100)
+    train, held_out = counts(tmp_path, tmp_path / "raw", holdout=0.3, max_rejected=0.0)
+    assert {name: train[name] + held_out[name] for name in train} == {"cat": 20, "dog": 20}
+    assert sum(held_out.values()) > 0
+    told = capsys.readouterr().err
+    assert f"The {each} pictures in test have no classes" in told
+    assert "others are held out by their content" in told
+
+
+def test_beside_a_split_with_classes_one_without_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed, split in enumerate(["train", "val"]):
+        write_classes(tmp_path / "raw" / split, ["cat", "dog"], seed=50 * seed)
+    write_classes(tmp_path / "raw", ["test"], each=9, seed=200)
+    found = counts(tmp_path, tmp_path / "raw", max_rejected=0.0)
+    assert found == ({"cat": 3, "dog": 3}, {"cat": 3, "dog": 3})
+    assert "The 9 pictures in test have no classes" in capsys.readouterr().err
 
 
 def test_splits_below_a_folder_around_everything_are_splits(tmp_path: Path) -> None:

@@ -10,7 +10,10 @@ from ddpm_core.data import names
 from ddpm_core.data.sources import Listing, Rejection
 
 Parts = tuple[str, ...]
-HELD_OUT = {"train": False, "training": False, "test": True, "val": True, "valid": True}
+HELD_OUT = {
+    **dict.fromkeys(("train", "training"), False),
+    **dict.fromkeys(("test", "testing", "val", "valid", "validation"), True),
+}
 
 
 @dataclass(slots=True)
@@ -19,6 +22,7 @@ class Place:
 
     name: str | None  # of the class
     held_out: bool | None
+    split: str  # the top folder that is one, or ""
 
 
 @dataclass(slots=True)
@@ -33,21 +37,21 @@ class Layout:
 def arrange(listing: Listing) -> Layout:
     """Read classes and splits off the folders.
 
-    Folders around everything are passed over. Top folders named train, test, val or valid are
-    splits; below, the first folder is the class, and deeper ones belong to it. A source whose
-    pictures mostly lie outside of folders has no classes; otherwise those that do are rejected.
+    Folders around everything are passed over. Top folders with a name of HELD_OUT are splits;
+    below, the first folder is the class, and deeper ones belong to it. A source whose pictures for
+    training mostly lie outside of folders has no classes; otherwise those that do are rejected.
     """
     layout = Layout()
     parents = Counter(_parent(entry.name) for entry in listing.pictures)
     meaning = Meaning({_parts(parent): count for parent, count in parents.items()}, layout.notes)
     places = {parent: meaning.place(_parts(parent)) for parent in parents}
     lists = _file_lists(listing)
-    for entry in listing.pictures:
-        place = places[_parent(entry.name)]
+    found = [places[_parent(entry.name)] for entry in listing.pictures]
+    for entry, place in zip(listing.pictures, found, strict=True):
         layout.classes.append(place.name)
         layout.held_out.append(lists.get(entry.name, place.held_out))
-    if layout.classes.count(None) > len(layout.classes) / 2:
-        layout.classes = [None] * len(layout.classes)
+    _drop_classes(layout)
+    _leave_out_unlabelled(listing, layout, [place.split for place in found])
     _reject_strays(listing, layout)
     layout.notes += _empty_folders(listing, meaning, layout)
     layout.notes += _differ_by_case(layout)
@@ -59,6 +63,43 @@ def select(listing: Listing, layout: Layout, rows: Sequence[int]) -> None:
     listing.pictures = [listing.pictures[row] for row in rows]
     layout.classes = [layout.classes[row] for row in rows]
     layout.held_out = [layout.held_out[row] for row in rows]
+
+
+def _drop_classes(layout: Layout) -> None:
+    """Where most pictures for training have none."""
+    named = zip(layout.classes, layout.held_out, strict=True)
+    training = [name for name, held in named if not held] or layout.classes
+    if training.count(None) <= len(training) / 2:
+        return
+    dropped = sorted({name for name in layout.classes if name is not None})
+    if dropped:
+        layout.notes.append(
+            "Most pictures for training lie in no folder of a class, so there are no classes; all "
+            f"are used, those in {_several(dropped)} too."
+        )
+    layout.classes = [None] * len(layout.classes)
+
+
+def _leave_out_unlabelled(listing: Listing, layout: Layout, splits: Sequence[str]) -> None:
+    """A held-out split that has no classes, where others have: the test pictures of a contest."""
+    labelled = {split for split, name in zip(splits, layout.classes, strict=True) if name}
+    out = {row for row, held in enumerate(layout.held_out) if held and splits[row] not in labelled}
+    if not labelled or not out:
+        return
+    rows = [row for row in range(len(splits)) if row not in out]
+    select(listing, layout, rows)
+    told = "they are left out"
+    if not any(layout.held_out):
+        layout.held_out = [None] * len(rows)
+        told += ", and others are held out by their content"
+    where = _several(sorted({splits[row] for row in out}))
+    layout.notes.append(
+        f"The {len(out):,} pictures in {where} have no classes, unlike those for training: {told}."
+    )
+
+
+def _several(found: Sequence[str]) -> str:
+    return ", ".join(names.shown(name) for name in found[:5]) + (" ..." if len(found) > 5 else "")
 
 
 def _reject_strays(listing: Listing, layout: Layout) -> None:
@@ -86,14 +127,15 @@ class Meaning:
 
     def place(self, folder: Parts) -> Place:
         inside = folder[self.outer :]
-        held_out = HELD_OUT[inside[0].lower()] if inside and inside[0] in self.splits else None
+        split = inside[0] if inside and inside[0] in self.splits else ""
+        held_out = HELD_OUT[split.lower()] if split else None
         # Beside a train or test folder everything else is for training.
         if held_out is None and self.splits:
             held_out = False
         if self.splits and not any(HELD_OUT[split.lower()] for split in self.splits):
             held_out = None
         below = self._without_split(inside)[self.inner :]
-        return Place(names.shown(below[0]) if below else None, held_out)
+        return Place(names.shown(below[0]) if below else None, held_out, split)
 
     def is_class(self, folder: Parts) -> bool:
         """Whether a folder stands where classes stand."""
@@ -134,11 +176,13 @@ def _splits(folders: set[Parts], notes: list[str]) -> set[str]:
     """The top folders that are splits. A lone `train` full of pictures beside others is a class."""
     tops = {folder[0] if folder else "" for folder in folders}
     splits = {top for top in tops if top.lower() in HELD_OUT}
-    others = sorted(tops - splits)
+    flat = all(len(folder) == 1 for folder in folders if folder and folder[0] in splits)
+    # Pictures beside splits with classes are strays.
+    others = sorted(tops - splits - (set() if flat else {""}))
     if not splits or not others:
         return splits
     shown = ", ".join(names.shown(name) or "the top folder itself" for name in others[:5])
-    if all(len(folder) == 1 for folder in folders if folder and folder[0] in splits):
+    if flat and len({HELD_OUT[split.lower()] for split in splits}) == 1:
         notes.append(
             f"The folders {', '.join(sorted(splits))} are taken for classes, as they hold pictures "
             f"beside other folders that do: {shown}."
