@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from program import TINY, ddpm, new_run, prepare_run, settings, start, wait_until
+from faults.attempt import until
+from program import TINY, ddpm, environment, new_run, prepare_run, settings, start, wait_until
 
 from ddpm_core.training import launcher
 
@@ -52,3 +56,33 @@ def test_a_stop_says_that_the_step_is_not_to_be_picked_again(prepared: Path) -> 
     said = run.ended()
     assert run.returncode == 128 + signal.SIGTERM
     assert "Leave out --from-step 6, which would begin there once more." in said
+
+
+@pytest.fixture
+def two_workers(prepared: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`nohup ddpm train` with two workers, in a folder with a module of a Python library's name."""
+    folder = new_run(prepared, "two", TINY)
+    (folder / "grp.py").write_text("open('imported', 'w')")
+    program = Path(sys.executable).with_name("ddpm")
+    command = ["nohup", program, "train", *LONG, *settings("train.processes=2")]
+    with (folder / "said").open("wb") as said:
+        run = subprocess.Popen(
+            command, cwd=folder, env=environment(), stdout=said, stderr=said, start_new_session=True
+        )
+        try:
+            until((folder / "workspace/log.jsonl").exists, "training began")
+            yield run
+        finally:
+            run.kill()
+            run.wait(30)
+
+
+def test_several_workers_outlive_their_terminal_as_nohup_wants(
+    prepared: Path, two_workers: subprocess.Popen[bytes]
+) -> None:
+    log = prepared / "two/workspace/log.jsonl"
+    os.killpg(two_workers.pid, signal.SIGHUP)
+    size = log.stat().st_size
+    until(lambda: log.stat().st_size > size + 5000, "training goes on")
+    two_workers.terminate()
+    assert two_workers.wait(60) == 128 + signal.SIGTERM

@@ -115,6 +115,8 @@ def _attempt(count: int, arguments: Sequence[str]) -> int:
     handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         parsed = torchrun.parse_args([*options, "-m", "ddpm_core.cli", *arguments])  # type: ignore[no-untyped-call]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup wants a closed terminal
+            parsed.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
         torchrun.run(parsed)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
