@@ -8,6 +8,7 @@ import pytest
 from pictures import config, noise, prepared, write, write_classes
 from program import ddpm
 
+from ddpm_core.config.results import Tracking
 from ddpm_core.data.check import check_data
 from ddpm_core.data.dataset import open_dataset
 from ddpm_core.data.place import refuse_own_places
@@ -151,6 +152,24 @@ def test_a_workspace_inside_the_source_is_no_part_of_it(
     write(root / "cat/new.png", noise(98))
     assert stale(settings, opened) == "the source has changed since it was prepared."
     assert prepare(settings, opened)["count"] == 7
+
+
+def test_what_mlflow_keeps_beside_the_pictures_is_no_part_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_classes(tmp_path, ["cat", "dog", "mlruns"])
+    monkeypatch.chdir(tmp_path)
+    opened, settings = Workspace.open("run"), config(".", max_rejected=0.0)
+    assert prepare(settings, opened)["classes"] == ["cat", "dog", "mlruns"]
+    for name in ("mlflow.db", "mlflow.db-journal"):
+        write(tmp_path / name, b"SQLite format 3")
+    write(tmp_path / "mlartifacts/1/grid.png", noise(99))
+    assert stale(settings, opened) is None
+    write(tmp_path / "cat/new.png", noise(98))
+    assert prepare(settings, opened)["classes"] == ["cat", "dog", "mlruns"]
+    elsewhere = Tracking(uri=f"sqlite:///{tmp_path}/elsewhere/mlflow.db")
+    settings = settings.model_copy(update={"tracking": elsewhere})
+    assert prepare(settings, opened)["classes"] == ["cat", "dog", "mlartifacts", "mlruns"]
 
 
 def test_the_workspace_itself_is_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,14 +27,14 @@ Item = Found | Folder | Rejection
 
 
 class Directory:
-    """All files below a directory but those of `workspace`, a path or another storage's URI.
+    """All files below a directory but what lies in `own`: paths, and URIs of other storages.
 
     Links that stay inside are followed, others are refused.
     """
 
-    def __init__(self, root: Path, uri: str, workspace: str = "") -> None:
-        self._root, self._workspace = root.resolve(), workspace
-        found = list(_walk(self._root, workspace))
+    def __init__(self, root: Path, uri: str, own: Sequence[str] = ()) -> None:
+        self._root, self._own = root.resolve(), own
+        found = list(_walk(self._root, own))
         self.facts: dict[str, Any] = {
             "uri": uri,
             "listing_sha256": _checksum([f"{i.name}\0{i.size}" for i, _ in found if _counts(i)]),
@@ -43,7 +43,7 @@ class Directory:
         }
 
     def listing(self) -> Listing:
-        return make_listing(item for item, _ in _walk(self._root, self._workspace))
+        return make_listing(item for item, _ in _walk(self._root, self._own))
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
         """Paths: whoever decodes a picture opens it."""
@@ -51,9 +51,9 @@ class Directory:
             yield position, self._root / os.fsdecode(names.to_bytes(entry.name))
 
 
-def directory_state(root: Path, workspace: str = "") -> dict[str, Any]:
+def directory_state(root: Path, own: Sequence[str] = ()) -> dict[str, Any]:
     """Changes when a file of the directory is added, removed, renamed or written."""
-    return _state(list(_walk(root.resolve(), workspace)))
+    return _state(list(_walk(root.resolve(), own)))
 
 
 def _state(found: Sequence[tuple[Item, int]]) -> dict[str, Any]:
@@ -81,9 +81,9 @@ def _dvc_checksum(root: Path) -> dict[str, str]:
         return {}
 
 
-def _walk(root: Path, workspace: str) -> Iterator[tuple[Item, int]]:
+def _walk(root: Path, own: Sequence[str]) -> Iterator[tuple[Item, int]]:
     """Everything below a folder, with the time of its last change in nanoseconds."""
-    own = str(Path(workspace).resolve()) if workspace else ""
+    passed = {str(Path(place).resolve()) for place in own}
     waiting = [(str(root), "")]  # no recursion: Python's ends at a thousand levels
     while waiting:
         folder, prefix = waiting.pop()
@@ -95,10 +95,10 @@ def _walk(root: Path, workspace: str) -> Iterator[tuple[Item, int]]:
             continue
         for child in children:
             name = prefix + names.from_bytes(os.fsencode(child.name))
-            if names.is_clutter(name) or child.path == own:
+            if names.is_clutter(name) or child.path in passed:
                 continue
             if child.is_symlink():
-                yield from _link(root, child, name, own)
+                yield from _link(root, child, name, passed)
             elif child.is_dir():
                 yield Folder(name), 0
                 waiting.append((child.path, name + "/"))
@@ -106,16 +106,20 @@ def _walk(root: Path, workspace: str) -> Iterator[tuple[Item, int]]:
                 yield from _file(child, name)
 
 
-def _link(root: Path, child: os.DirEntry[str], name: str, own: str) -> Iterator[tuple[Item, int]]:
+def _link(
+    root: Path, child: os.DirEntry[str], name: str, passed: set[str]
+) -> Iterator[tuple[Item, int]]:
     """A link to a folder inside is passed over: what it shows is listed where it lies."""
     try:
         target = Path(child.path).resolve()
         inside = target.is_relative_to(root)
     except (OSError, RuntimeError):  # links in a circle
         target, inside = Path(child.path), True
+    if str(target) in passed:
+        return
     if inside and target.is_file():
         yield from _file(child, name)
-    elif (inside and target.is_dir()) or str(target) == own:
+    elif inside and target.is_dir():
         return
     elif target.is_dir() or names.suffix(name) in names.PICTURE_SUFFIXES:
         where = "leads nowhere" if inside else "leads out of the directory"

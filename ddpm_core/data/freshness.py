@@ -5,6 +5,7 @@ from __future__ import annotations
 from ddpm_core.config import Config
 from ddpm_core.data.dataset import Prepared
 from ddpm_core.data.opening import changed
+from ddpm_core.data.place import written_places
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, Workspace
 
@@ -26,6 +27,6 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     missing = workspace.damage(DATA, manifest)
     if missing:
         return missing
-    if changed(config.prepare, manifest["source"], workspace.uri):
+    if changed(config.prepare, manifest["source"], written_places(config, workspace)):
         return "the source has changed since it was prepared."
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ ALLOWED = (
 
 
 @contextmanager
-def open_source(settings: Prepare, root: Path, workspace: str = "") -> Iterator[Source]:
+def open_source(settings: Prepare, root: Path, own: Sequence[str] = ()) -> Iterator[Source]:
     """The source that the settings name. What has to be fetched lies below `root` meanwhile.
 
-    A `workspace` that lies inside the source is no part of it: a run does not train on what it
-    wrote itself, and is up to date in the end. Raises UserError where it can't be read.
+    The places of a run's `own` that lie inside the source are no part of it: a run does not train
+    on what it wrote itself, and is up to date in the end. Raises UserError where it can't be read.
     """
     uri = settings.source
     if uri == "digits":
@@ -44,20 +44,20 @@ def open_source(settings: Prepare, root: Path, workspace: str = "") -> Iterator[
     elif uri.startswith(("s3://", "dvc:")):
         with staged_folder(root / "source") as place:
             try:
-                yield _tracked(uri, place) if uri[0] == "d" else open_s3(uri, place, workspace)
+                yield _tracked(uri, place) if uri[0] == "d" else open_s3(uri, place, own)
             finally:
                 remove(place)
     else:
-        yield _local(_path(uri), uri, workspace)
+        yield _local(_path(uri), uri, own)
 
 
-def changed(settings: Prepare, facts: dict[str, Any], workspace: str = "") -> bool:
+def changed(settings: Prepare, facts: dict[str, Any], own: Sequence[str] = ()) -> bool:
     """Whether the source of these settings is another now than the one with these `facts`.
 
     What can't be told, or is no longer within reach, has not changed.
     """
     try:
-        found = _state(settings.source, workspace)
+        found = _state(settings.source, own)
     except (UserError, OSError):
         return False
     before = facts.get("state")
@@ -69,17 +69,17 @@ def changed(settings: Prepare, facts: dict[str, Any], workspace: str = "") -> bo
     return True
 
 
-def _state(uri: str, workspace: str) -> dict[str, Any] | None:
+def _state(uri: str, own: Sequence[str]) -> dict[str, Any] | None:
     if uri == "digits":
         return dict(DIGITS_STATE)
     if uri in KNOWN:
         return {"sha256": KNOWN[uri].sha256}
     if uri.startswith("s3://"):
-        return s3_state(uri, workspace)
+        return s3_state(uri, own)
     if uri.startswith("dvc:"):
         return dvc.state(dvc.parse(uri))
     path = _path(uri)
-    return directory_state(path, workspace) if path.is_dir() else archive_state(path)
+    return directory_state(path, own) if path.is_dir() else archive_state(path)
 
 
 def _path(uri: str) -> Path:
@@ -100,8 +100,8 @@ def _path(uri: str) -> Path:
     return path
 
 
-def _local(path: Path, uri: str, workspace: str = "") -> Source:
-    return Directory(path, uri, workspace) if path.is_dir() else open_archive(path, uri)
+def _local(path: Path, uri: str, own: Sequence[str] = ()) -> Source:
+    return Directory(path, uri, own) if path.is_dir() else open_archive(path, uri)
 
 
 def _tracked(uri: str, scratch: Path) -> Source:

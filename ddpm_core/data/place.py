@@ -1,12 +1,14 @@
-"""Where a source may lie: prepare replaces data/ as a whole, so it may hold no picture of yours."""
+"""Where a source may lie, as prepare replaces data/ as a whole; what of a run is no part of one."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from ddpm_core.config import Config
 from ddpm_core.data.names import is_clutter, one_line
 from ddpm_core.errors import UserError
+from ddpm_core.mlflow_run import sqlite_path
 from ddpm_core.reading import Manifest
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, EVALUATION, SAMPLES, SNAPSHOTS, SUPERSEDED, Workspace
@@ -15,6 +17,16 @@ _OURS = re.compile(
     r"(holdout_)?(images|labels|captions)(-\d+-of-\d+)?\.npy|contact\.png|rejected\.csv|manifest\.json"
 )
 OUTPUTS = (DATA, SNAPSHOTS, SAMPLES, EVALUATION, SUPERSEDED)
+_OF_SQLITE = ("", "-journal", "-wal", "-shm")
+
+
+def written_places(config: Config, workspace: Workspace) -> tuple[str, ...]:
+    """Where a run writes: its workspace, MLflow's SQLite store and the artifacts beside that."""
+    store = sqlite_path(config.tracking.uri)
+    if store is None:
+        return (workspace.uri,)
+    beside = [f"{store}{end}" for end in _OF_SQLITE] + [str(store.parent / "mlartifacts")]
+    return (workspace.uri, *beside)
 
 
 def refuse_own_places(source: str, workspace: Workspace) -> None:

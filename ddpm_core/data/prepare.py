@@ -22,7 +22,7 @@ from ddpm_core.data.layout import Layout, arrange, select
 from ddpm_core.data.names import one_line
 from ddpm_core.data.opening import open_source
 from ddpm_core.data.packing import Pictures, pack
-from ddpm_core.data.place import refuse_own_places
+from ddpm_core.data.place import refuse_own_places, written_places
 from ddpm_core.data.pool import chunked, spread, workers_for
 from ddpm_core.data.rejected import (
     REJECTED,
@@ -66,7 +66,7 @@ def prepare(config: Config, workspace: Workspace) -> dict[str, Any]:
         scratch = workspace.storage.scratch()
         sweep(scratch)  # what a prepare that was killed has left
         with (
-            open_source(settings, scratch, workspace.uri) as opened,
+            open_source(settings, scratch, written_places(config, workspace)) as opened,
             workspace.storage.new_folder(DATA, facts) as folder,
         ):
             notes = _fill(folder, facts, opened, config)

@@ -32,13 +32,13 @@ _AHEAD_BYTES = 2**26
 
 
 class Prefix:
-    """All objects below a prefix but those below that of `workspace`."""
+    """All objects below a prefix but those below the URIs of `own`."""
 
-    def __init__(self, uri: str, workspace: str = "") -> None:
+    def __init__(self, uri: str, own: Sequence[str] = ()) -> None:
         self._bucket, self._prefix = split(uri, SETTING)
         self._client = connect()
         with _told(uri):
-            self._objects = _objects(self._client, uri, workspace)
+            self._objects = _objects(self._client, uri, own)
         self.facts: dict[str, Any] = {"uri": uri, "state": _state(self._objects)}
 
     def listing(self) -> Listing:
@@ -80,11 +80,11 @@ class Prefix:
             return bytes(found["Body"].read())
 
 
-def open_s3(uri: str, scratch: Path, workspace: str = "") -> Prefix | Zip | Tar:
+def open_s3(uri: str, scratch: Path, own: Sequence[str] = ()) -> Prefix | Zip | Tar:
     """The archive that `uri` names, fetched into `scratch`, or all objects below the prefix."""
     bucket, key = split(uri, SETTING)
     if not key.lower().endswith(ARCHIVES):
-        return Prefix(uri, workspace)
+        return Prefix(uri, own)
     client, path = connect(), scratch / "archive"
     with _told(uri):
         facts = client.head_object(Bucket=bucket, Key=key)
@@ -96,10 +96,10 @@ def open_s3(uri: str, scratch: Path, workspace: str = "") -> Prefix | Zip | Tar:
     return archive
 
 
-def s3_state(uri: str, workspace: str = "") -> dict[str, Any]:
+def s3_state(uri: str, own: Sequence[str] = ()) -> dict[str, Any]:
     """Changes with any object below the prefix, or with the archive."""
     with _told(uri):
-        return _state(_objects(connect(), uri, workspace))
+        return _state(_objects(connect(), uri, own))
 
 
 def _state(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -110,11 +110,11 @@ def _state(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"objects": len(lines), "sha256": checksum}
 
 
-def _objects(client: Any, uri: str, workspace: str) -> dict[str, dict[str, Any]]:
+def _objects(client: Any, uri: str, own: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Facts of the objects by their names relative to the prefix, a folder: `photos` does not
     include `photos-old/1.jpg`. Of an archive its own."""
     bucket, key = split(uri, SETTING)
-    own = workspace.rstrip("/").removeprefix(f"s3://{bucket}/") + "/"
+    passed = tuple(place.rstrip("/").removeprefix(f"s3://{bucket}/") + "/" for place in own)
     archive = key.lower().endswith(ARCHIVES)
     prefix = key if archive or not key or key.endswith("/") else key + "/"
     pages = client.get_paginator("list_objects_v2").paginate(
@@ -126,7 +126,7 @@ def _objects(client: Any, uri: str, workspace: str) -> dict[str, dict[str, Any]]
     named = {
         name.removeprefix(prefix).lstrip("/"): facts
         for name, facts in found.items()
-        if not name.startswith(own)
+        if not name.startswith(passed)
     }
     return {name: facts for name, facts in named.items() if name and not name.endswith("/")}
 
