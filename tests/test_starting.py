@@ -77,7 +77,7 @@ def two_workers(prepared: Path) -> Iterator[subprocess.Popen[bytes]]:
             run.wait(30)
 
 
-def test_several_workers_outlive_their_terminal_as_nohup_wants(
+def test_several_workers_outlive_their_terminal_and_import_nothing_of_the_folder(
     prepared: Path, two_workers: subprocess.Popen[bytes]
 ) -> None:
     log = prepared / "two/workspace/log.jsonl"
@@ -86,3 +86,4 @@ def test_several_workers_outlive_their_terminal_as_nohup_wants(
     until(lambda: log.stat().st_size > size + 5000, "training goes on")
     two_workers.terminate()
     assert two_workers.wait(60) == 128 + signal.SIGTERM
+    assert not (prepared / "two/imported").exists()  # by a worker, for the library's own module

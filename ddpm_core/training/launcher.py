@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -100,6 +102,14 @@ def without_step(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
+def importing_alike() -> dict[str, str]:
+    """The environment in which another Python looks for modules where this one does.
+
+    With `-m` it would look in the current directory first, where a file may have any module's name.
+    """
+    return {} if {"", str(Path.cwd())} & set(sys.path) else {"PYTHONSAFEPATH": "1"}
+
+
 def _attempt(count: int, arguments: Sequence[str]) -> int:
     """One start of all workers, until all or any have ended; their status.
 
@@ -111,6 +121,7 @@ def _attempt(count: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
+    os.environ.update(importing_alike())
     options = ["--standalone", f"--nproc-per-node={count}", "--max-restarts=0"]
     handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:

@@ -25,6 +25,7 @@ from ddpm_core.console import say
 from ddpm_core.data.prepare import prepare
 from ddpm_core.distributed import choose_device, processes
 from ddpm_core.errors import UserError
+from ddpm_core.training.launcher import importing_alike
 from ddpm_core.training.runlog import read_rows
 from ddpm_core.workspace import LOG, RUN, SNAPSHOTS, Workspace
 
@@ -118,7 +119,7 @@ def _run(config: Config, workers: int) -> tuple[float, float]:
     file.write_text(yaml.safe_dump(config.dump()), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "ddpm_core.cli", "train", "-p", str(file)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **importing_alike(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
