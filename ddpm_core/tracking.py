@@ -6,6 +6,7 @@ sent, each once, also after the server was away or this process was killed.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -29,6 +30,14 @@ LONGEST_PAUSE = 30.0  # seconds between two attempts to reach a server that is a
 Entry = list[Any]  # [method of MlflowRun, *arguments], plain data
 SENT = ("params", "tags", "metrics", "dataset", "artifact")  # methods that entries may name
 
+# What the network says of a server, and what that means to a person.
+MEANINGS = {
+    r"connection refused": "the connection was refused.",
+    r"timed out|timeouterror": "it does not answer in time.",
+    r"nameresolutionerror|failed to resolve|name or service not known": "its name is not known.",
+}
+LONGEST = 300  # characters of a message that is not ours
+
 
 class Tracker:
     """The MLflow run of a workspace. No call blocks, and none raises."""
@@ -41,7 +50,7 @@ class Tracker:
         self._log = Log(workspace.path(LOG))
         self._queue: deque[Entry] = deque(_sendable(self._known().get("unsent"), workspace.uri))
         self._run: MlflowRun | None = None
-        self._away = False
+        self._outage = console.Outage()
         self._silent = False
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -141,20 +150,21 @@ class Tracker:
         while True:
             last = self._closing.is_set()
             try:
-                self._catch_up()
-                self._say_back()
+                self._send()
+                self._has_answered()
                 pause = INTERVAL
             except Exception as error:
                 self._run = None
-                self._say_away(error)
+                self._has_failed(error)
                 pause = min(LONGEST_PAUSE, pause * 2)
             if last:
                 return
             # While the server is away only closing hurries the next attempt.
-            (self._closing if self._away else self._wake).wait(pause)
+            (self._closing if self._outage.on else self._wake).wait(pause)
             self._wake.clear()
 
-    def _catch_up(self) -> None:
+    def _send(self) -> None:
+        """Send all that there is by now."""
         run = self._run = self._run or self._open()
         while True:
             rows, end = self._log.peek()
@@ -203,18 +213,16 @@ class Tracker:
         if run.get("mlflow") != mlflow:
             self._workspace.write_json(RUN, {**run, "mlflow": mlflow})
 
-    def _say_away(self, error: Exception) -> None:
-        if not self._away and not self._silent:
-            console.warn(
+    def _has_failed(self, error: Exception) -> None:
+        if not self._silent:
+            self._outage.begins(
                 f"MLflow at {shown(self._uri)} cannot be used: {reason(error)} The work goes on; "
                 "what MLflow lacks is sent later."
             )
-        self._away = True
 
-    def _say_back(self) -> None:
-        if self._away and not self._silent:
-            console.say(f"MLflow at {shown(self._uri)} is back and has got what it lacked.")
-        self._away = False
+    def _has_answered(self) -> None:
+        if not self._silent:
+            self._outage.ends(f"MLflow at {shown(self._uri)} is back and has got what it lacked.")
 
 
 def _sendable(entries: Any, root: str) -> list[Entry]:
@@ -241,13 +249,9 @@ def _below(path: Any, root: str) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """An error of MLflow or of what it stands on, in a few words."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    lower = text.lower()
-    if "refused" in lower:
-        return "the connection was refused."
-    if "timed out" in lower or "timeout" in lower:
-        return "it does not answer in time."
-    if "resolve" in lower or "name or service not known" in lower:
-        return "its name is not known."
-    return text if len(text) <= 300 else text[:297] + "..."
+    """An error of MLflow or of what it stands on, in a few words and without passwords."""
+    text = shown(" ".join(str(error).split())) or type(error).__name__
+    for said, meaning in MEANINGS.items():
+        if re.search(said, text, re.IGNORECASE):
+            return meaning
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

@@ -11,8 +11,10 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from ddpm_core import params
 from ddpm_core.config import Config
 from ddpm_core.logtail import Log
 from ddpm_core.mlflow_run import MlflowRun, connect, flatten, shown
-from ddpm_core.tracking import Tracker
+from ddpm_core.tracking import Tracker, reason
 from ddpm_core.workspace import LOG, RUN, Workspace
 
 
@@ -242,7 +244,7 @@ def test_a_server_killed_in_the_middle_gets_each_row_once_when_it_is_back(
     wait_until(lambda: has_step(server.uri, workspace, 100), "the first rows have arrived")
     server.kill()
     log_rows(workspace, range(101, 201))
-    wait_until(lambda: tracker._away, "the outage is noticed")
+    wait_until(lambda: tracker._outage.on, "the outage is noticed")
     (tmp_path / "short").mkdir()
     short = Workspace.open(str(tmp_path / "short"))
     run_during_an_outage(config(server.uri), short)
@@ -278,7 +280,7 @@ def test_a_server_that_freezes_with_rows_on_their_way_gets_them_once(
     server.signal(signal.SIGSTOP)
     try:
         log_rows(workspace, range(11, 21))
-        wait_until(lambda: tracker._away, "the outage is noticed")
+        wait_until(lambda: tracker._outage.on, "the outage is noticed")
     finally:
         server.signal(signal.SIGCONT)
     tracker.close()
@@ -326,7 +328,7 @@ def test_calls_return_at_once_where_no_server_answers(
     tracker.metrics(1, {"b": 2.0})
     tracker.artifact(workspace.path("none.png"))
     assert time.monotonic() - started < 0.5
-    wait_until(lambda: tracker._away, "the outage is noticed")
+    wait_until(lambda: tracker._outage.on, "the outage is noticed")
     tracker.close(timeout=20)
     told = capsys.readouterr().err
     assert told.count("cannot be used") == 1
@@ -480,3 +482,55 @@ def test_a_password_in_the_uri_is_not_shown() -> None:
     assert shown("https://TOKEN:x-oauth-basic@host/r.git") == "https://***@host/r.git"
     assert shown("sqlite:////a/b.db") == "sqlite:////a/b.db"
     assert shown("from s3://u:p@ss and http://h:80/x") == "from s3://u:***@ss and http://h:80/x"
+
+
+def test_a_server_that_hangs_up_has_no_password_told(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MLflow's message then has the whole address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=hang_up, args=(listener,), daemon=True).start()
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+        Tracker.open(config(f"http://me:secret@{place}"), workspace).close()
+        listener.shutdown(socket.SHUT_RDWR)
+    told = capsys.readouterr().err
+    assert f"API request to http://***@{place}/api" in told and "secret" not in told
+
+
+def hang_up(listener: socket.socket) -> None:
+    """On whoever asks something, until the listener is shut."""
+    with suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+
+
+def test_a_long_message_is_cut_after_its_password_is_gone() -> None:
+    told = reason(Exception("x" * 280 + " https://me:a-long-secret@host/api"))
+    assert len(told) <= 300 and "secre" not in told
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning"),
+    [
+        ("[Errno 111] Connection refused", "the connection was refused."),
+        ("HTTPConnectionPool(host='h', port=1): Read timed out.", "it does not answer in time."),
+        ("Failed to resolve 'nowhere' ([Errno -2] ...)", "its name is not known."),
+        ("could not translate host name: Name or service not known", "its name is not known."),
+    ],
+)
+def test_what_the_network_says_is_told_in_words(said: str, meaning: str) -> None:
+    assert reason(ConnectionError(said)) == meaning
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Allowed hosts must not resolve to other names.",
+        "The tag was refused: it is too long.",
+        "Param train.timeout has another value.",
+    ],
+)
+def test_what_a_server_says_of_other_things_stands_as_it_is(said: str) -> None:
+    assert reason(Exception(said)) == said
