@@ -58,6 +58,15 @@ def test_what_can_not_be_made_moves_nothing(prepared: Path) -> None:
     assert "up to date" in ddpm(folder, "train", *settings("train.steps=10"))
 
 
+def test_a_run_does_not_begin_with_what_it_sets_aside(prepared: Path) -> None:
+    folder = begun(prepared, "own", 10)
+    given = settings("train.init=workspace/snapshots/step-00000010")
+    said = ddpm(folder, "train", *OTHER, *given, status=1)
+    assert "Copy that folder to another place" in said
+    assert steps_of(folder / "workspace") == [6, 8, 10]
+    assert not (folder / "workspace/superseded").exists()
+
+
 def test_a_damaged_newest_snapshot_is_told_and_trained_again(prepared: Path) -> None:
     folder = begun(prepared, "stale", 10)
     for damage in (lambda file: file.write_bytes(b"cut"), lambda file: file.unlink()):

@@ -16,6 +16,7 @@ from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import UserError
 from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.rng import Purpose
+from ddpm_core.workspace import SNAPSHOTS, Workspace
 
 
 class Pictures(Protocol):
@@ -95,6 +96,19 @@ def _weights(origin: str, config: Config) -> dict[str, Tensor]:
 def _checkpoint(folder: Path) -> dict[str, Tensor]:
     checkpoint = Checkpoint.open(folder)
     return dict(checkpoint.load("auto", torch.device("cpu")).state_dict())
+
+
+def check_init_stays(config: Config, workspace: Workspace) -> None:
+    """Refuse a train.init that the new run moves to superseded/, and could not begin with again."""
+    origin, own = config.train.init, Path(workspace.uri, SNAPSHOTS)
+    if origin is None or origin.startswith("models:/"):
+        return
+    if Path(origin).expanduser().resolve().is_relative_to(own.resolve()):
+        raise UserError(
+            f"train.init: {origin} given, a snapshot of the very workspace, which the run that "
+            "begins with it sets aside. Copy that folder to another place and give the copy, or "
+            "give the new run another workspace with -w."
+        )
 
 
 def check_data_fits(config: Config, data: PackedDataset) -> None:

@@ -23,7 +23,7 @@ from ddpm_core.training.agreement import check_agreement
 from ddpm_core.training.batches import next_batch
 from ddpm_core.training.execution import learning_rate
 from ddpm_core.training.explain import explained
-from ddpm_core.training.initial import check_data_fits
+from ddpm_core.training.initial import check_data_fits, check_init_stays
 from ddpm_core.training.preview import preview
 from ddpm_core.training.records import keeping_records
 from ddpm_core.training.runlog import RunLog
@@ -75,6 +75,7 @@ def train(
     the user's to mend.
     """
     check_data_fits(config, data)
+    check_init_stays(config, workspace)
     with (
         explained(config),
         leaving_together(world),
