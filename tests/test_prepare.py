@@ -12,6 +12,7 @@ import sys
 import tracemalloc
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from PIL import Image
 
 from ddpm_core.data import arrays, pool
 from ddpm_core.data.dataset import open_dataset
+from ddpm_core.data.opening import open_source
 from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.data.split import hold_out
 from ddpm_core.errors import UserError
-from ddpm_core.lease import LEASE
+from ddpm_core.lease import LEASE, hold
 from ddpm_core.storage import verify
 from ddpm_core.storage.staging import staged_folder
 from ddpm_core.workspace import Workspace
@@ -350,7 +352,37 @@ def test_what_a_killed_prepare_has_left_goes_and_what_another_writes_stays(
         write(place / name / "images.npy", b"half")
     with staged_folder(place / "data") as held:
         prepare(config(write_classes(tmp_path / "raw", ["a"])), workspace)
-        assert sorted(item.name for item in place.iterdir()) == [held.name, "data"]
+        assert left_in(workspace) == {held.name, "data"}
+
+
+def test_of_two_at_once_the_second_is_refused_and_leaves_the_first_alone(
+    tmp_path: Path, workspace: Workspace
+) -> None:
+    """Nobody has prepared here before; whoever trains on the first data keeps them."""
+    write_many(tmp_path / "raw")
+    process = start(tmp_path)
+    until_it_works(process)
+    with pytest.raises(UserError, match=f"in use by process {process.pid} on "):
+        prepare(config(tmp_path / "raw"), workspace)
+    process.kill()
+    process.communicate(timeout=60)
+    assert not workspace.path("data").exists()
+
+
+def test_what_was_fetched_goes_once_others_may_train(
+    tmp_path: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_classes(tmp_path / "raw", ["a"])
+
+    @contextmanager
+    def fetched(*arguments: Any) -> Iterator[Any]:
+        with open_source(*arguments) as source:
+            yield source
+        with hold(Workspace.open(workspace.uri)):
+            assert left_in(workspace) == {"data"}
+
+    monkeypatch.setattr("ddpm_core.data.prepare.open_source", fetched)
+    assert prepare(config(root), workspace)["count"] == 3
 
 
 def write_many(root: Path) -> None:
@@ -378,7 +410,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_nothing_half_written(tmp_path: Path)
     _, told = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
     assert told.count("KeyboardInterrupt") == 1
-    assert list((tmp_path / "workspace").iterdir()) == []
+    assert left_in(Workspace.open(str(tmp_path / "workspace"))) == set()
 
 
 def test_workers_end_when_the_process_that_started_them_is_killed(tmp_path: Path) -> None:

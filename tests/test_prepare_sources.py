@@ -27,6 +27,7 @@ from ddpm_core.data.cifar import CLASSES
 from ddpm_core.data.opening import open_source
 from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.errors import UserError
+from ddpm_core.lease import LEASE
 from ddpm_core.storage.staging import sweep
 from ddpm_core.workspace import Workspace
 
@@ -119,7 +120,7 @@ def test_an_archive_in_s3_is_fetched_and_not_left_behind(
     found = prepared(tmp_path / "b", f"s3://{name}/sets/raw.tar.gz")
     assert found.fingerprint == prepared(tmp_path / "a", root).fingerprint
     assert found.manifest["source"]["etag"]
-    assert [item.name for item in (tmp_path / "b/workspace").iterdir()] == ["data"]
+    assert Workspace.open(str(tmp_path / "b/workspace")).storage.names("") == ["data", LEASE]
 
 
 def test_what_is_being_fetched_is_swept_where_its_writer_was_killed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from ddpm_core.data.square import Square, squares
 from ddpm_core.errors import UserError
 from ddpm_core.lease import hold
 from ddpm_core.storage import MANIFEST
-from ddpm_core.storage.staging import sweep
 from ddpm_core.workspace import DATA, Workspace
 
 __all__ = ["prepare", "stale"]
@@ -52,7 +51,7 @@ def prepare(config: Config, workspace: Workspace) -> dict[str, Any]:
     """Make data/ from prepare.source, unless it is up to date; its manifest.
 
     Raises UserError where the source can't be read, too much of it is unusable or the disk is
-    full; what was prepared before then stays as it was.
+    full, or somebody else prepares or trains here; what was prepared before then stays as it was.
     """
     settings = config.prepare
     reason = stale(config, workspace)
@@ -62,23 +61,18 @@ def prepare(config: Config, workspace: Workspace) -> dict[str, Any]:
     refuse_own_places(settings.source, workspace)
     console.say(f"Preparing {settings.source}: {reason}")
     facts: dict[str, Any] = {"prepare": settings.model_dump(mode="json")}
-    with _told_unwritable(workspace), kept_list(workspace), _alone(workspace):
-        scratch = workspace.storage.scratch()
-        sweep(scratch)  # what a prepare that was killed has left
-        with (
-            open_source(settings, scratch, written_places(config, workspace)) as opened,
-            workspace.storage.new_folder(DATA, facts) as folder,
-        ):
+    # What was fetched goes after the lease: whoever waited for the data may train by then.
+    with _told_unwritable(workspace), kept_list(workspace), ExitStack() as later, hold(workspace):
+        source = open_source(
+            settings, workspace.storage.scratch(), written_places(config, workspace)
+        )
+        opened = later.enter_context(source)
+        with workspace.storage.new_folder(DATA, facts) as folder:
             notes = _fill(folder, facts, opened, config)
     for note in notes:
         console.warn(one_line(note))
     console.say(_summary(facts))
     return workspace.read_json(f"{DATA}/{MANIFEST}")
-
-
-def _alone(workspace: Workspace) -> AbstractContextManager[object]:
-    """Own the workspace where there are data already, which somebody may be training on."""
-    return hold(workspace) if workspace.storage.exists(f"{DATA}/{MANIFEST}") else nullcontext()
 
 
 def _fill(folder: Path, facts: dict[str, Any], opened: Source, config: Config) -> list[str]:
