@@ -59,7 +59,7 @@ def gate(candidate: Row, *champion: Row, anew: Row | Unfit | None = None) -> Dec
             raise anew
         return anew
 
-    return decide(candidate, Champion("7", list(champion)), differences, rescore)
+    return decide(candidate, Champion("7", list(champion)), rescore)
 
 
 def test_a_lower_score_of_the_same_evidence_is_promoted() -> None:
@@ -76,7 +76,7 @@ def test_an_equal_or_higher_score_is_not(score: float) -> None:
 
 
 def test_the_first_version_is_the_champion() -> None:
-    decision = decide(row(10.0), None, differences, dict)
+    decision = decide(row(10.0), None, dict)
     assert (decision.promote, decision.why) == (True, "Promoted: there was no champion.")
 
 
@@ -122,7 +122,7 @@ def test_what_cannot_be_measured_any_more_gives_way() -> None:
 def test_a_model_that_copies_is_never_promoted() -> None:
     decision = gate(row(1.0, verdict="copies"), row(11.0))
     assert not decision.promote
-    assert not decide(row(1.0, verdict="copies"), None, differences, dict).promote
+    assert not decide(row(1.0, verdict="copies"), None, dict).promote
     assert "copies training images" in decision.why
 
 
@@ -131,8 +131,8 @@ def test_of_versions_announced_at_once_all_find_the_same_to_be_the_best() -> Non
     for own, score in scores.items():
         rivals = [Champion(v, [row(s)]) for v, s in scores.items() if v != own]
         rivals.append(Champion("4", [row(1.0, data="x"), {}]))  # does not compare
-        assert best_of(row(score), own, rivals, differences) == "3"
-    assert best_of(row(11.0), "5", [Champion("6", [row(9.0), row(12.0)])], differences) == "6"
+        assert best_of(row(score), own, rivals) == "3"
+    assert best_of(row(11.0), "5", [Champion("6", [row(9.0), row(12.0)])]) == "6"
 
 
 # Registered on a real server

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-Row = dict[str, Any]
-Comparison = Callable[[Row, Row], list[str]]
+from ddpm_core.ranking import Row, differences
 
 
 class Unfit(Exception):
@@ -34,12 +32,9 @@ class Decision:
     rescored: Row | None = None
 
 
-def decide(
-    candidate: Row, champion: Champion | None, differences: Comparison, rescore: Callable[[], Row]
-) -> Decision:
+def decide(candidate: Row, champion: Champion | None, rescore: Callable[[], Row]) -> Decision:
     """Compare the candidate's row with the champion's.
 
-    `differences` names what keeps two rows from being compared: another score, or other evidence.
     Where no row of the champion compares, `rescore` measures it as the candidate was, or raises
     Unfit: then the candidate takes its place, since nothing could ever be better than what can't
     be measured.
@@ -79,7 +74,7 @@ def compare(candidate: Row, champion: Champion, row: Row, told: str) -> Decision
     )
 
 
-def best_of(candidate: Row, version: str, rivals: list[Champion], differences: Comparison) -> str:
+def best_of(candidate: Row, version: str, rivals: list[Champion]) -> str:
     """The version with the lowest score, of the candidate's and of rivals that compare with it.
 
     Of equal ones it is the oldest, so that all who ask this of the same versions agree.

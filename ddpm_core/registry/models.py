@@ -119,11 +119,6 @@ def rows_of(version: Any) -> list[dict[str, Any]]:
     return [row for key in ("rescored", "row") if (row := row_of(version, key))]
 
 
-def decision_of(version: Any) -> str:
-    """What the gate said of a version."""
-    return str(version.tags.get("decision", ""))
-
-
 def lost(record: dict[str, Any]) -> str | None:
     """What MLflow has no longer of a registered.json; None where all is there.
 

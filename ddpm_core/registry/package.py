@@ -21,7 +21,6 @@ from ddpm_core.mlflow_run import shown
 from ddpm_core.reading import read_object
 from ddpm_core.registry.request import FIELDS
 from ddpm_core.storage import seal
-from ddpm_core.workspace import fingerprint
 
 CHECKPOINT = "checkpoint"  # the folder's name below a model's artifacts/
 CARD = "README.md"
@@ -106,8 +105,3 @@ def code() -> Iterator[Path]:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
         yield target / source.name
-
-
-def evidence_key(evidence: dict[str, Any]) -> str:
-    """16 hex digits: two rows of the same model with the same evidence have the same."""
-    return fingerprint(evidence)

@@ -12,16 +12,15 @@ from ddpm_core.config import Config, Sample
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
 from ddpm_core.mlflow_run import shown
-from ddpm_core.ranking import Rows, best, differences
+from ddpm_core.ranking import Row, Rows, best
 from ddpm_core.reading import Shape
 from ddpm_core.registry.card import write_card
 from ddpm_core.registry.gate import Champion, Decision, best_of, decide
-from ddpm_core.registry.models import PROMOTED, Registry, asking, decision_of, lost, rows_of
-from ddpm_core.registry.package import CARD, CHECKPOINT, evidence_key, upload, write_checkpoint
+from ddpm_core.registry.models import PROMOTED, Registry, asking, lost, rows_of
+from ddpm_core.registry.package import CARD, CHECKPOINT, upload, write_checkpoint
 from ddpm_core.tracking import Tracker
-from ddpm_core.workspace import REGISTERED, RESULTS, RUN, SNAPSHOTS, Workspace
+from ddpm_core.workspace import REGISTERED, RESULTS, RUN, SNAPSHOTS, Workspace, fingerprint
 
-Row = dict[str, Any]
 KEPT = ("step", "score_name", "score", "evidence", "memorisation")  # of a row, with a version
 
 
@@ -106,7 +105,7 @@ def identity(row: Row) -> dict[str, str]:
     return {
         "weights": str(row["evidence"]["weights"]),
         "score_name": str(row["score_name"]),
-        "evidence_key": evidence_key(row["evidence"]),
+        "evidence_key": fingerprint(row["evidence"]),
     }
 
 
@@ -128,10 +127,10 @@ def judge(
 ) -> Decision:
     """Ask the gate about a champion; one that was measured anew keeps that row as a tag."""
     if version is None:
-        return decide(row, None, differences, dict)
+        return decide(row, None, dict)
     rows = rows_of(version)
     if any(identity(found) == identity(row) for found in rows):
-        return Decision(True, decision_of(version) or "It is the champion.")
+        return Decision(True, str(version.tags.get("decision", "")) or "It is the champion.")
 
     def measure_anew() -> Row:
         from ddpm_core.registry.rescore import rescore
@@ -139,7 +138,7 @@ def judge(
         say(f"register: the champion, version {version.version}, is sampled and scored anew.")
         return rescore(config, workspace, registry.checkpoint(version), row)
 
-    decision = decide(row, Champion(number(version), rows), differences, measure_anew)
+    decision = decide(row, Champion(number(version), rows), measure_anew)
     if decision.rescored:
         registry.tag(version, "rescored", json.dumps(short(decision.rescored)))
     return decision
@@ -213,7 +212,7 @@ def best_announced(registry: Registry, version: Any, row: Row, before: dict[str,
         if other.tags.get(PROMOTED) != before.get(number(other))
     }
     rivals = [Champion(one, rows_of(other)) for one, other in there.items()]
-    return there[best_of(row, number(version), rivals, differences)]
+    return there[best_of(row, number(version), rivals)]
 
 
 def recorded(registry: Registry, version: Any, decision: Decision, row: Row) -> dict[str, Any]:

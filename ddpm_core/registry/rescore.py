@@ -15,7 +15,8 @@ from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation.judge import Judge
 from ddpm_core.generate.images import Generator
 from ddpm_core.images import Pixels
-from ddpm_core.registry.gate import Row, Unfit
+from ddpm_core.ranking import Row
+from ddpm_core.registry.gate import Unfit
 from ddpm_core.workspace import Workspace
 
 
