@@ -57,6 +57,15 @@ def test_an_archive_gives_the_same_as_its_folder(
     assert rejected(tmp_path / "b/workspace") == {}
 
 
+def test_a_tar_whose_last_file_is_a_zip_is_a_tar(tmp_path: Path, folder: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "old.zip", "w") as inner:
+        inner.writestr("emu/0.png", encoded(noise(99)))
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        archive.add(folder, ".")
+        archive.add(tmp_path / "old.zip", "old.zip")
+    assert prepared(tmp_path, tmp_path / "x.tar").classes == ["cat", "dog"]
+
+
 EVIL = ["../evil.png", "/evil.png", "a/../../evil.png", "C:/evil.png"]
 
 

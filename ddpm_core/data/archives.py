@@ -36,10 +36,11 @@ Item = Found | Folder | Rejection
 def open_archive(path: Path, uri: str) -> Zip | Tar:
     """By its content, whatever its name. Raises UserError for any other file."""
     with _told(uri):
-        if zipfile.is_zipfile(path):
-            return Zip(path, uri)
+        # A zip is known by its end, which a tar has too whose last file is one.
         if tarfile.is_tarfile(path):
             return Tar(path, uri)
+        if zipfile.is_zipfile(path):
+            return Zip(path, uri)
     raise UserError(
         f"prepare.source: {uri} is a file, but neither a zip nor a tar archive (plain, gz, bz2 or "
         "xz), or it is damaged. Give an archive, or the directory that holds the pictures."
