@@ -95,3 +95,10 @@ def test_a_damaged_snapshot_beyond_the_end_is_moved_once(prepared: Path) -> None
     said = ddpm(folder, "train", *settings("train.steps=9"))
     assert "moved to superseded/001: [10]" in said
     assert steps_of(folder / "workspace") == [6, 8, 9]
+
+
+def test_milestones_stay_where_fewer_are_asked_for_from_now_on(prepared: Path) -> None:
+    folder = begun(prepared, "fewer", 19)
+    assert steps_of(folder / "workspace") == [6, 12, 18, 19]
+    ddpm(folder, "train", *settings("train.steps=30", "train.milestone_every=30", "train.keep=1"))
+    assert steps_of(folder / "workspace") == [6, 12, 18, 30]

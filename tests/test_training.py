@@ -34,8 +34,8 @@ from ddpm_core.training.ema import Ema
 from ddpm_core.training.execution import Execution, learning_rate
 from ddpm_core.training.explain import explained
 from ddpm_core.training.identity import differences, identity
+from ddpm_core.training.pruning import prunable
 from ddpm_core.training.runlog import RunLog, read_rows
-from ddpm_core.training.snapshot import prunable
 from ddpm_core.training.state import TrainState
 from ddpm_core.training.stopping import LAG, StopRequest
 

@@ -14,6 +14,7 @@ from ddpm_core.storage import Mirror
 from ddpm_core.tracking import Tracker
 from ddpm_core.training import snapshot
 from ddpm_core.training.preview import GRID
+from ddpm_core.training.pruning import prune
 from ddpm_core.training.runlog import RunLog
 from ddpm_core.training.state import TrainState
 from ddpm_core.workspace import LOG, Workspace, snapshot_key, step_name
@@ -77,4 +78,4 @@ def end(mirror: Mirror) -> None:
 
 def tidy(config: Config, workspace: Workspace) -> None:
     train = config.train
-    snapshot.prune(workspace, train.keep, train.milestone_every, train.steps)
+    prune(workspace, train.keep, train.milestone_every, train.steps)

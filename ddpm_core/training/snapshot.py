@@ -1,4 +1,4 @@
-"""Snapshots: what they are called, how they are written, found whole, read and pruned.
+"""Snapshots: what they are called, how they are written, found whole and read.
 
 This file knows tensors and plain data; what they mean is the trainer's.
 """
@@ -6,7 +6,7 @@ This file knows tensors and plain data; what they mean is the trainer's.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from ddpm_core.checkpoint import SETTINGS, Settings
 from ddpm_core.console import warn
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.reading import Count, Shape, conforming, read_object, read_tensors
-from ddpm_core.storage import MANIFEST, Unreachable, verify
+from ddpm_core.storage import Unreachable, verify
 from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
 
 OPTIMIZER = "optimizer.safetensors"
@@ -115,44 +115,6 @@ def read(folder: Path) -> Parts:
             raise Corrupt(f"{folder.name} has no {name} among the files that were written.")
         documents[name] = conforming(read_object(folder / name, told), shape, told)
     return Parts(tensors, documents, {})
-
-
-def prunable(
-    steps: Iterable[int], keep: int, milestone_every: int, last: int
-) -> tuple[list[int], list[int]]:
-    """Which steps to remove, and which milestones to keep as weights alone.
-
-    The newest `keep` stay as they are; older ones stay only as milestones: the multiples of
-    `milestone_every`, and `last`, the end of the run.
-    """
-    older = sorted(steps)[:-keep]
-    milestones = [step for step in older if step % milestone_every == 0 or step == last]
-    return [step for step in older if step not in milestones], milestones
-
-
-def prune(workspace: Workspace, keep: int, milestone_every: int, last: int) -> None:
-    """Delete what `prunable` names. A deletion that fails is a warning: training goes on."""
-    remove, slim = prunable(workspace.steps(SNAPSHOTS), keep, milestone_every, last)
-    for action, steps in ((_remove, remove), (_drop_optimizer, slim)):
-        for step in steps:
-            try:
-                action(workspace, step)
-            except OSError as error:
-                warn(f"Cannot tidy the snapshot of step {step}: {error.strerror}.")
-
-
-def _remove(workspace: Workspace, step: int) -> None:
-    workspace.storage.remove(snapshot_key(step))
-
-
-def _drop_optimizer(workspace: Workspace, step: int) -> None:
-    """Take the optimizer out of a snapshot: first out of its manifest, so that it stays whole."""
-    key = snapshot_key(step)
-    manifest = workspace.read_json(f"{key}/{MANIFEST}")
-    if OPTIMIZER in manifest.get("files", {}):
-        del manifest["files"][OPTIMIZER]
-        workspace.write_json(f"{key}/{MANIFEST}", manifest)
-    workspace.storage.remove(f"{key}/{OPTIMIZER}")
 
 
 def _drawn(step: int, parts: Parts, draw: Draw) -> Mapping[str, bytes]:
