@@ -352,6 +352,29 @@ def test_what_copies_is_registered_but_not_promoted(
     assert not connect(store).get_registered_model(project.name).aliases
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_champion_that_is_found_to_copy_later_is_told(
+    store: str, rows: list[Row], tmp_path: Path, by_hand: bool
+) -> None:
+    project = Project(tmp_path, f"digits-found-out-{by_hand}", store)
+    assert project.register(rows[0])["promoted"]
+    found_out = {**rows[0], "memorisation": {"verdict": "copies"}}
+    project.workspace.write_json(RESULTS, {"rows": [found_out]})
+    assert "differs in memorisation" in str(stale(project.config(), project.workspace))
+    record = project.register(found_out)
+    assert (record["version"], record["promoted"]) == ("2", False)
+    if by_hand:  # even so
+        connect(store).set_registered_model_alias(project.name, "champion", "2")
+        record = project.register(found_out)
+    assert not record["promoted"] and record["why"] == (
+        "Not promoted: it copies training images, by the memorisation check. The champion, "
+        f"version {1 + by_hand}, is the same network: move the alias by hand."
+    )
+    assert project.champion().tags["memorisation"] == "copies"
+    assert stale(project.config(), project.workspace) is None
+    assert len(project.versions()) == 2
+
+
 @pytest.mark.parametrize(
     ("moment", "better_first"),
     [
@@ -405,6 +428,19 @@ def test_a_champion_that_was_set_by_hand_is_not_moved_back(
     connect(store).set_registered_model_alias(project.name, "champion", "1")
     assert project.register(rows[1])["promoted"]
     assert str(project.champion().version) == "1"
+
+
+def test_a_version_that_was_refused_and_promoted_by_hand_says_so(
+    store: str, rows: list[Row], tmp_path: Path
+) -> None:
+    project = Project(tmp_path, "digits-refused", store)
+    for one in rows:
+        project.register(one)
+    connect(store).set_registered_model_alias(project.name, "champion", "2")
+    record = project.register(rows[1])
+    assert (record["version"], record["promoted"]) == ("2", True)
+    assert record["why"] == "It is the champion: the alias was moved to it."
+    assert project.champion().tags["decision"] == record["why"]
 
 
 @pytest.mark.parametrize("gone", ["version", "model", "alias"])

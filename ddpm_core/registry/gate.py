@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from ddpm_core.ranking import Row, differences
 
+COPIES = "copies"  # the verdict on a network that may not become the champion
+
 
 class Unfit(Exception):
     """Why the champion cannot be measured with the present evidence, ever."""
@@ -32,6 +34,11 @@ class Decision:
     rescored: Row | None = None
 
 
+def verdict(row: Row) -> str:
+    """What the memorisation check says; `unknown` where it was not made."""
+    return str((row.get("memorisation") or {}).get("verdict", "unknown"))
+
+
 def decide(candidate: Row, champion: Champion | None, rescore: Callable[[], Row]) -> Decision:
     """Compare the candidate's row with the champion's.
 
@@ -39,7 +46,7 @@ def decide(candidate: Row, champion: Champion | None, rescore: Callable[[], Row]
     Unfit: then the candidate takes its place, since nothing could ever be better than what can't
     be measured.
     """
-    if (candidate.get("memorisation") or {}).get("verdict") == "copies":
+    if verdict(candidate) == COPIES:
         return Decision(
             False, "Not promoted: it copies training images, by the memorisation check."
         )

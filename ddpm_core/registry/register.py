@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ddpm_core.mlflow_run import shown
 from ddpm_core.ranking import Row, Rows, best
 from ddpm_core.reading import Shape
 from ddpm_core.registry.card import write_card
-from ddpm_core.registry.gate import Champion, Decision, best_of, decide
+from ddpm_core.registry.gate import COPIES, Champion, Decision, best_of, decide, verdict
 from ddpm_core.registry.models import PROMOTED, Registry, asking, lost, rows_of
 from ddpm_core.registry.package import CARD, CHECKPOINT, upload, write_checkpoint
 from ddpm_core.tracking import Tracker
@@ -34,9 +35,9 @@ class Registered(Shape):
 def register(config: Config, workspace: Workspace) -> dict[str, Any]:
     """Make the best checkpoint a version and move the alias if the gate allows it.
 
-    A checkpoint that is registered with the same score and evidence already makes no second
-    version. The result is also registered.json. Raises UserError where MLflow is away or nothing
-    is scored.
+    A checkpoint that is registered with the same score, evidence and verdict on copies already
+    makes no second version. The result is also registered.json. Raises UserError where MLflow is
+    away or nothing is scored.
     """
     row = best_row(workspace)
     if row["step"] not in workspace.steps(SNAPSHOTS):
@@ -59,6 +60,7 @@ def register(config: Config, workspace: Workspace) -> dict[str, Any]:
         while number(now := registry.champion()) != number(champion):  # another was registered
             champion = now
             decision = judge(config, workspace, registry, champion, row)
+        decision = denounced(registry, champion, row, decision)
         registry.tag(version, "decision", decision.why)
         if decision.promote:
             decision = promote(registry, version, decision, row, before)
@@ -101,11 +103,12 @@ def best_row(workspace: Workspace) -> Row:
 
 
 def identity(row: Row) -> dict[str, str]:
-    """What makes two versions the same one: the weights, and what they were measured by."""
+    """What makes two versions the same one: the weights, what they were measured by, and copies."""
     return {
         "weights": str(row["evidence"]["weights"]),
         "score_name": str(row["score_name"]),
         "evidence_key": fingerprint(row["evidence"]),
+        "memorisation": verdict(row),
     }
 
 
@@ -129,8 +132,10 @@ def judge(
     if version is None:
         return decide(row, None, dict)
     rows = rows_of(version)
-    if any(identity(found) == identity(row) for found in rows):
-        return Decision(True, str(version.tags.get("decision", "")) or "It is the champion.")
+    if verdict(row) != COPIES and any(identity(found) == identity(row) for found in rows):
+        told = str(version.tags.get("decision", ""))
+        moved = "It is the champion: the alias was moved to it."
+        return Decision(True, told if told.startswith("Promoted") else moved)
 
     def measure_anew() -> Row:
         from ddpm_core.registry.rescore import rescore
@@ -142,6 +147,16 @@ def judge(
     if decision.rescored:
         registry.tag(version, "rescored", json.dumps(short(decision.rescored)))
     return decision
+
+
+def denounced(registry: Registry, champion: Any | None, row: Row, decision: Decision) -> Decision:
+    """The decision; where the champion is the network that copies, both say so."""
+    weights = champion.tags.get("weights") if champion else None
+    if verdict(row) != COPIES or weights != row["evidence"]["weights"]:
+        return decision
+    registry.tag(champion, "memorisation", COPIES)
+    told = f"The champion, version {number(champion)}, is the same network: move the alias by hand."
+    return replace(decision, why=f"{decision.why} {told}")
 
 
 def publish(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str) -> Any:
@@ -168,7 +183,6 @@ def version_tags(checkpoint: Checkpoint, row: Row) -> dict[str, str]:
     return {
         "step": str(checkpoint.step),
         row["score_name"]: f"{row['score']:.6g}",
-        "memorisation": str((row.get("memorisation") or {}).get("verdict", "unknown")),
         "data": str(row["evidence"]["data"]),
         **identity(row),
         "row": json.dumps(short(row)),
