@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 FAILURES = (ApiException, urllib3.exceptions.HTTPError, OSError, ValueError)  # of a question
 PASSING = (0, None, 410, 429, 500, 502, 503, 504)  # 410: what was known is too old; ask anew
+REFUSALS = (401, 403)  # also what API servers say to everybody for a while after a restart
 PATIENCE = 60.0  # seconds that the API server may be away
 PAUSES = (0.5, 8.0)  # seconds: the first pause, each twice the one before, and the longest
 INSTALL = (
@@ -36,12 +37,14 @@ class Missing(UserError):
 class Backoff:
     """How long a question is asked again: for PATIENCE from the first failure, less and less often.
 
-    `rest(seconds)` is the pause between two attempts.
+    `rest(seconds)` is the pause between two attempts. `answered`: it has been, at least once; then
+    a refusal is waited out too, for whoever is asked knows us.
     """
 
     def __init__(self, rest: Callable[[float], object]) -> None:
         self._rest, self._outage, self._pause = rest, Outage(), PAUSES[0]
         self._since: float | None = None
+        self.answered = False
 
     def passes(self, error: Exception, told: str = "") -> bool:
         """After a pause: whether to ask again. False where waiting mends nothing, or is over.
@@ -50,7 +53,8 @@ class Backoff:
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
-        if not passing(error) or now + self._pause > self._since + PATIENCE:
+        hopeless = not passing(error) and not (self.answered and _refusal(error))
+        if hopeless or now + self._pause > self._since + PATIENCE:
             return False
         if told:
             self._outage.begins(f"{told}: {said(error)}. It is tried again.")
@@ -61,7 +65,7 @@ class Backoff:
     def over(self) -> None:
         """It has answered."""
         self._outage.ends("The API server answers again.")
-        self._pause, self._since = PAUSES[0], None
+        self._pause, self._since, self.answered = PAUSES[0], None, True
 
 
 def asked(call: Callable[[], T], doing: str) -> T:
@@ -89,6 +93,10 @@ def passing(error: Exception) -> bool:
     return not isinstance(error, ApiException) or error.status in PASSING
 
 
+def _refusal(error: Exception) -> bool:
+    return isinstance(error, ApiException) and error.status in REFUSALS
+
+
 def said(error: Exception) -> str:
     """What the API server said, in a line."""
     if not isinstance(error, ApiException):
@@ -114,7 +122,7 @@ def refused(error: Exception, doing: str) -> Exception:
         return Missing(f"Cannot {doing}: {message}.")
     if status == 403 and "exceeded quota" in message:
         return UserError(f"The quota of the namespace is exceeded: {message}.")
-    if status in (401, 403):
+    if status in REFUSALS:
         return UserError(
             f"Not allowed to {doing}: {message}. The launcher's ServiceAccount needs the Role "
             "ddpm-launcher of manifests/."

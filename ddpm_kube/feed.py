@@ -128,31 +128,33 @@ class Feed:
 
     def _follow(self, kind: str) -> None:
         """List and watch to the end; whatever else ends it is told: nothing goes stale unseen."""
-        try:
-            self._look(kind, self._sources[kind])
-        except Exception as error:
-            self._changes.put((kind, "FAILED", self._sentence(error, kind)))
-
-    def _look(self, kind: str, call: Callable[..., Any]) -> None:
-        """List, watch; list again after an outage, or when what was known is too old (410)."""
         backoff = Backoff(self._stopped.wait)
+        try:
+            self._look(kind, self._sources[kind], backoff)
+        except Exception as error:
+            self._changes.put((kind, "FAILED", self._sentence(error, kind, backoff.answered)))
+
+    def _look(self, kind: str, call: Callable[..., Any], backoff: Backoff) -> None:
+        """List, watch; list again after an outage, or when what was known is too old (410)."""
         while not self._stopped.is_set():
             try:
                 version = self._list(kind, call)
                 while not self._stopped.is_set():
-                    backoff.over()
-                    version = self._watch(kind, call, version)
+                    version = self._watch(kind, call, version, backoff)
             except FAILURES as error:
                 too_old = getattr(error, "status", None) == 410
                 told = "" if too_old else f"The API server tells of {kind} no more"
                 if not backoff.passes(error, told):
                     raise
 
-    def _sentence(self, error: Exception, kind: str) -> Exception:
+    def _sentence(self, error: Exception, kind: str, watched: bool) -> Exception:
+        """Of what was watched once a refusal says nothing about the job, which is not to go."""
         if not isinstance(error, FAILURES):
             what = f"What the API server tells of {kind} is not understood ({error!r})."
         elif passing(error):
             what = f"The API server did not answer for {PATIENCE:.0f} s ({said(error)})."
+        elif watched:
+            what = f"The API server has ceased to tell of {kind} ({said(error)})."
         else:
             return refused(error, f"watch {kind}")
         return LostSight(
@@ -170,7 +172,7 @@ class Feed:
         self._changes.put((kind, "LISTED", there))
         return str(page["metadata"]["resourceVersion"])
 
-    def _watch(self, kind: str, call: Callable[..., Any], version: str) -> str:
+    def _watch(self, kind: str, call: Callable[..., Any], version: str, backoff: Backoff) -> str:
         """Pass on what happens until the server ends the watch; the version to go on from."""
         response = call(
             watch=True,
@@ -180,6 +182,7 @@ class Feed:
             _preload_content=False,
             _request_timeout=TIMES,
         )
+        backoff.over()
         for line in lines(response):
             event = json.loads(line)
             change, thing = event["type"], event["object"]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import ReadTimeoutError
 
 from ddpm_core import params
@@ -131,6 +132,22 @@ def test_a_worker_that_is_silent_for_long_is_heard_when_it_speaks(
     log, told = followed(read)
     followed_until(spoken, log)
     assert told == ["[worker-0] at last"]
+
+
+def test_a_worker_is_heard_again_after_a_refusal_that_passes() -> None:
+    calls, spoken = [], threading.Event()
+
+    def read(previous: bool) -> list[str]:
+        calls.append(previous)
+        if 1 < len(calls) < 4:
+            raise ApiException(status=401, reason="Unauthorized")
+        if len(calls) == 4:
+            spoken.set()
+        return stamped(["before", "after"][: 1 if len(calls) == 1 else 2])
+
+    log, told = followed(read)
+    followed_until(spoken, log)
+    assert told == ["[worker-0] before", "[worker-0] after"]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["status-in-time", "status-late"])

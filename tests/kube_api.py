@@ -1,0 +1,147 @@
+"""A small API server: one namespace with one PyTorchJob, its pods and no events, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROUND = 0.2  # seconds that a watch lasts
+CREATED = "2026-01-01T00:00:00Z"
+Plain = dict[str, Any]
+
+
+class Api(ThreadingHTTPServer):
+    """`job` is what was made, `asked` counts the questions, such as `watch pods`.
+
+    `status(question, number)` says how the n-th of its kind is answered: 200, or a refusal.
+    `state` is the condition of the job; `slow` the seconds that making one takes.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.job: Plain | None = None
+        self.state, self.message, self.slow = "Running", "It runs.", 0.0
+        self.asked: Counter[str] = Counter()
+        self.status: Callable[[str, int], int] = lambda question, number: 200
+
+    def handle_error(self, *_: object) -> None:
+        """A client that has gone is told to nobody."""
+
+    def make(self, job: Plain) -> Plain:
+        job["metadata"] |= {"uid": "u-1", "resourceVersion": "1", "creationTimestamp": CREATED}
+        self.job = job
+        return job
+
+    def listed(self, kind: str) -> list[Plain]:
+        if self.job is None or kind == "events":
+            return []
+        condition = {"type": self.state, "status": "True", "message": self.message}
+        self.job["status"] = {"conditions": [condition]}
+        return [self.job] if kind == "pytorchjobs" else [worker(self.job["metadata"]["name"])]
+
+
+def worker(job: str) -> Plain:
+    """A pod that runs."""
+    status = {"name": "pytorch", "state": {"running": {}}}
+    return {
+        "metadata": {"name": f"{job}-worker-0", "uid": "p-1", "resourceVersion": "1"},
+        "spec": {"containers": [{"name": "pytorch", "image": "ddpm:dev"}]},
+        "status": {"phase": "Running", "containerStatuses": [status]},
+    }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Api
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Silence."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self._body())
+        time.sleep(self.server.slow)
+        if self._allowed("create"):
+            self._answer(201, self.server.make(body))
+
+    def do_DELETE(self) -> None:
+        self._body()
+        if self._allowed("delete"):
+            self.server.job = None
+            self._answer(200, {})
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        kind = next(k for k in ("pytorchjobs", "pods", "events") if f"/{k}" in path)
+        if not path.endswith(kind):
+            if self._allowed(f"get {kind}"):
+                self._answer(200 if self.server.job else 404, self.server.job or {})
+        elif "watch=True" in query:
+            if self._allowed(f"watch {kind}"):
+                self._watched(kind)
+        elif self._allowed(f"list {kind}"):
+            items = [] if "none%3Dnone" in query else self.server.listed(kind)
+            self._answer(200, {"metadata": {"resourceVersion": "1"}, "items": items})
+
+    def _allowed(self, question: str) -> bool:
+        self.server.asked[question] += 1
+        status = self.server.status(question, self.server.asked[question])
+        if status != 200:
+            self._answer(status, {"message": f"{question}: no"})
+        return status == 200
+
+    def _watched(self, kind: str) -> None:
+        """A watch that tells at its end how all stands then."""
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        time.sleep(ROUND)
+        for thing in self.server.listed(kind):
+            line = json.dumps({"type": "MODIFIED", "object": thing}).encode() + b"\n"
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def _answer(self, status: int, document: Plain) -> None:
+        data = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextmanager
+def api_server(kubeconfig: Path) -> Iterator[Api]:
+    """The server, and a kubeconfig that names it."""
+    with Api() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        context = {"cluster": "here", "user": "me", "namespace": "ddpm"}
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        settings = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "mine",
+            "contexts": [{"name": "mine", "context": context}],
+            "clusters": [{"name": "here", "cluster": {"server": url}}],
+            "users": [{"name": "me", "user": {}}],
+        }
+        kubeconfig.write_text(yaml.safe_dump(settings), encoding="utf-8")
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
