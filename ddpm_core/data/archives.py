@@ -6,7 +6,7 @@ import errno
 import stat
 import tarfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from ddpm_core.data.sources import (
     Entry,
     Folder,
     Found,
+    Item,
     Listing,
     Payload,
     Rejection,
@@ -30,7 +31,8 @@ from ddpm_core.storage import sha256_of
 # Pictures are compressed already: an archive that promises far more than it holds is a bomb.
 BOMB_RATIO, BOMB_FLOOR = 200, 2**30
 
-Item = Found | Folder | Rejection
+
+_FILE, _FOLDER = "a file", "a folder"
 
 
 def open_archive(path: Path, uri: str) -> Zip | Tar:
@@ -77,18 +79,17 @@ class Zip:
 
 def _zip_items(archive: zipfile.ZipFile) -> Iterator[Item]:
     for ref, member in enumerate(archive.infolist()):
-        name = _plain(_zip_name(member))
-        kind = stat.S_IFMT(member.external_attr >> 16)
-        if not name:
-            yield from _nameless(member.file_size)
-        elif names.leaves_root(name):
-            yield Rejection(name, "a path that leaves the archive")
-        elif member.is_dir():
-            yield Folder(name)
-        elif kind not in (0, stat.S_IFREG):
-            yield from _no_file(name, "a link" if kind == stat.S_IFLNK else "a device")
-        else:
-            yield Found(name, member.file_size, ref, partial(_zip_head, archive, member))
+        head = partial(_zip_head, archive, member)
+        yield from _item(_zip_name(member), member.file_size, ref, head, _zip_kind(member))
+
+
+def _zip_kind(member: zipfile.ZipInfo) -> str:
+    if member.filename.endswith("/"):  # is_dir() fails where there is no name
+        return _FOLDER
+    mode = stat.S_IFMT(member.external_attr >> 16)
+    if mode in (0, stat.S_IFREG):
+        return _FILE
+    return "a link" if mode == stat.S_IFLNK else "a device"
 
 
 def _zip_name(member: zipfile.ZipInfo) -> str:
@@ -141,19 +142,8 @@ class Tar:
         for ref, archive, member in self._members():
             total += member.size
             _refuse_bomb(self._uri, self._path, total)
-            name = _plain(member.name)
-            if not name:
-                yield from _nameless(member.size)
-            elif names.leaves_root(name):
-                yield Rejection(name, "a path that leaves the archive")
-            elif member.isdir():
-                yield Folder(name)
-            elif not member.isreg():
-                yield from _no_file(
-                    name, "a link" if member.islnk() or member.issym() else "a device"
-                )
-            else:
-                yield Found(name, member.size, ref, partial(_tar_head, archive, member))
+            head = partial(_tar_head, archive, member)
+            yield from _item(member.name, member.size, ref, head, _tar_kind(member))
 
     def _members(self) -> Iterator[tuple[int, TarFile, TarInfo]]:
         with tarfile.open(
@@ -179,6 +169,12 @@ class _Header(TarInfo):
             raise ReadError(f"after {tarfile.offset:,} bytes: {error}") from error
 
 
+def _tar_kind(member: TarInfo) -> str:
+    if member.isdir() or member.isreg():
+        return _FOLDER if member.isdir() else _FILE
+    return "a link" if member.islnk() or member.issym() else "a device"
+
+
 def _tar_head(archive: TarFile, member: TarInfo, count: int) -> bytes:
     file = archive.extractfile(member)
     return file.read(count) if file else b""
@@ -194,15 +190,22 @@ def _too_large(name: str, size: int) -> Rejection:
     return Rejection(name, f"{size:,} bytes; at most {FILE_BYTES:,} are read")
 
 
-def _no_file(name: str, what: str) -> Iterator[Rejection]:
-    if names.suffix(name) in names.PICTURE_SUFFIXES:
-        yield Rejection(name, f"{what}, no file")
-
-
-def _nameless(size: int) -> Iterator[Rejection]:
-    """The folder itself has no name either, and no content."""
-    if size:
-        yield Rejection("", "an entry without a name")
+def _item(
+    path: str, size: int, ref: int, head: Callable[[int], bytes], kind: str
+) -> Iterator[Item]:
+    """An entry of either kind of archive, as far as it is one of a folder."""
+    name = _plain(path)
+    if not name:
+        if size:  # the folder itself has no name either, and no content
+            yield Rejection("", "an entry without a name")
+    elif names.leaves_root(name):
+        yield Rejection(name, "a path that leaves the archive")
+    elif kind == _FOLDER:
+        yield Folder(name)
+    elif kind == _FILE:
+        yield Found(name, size, ref, head)
+    elif names.suffix(name) in names.PICTURE_SUFFIXES:
+        yield Rejection(name, f"{kind}, no file")
 
 
 def _plain(name: str) -> str:

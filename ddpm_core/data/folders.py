@@ -17,13 +17,12 @@ from ddpm_core.data.sources import (
     Entry,
     Folder,
     Found,
+    Item,
     Listing,
     Payload,
     Rejection,
     make_listing,
 )
-
-Item = Found | Folder | Rejection
 
 
 class Directory:

@@ -81,7 +81,10 @@ class Folder:
     name: str
 
 
-def make_listing(found: Iterable[Found | Folder | Rejection]) -> Listing:
+Item = Found | Folder | Rejection
+
+
+def make_listing(found: Iterable[Item]) -> Listing:
     """Sort out what a source holds; where a name stands twice the later file counts."""
     listing = Listing()
     pictures: dict[str, Entry] = {}
