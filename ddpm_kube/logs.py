@@ -16,9 +16,14 @@ from ddpm_kube.cluster import Cluster
 from ddpm_kube.feed import lines
 from ddpm_kube.job import CONTAINER
 
+# A line's moment, and its number among those of that moment: CRI-O gives one to all lines that it
+# read at once.
+Place = tuple[str, int]
+
 TAIL = 40  # lines kept of each worker; torchrun's own report takes 20
 AGAIN = 1.0  # seconds after which a log that ended is looked at again, if its container runs
 OURS = "ddpm train: "  # begins the sentence with which our program ends
+SKEW = 300  # seconds that a node's clock may be ahead of the launcher's
 # torchrun says so once when processes of its pod have failed, after what they said themselves.
 FAILED = "] failed (exitcode: "
 
@@ -37,7 +42,7 @@ class Logs:
         self._running: set[str] = set()
         self._stopped = threading.Event()
         self._lock = threading.Lock()  # of all below, which the threads change
-        self._read_to: dict[str, str] = defaultdict(str)  # the moment of the last line, by source
+        self._read_to: dict[str, Place] = defaultdict(lambda: ("", 0))  # the last line, by source
         self._tails: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=TAIL))
         self._sentences: dict[str, set[str]] = defaultdict(set)  # of processes about to end
         self._ends: Counter[tuple[str, str]] = Counter()
@@ -119,7 +124,7 @@ class Logs:
     def _stream(self, pod: str, source: str, previous: bool, backoff: Backoff) -> None:
         """Pass on the lines that have not been passed on yet."""
         with self._lock:
-            last = self._read_to[source]
+            last, _ = self._read_to[source]
         since = {"since_seconds": _seconds_since(last)} if last else {}
         response = self._cluster.core.read_namespaced_pod_log(
             pod,
@@ -133,18 +138,21 @@ class Logs:
             _request_timeout=(5, 300),
         )
         backoff.over()
+        place: Place = ("", 0)
         for line in lines(response):
             if self._stopped.is_set():  # the last line is the launcher's own
                 return
             # What has no time is the kubelet's own, such as that the log is no longer there.
             if stamped := _STAMPED.fullmatch(line.decode(errors="replace")):
-                self._add(pod, source, _sortable(stamped), stamped[4].rstrip())
+                moment = _sortable(stamped)
+                place = (moment, place[1] + 1 if moment == place[0] else 1)
+                self._add(pod, source, place, stamped[4].rstrip())
 
-    def _add(self, pod: str, source: str, moment: str, text: str) -> None:
+    def _add(self, pod: str, source: str, place: Place, text: str) -> None:
         with self._lock:
-            if moment <= self._read_to[source]:
+            if place <= self._read_to[source]:
                 return
-            self._read_to[source] = moment
+            self._read_to[source] = place
             self._tails[pod].append(text)
             if text.startswith(OURS):
                 self._newest = text.removeprefix(OURS)
@@ -165,5 +173,6 @@ def _sortable(stamped: re.Match[str]) -> str:
 
 
 def _seconds_since(moment: str) -> int:
+    """More than have passed: what comes twice is passed over, and what does not come is lost."""
     then = datetime.fromisoformat(moment)
-    return max(1, int((datetime.now(UTC) - then).total_seconds()) + 2)
+    return max(1, int((datetime.now(UTC) - then).total_seconds()) + SKEW)

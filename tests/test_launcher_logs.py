@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,48 @@ def test_a_connection_that_breaks_again_and_again_repeats_no_line() -> None:
         "z",
     ]
     assert log.ends() == {(POD, SENTENCE): 1}
+
+
+def test_lines_of_one_moment_are_all_passed_on_and_each_once() -> None:
+    """CRI-O gives all lines that it read at once the same time."""
+    said = [
+        "Traceback:",
+        "",
+        "",
+        f"ddpm train: {SENTENCE}",
+        "x] failed (exitcode: 1) local_rank: 0",
+    ]
+    written = [f"2026-01-01T00:00:00.123456789+00:00 {text}" for text in said]
+    calls, whole = [], threading.Event()
+
+    def read(previous: bool) -> Iterator[str]:
+        calls.append(previous)
+        yield from written[: 2 * len(calls)]
+        if len(calls) < 3:
+            raise ReadTimeoutError(None, "/", "Read timed out.")  # type: ignore[arg-type]
+        whole.set()
+
+    log, told = followed(read)
+    followed_until(whole, log)
+    assert told == [f"[worker-0] {text}" for text in said]
+    assert log.ends() == {(POD, SENTENCE): 1}
+
+
+def test_where_the_nodes_clock_is_ahead_no_line_is_left_out_after_a_break() -> None:
+    """By 30 s, and the line was written 10 s ago."""
+    ahead, asked, whole = datetime.now(UTC) + timedelta(seconds=20), list[int](), threading.Event()
+
+    def answer(*_: object, since_seconds: int = 0, **__: object) -> Answer:
+        asked.append(since_seconds)
+        if len(asked) > 1:
+            whole.set()
+        return Answer([f"{ahead.isoformat()} a"])
+
+    cluster: Any = SimpleNamespace(
+        namespace="ddpm", core=SimpleNamespace(read_namespaced_pod_log=answer)
+    )
+    followed_until(whole, Logs(cluster, str))
+    assert asked[0] == 0 and asked[1] > 10
 
 
 def test_a_worker_that_is_silent_for_long_is_heard_when_it_speaks(
