@@ -210,6 +210,7 @@ def test_a_wrong_odd_or_missing_extension_is_no_obstacle(tmp_path: Path, name: s
         *("notes.txt", "labels.csv", "README.md", "meta.json", "Makefile", "a.npy", "BMX.txt"),
         *("Thumbs.db", ".DS_Store", "desktop.ini", ".hidden.png", "._0.png"),
         *("__MACOSX/x/0.png", "x/.ipynb_checkpoints/0-checkpoint.png", "@eaDir/0.png"),
+        "lost+found/0.png",
     ],
 )
 def test_what_is_no_picture_is_passed_over_and_not_counted(tmp_path: Path, name: str) -> None:

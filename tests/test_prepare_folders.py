@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -414,6 +415,49 @@ def test_links_that_leave_the_directory_are_refused(tmp_path: Path) -> None:
     assert "leads out" in reasons["dir"]
     assert "leads nowhere" in reasons["cat/nowhere.png"]
     assert "leads nowhere" in reasons["cat/circle.png"]
+
+
+@pytest.mark.parametrize("target", ["elsewhere", "unmounted/dog"])
+def test_a_class_that_is_a_link_out_of_the_directory_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    root = write_classes(tmp_path / "raw", ["cat"], each=120)
+    write_classes(tmp_path, ["elsewhere"])
+    (root / "dog").symlink_to(tmp_path / target)
+    assert prepared(tmp_path, root).classes == ["cat"]
+    told = "dog is a symbolic link that leads out of the directory"
+    assert told in capsys.readouterr().err
+    assert told in " ".join(check_data(root).notes)
+
+
+FORBIDDEN = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from pictures import prepared
+from ddpm_core.errors import UserError
+if os.getuid() == 0:  # who may read everything
+    os.setgid(65534), os.setuid(65534)
+try:
+    prepared(Path(sys.argv[2]) / "other", Path(sys.argv[2]) / "raw", max_rejected=1.0)
+except UserError as error:
+    print(error)
+"""
+
+
+def test_a_folder_that_can_not_be_read_stops_the_run_whatever_may_be_rejected(
+    tmp_path: Path,
+) -> None:
+    with tempfile.TemporaryDirectory() as place:  # pytest's own are for their user alone
+        for path in (Path(place), Path(place, "other")):
+            path.mkdir(exist_ok=True)
+            path.chmod(0o777)
+        root = write_classes(Path(place) / "raw", ["cat", "dog"])
+        (root / "dog").chmod(0)
+        command = [sys.executable, "-c", FORBIDDEN, str(Path(__file__).parent), place]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        (root / "dog").chmod(0o755)
+    assert f"The folder {root}/dog cannot be read: Permission denied." in done.stdout, done.stderr
 
 
 def test_links_that_stay_inside_are_followed_once(tmp_path: Path) -> None:

@@ -13,16 +13,19 @@ from typing import Any, TypeGuard
 import yaml
 
 from ddpm_core.data import names
+from ddpm_core.data.names import one_line
 from ddpm_core.data.sources import (
     Entry,
     Folder,
     Found,
     Item,
     Listing,
+    Note,
     Payload,
     Rejection,
     make_listing,
 )
+from ddpm_core.errors import UserError
 
 
 class Directory:
@@ -81,7 +84,10 @@ def _dvc_checksum(root: Path) -> dict[str, str]:
 
 
 def _walk(root: Path, own: Sequence[str]) -> Iterator[tuple[Item, int]]:
-    """Everything below a folder, with the time of its last change in nanoseconds."""
+    """Everything below a folder, with the time of its last change in nanoseconds.
+
+    Raises UserError for a folder that can't be read: nobody knows how many pictures it holds.
+    """
     passed = {str(Path(place).resolve()) for place in own}
     waiting = [(str(root), "")]  # no recursion: Python's ends at a thousand levels
     while waiting:
@@ -89,9 +95,13 @@ def _walk(root: Path, own: Sequence[str]) -> Iterator[tuple[Item, int]]:
         try:
             with os.scandir(folder) as scan:
                 children = list(scan)
-        except OSError as error:
-            yield Rejection(prefix.rstrip("/") or ".", f"cannot be read: {error.strerror}"), 0
+        except FileNotFoundError:  # it went a moment ago
             continue
+        except OSError as error:
+            raise UserError(
+                f"The folder {one_line(folder)} cannot be read: {error.strerror}. Make it "
+                "readable, or take it out of the source."
+            ) from error
         for child in children:
             name = prefix + names.from_bytes(os.fsencode(child.name))
             if names.is_clutter(name) or child.path in passed:
@@ -111,18 +121,22 @@ def _link(
     """A link to a folder inside is passed over: what it shows is listed where it lies."""
     try:
         target = Path(child.path).resolve()
-        inside = target.is_relative_to(root)
-    except (OSError, RuntimeError):  # links in a circle
-        target, inside = Path(child.path), True
-    if str(target) in passed:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        mode = 0
+    except (OSError, RuntimeError):  # links in a circle, and what may not be looked at
+        target, mode = Path(child.path), 0
+    inside = target.is_relative_to(root)
+    if str(target) in passed or (inside and stat.S_ISDIR(mode)):
         return
-    if inside and target.is_file():
+    where = "leads nowhere" if inside else "leads out of the directory"
+    suffix = names.suffix(name)
+    if inside and stat.S_ISREG(mode):
         yield from _file(child, name)
-    elif inside and target.is_dir():
-        return
-    elif target.is_dir() or names.suffix(name) in names.PICTURE_SUFFIXES:
-        where = "leads nowhere" if inside else "leads out of the directory"
+    elif stat.S_ISDIR(mode) or suffix in names.PICTURE_SUFFIXES:
         yield Rejection(name, f"a symbolic link that {where}"), 0
+    if stat.S_ISDIR(mode) or not (mode or suffix):  # a class, perhaps, of which all is missing
+        yield Note(f"{name} is a symbolic link that {where}: what it leads to is not used."), 0
 
 
 def _file(child: os.DirEntry[str], name: str) -> Iterator[tuple[Item, int]]:

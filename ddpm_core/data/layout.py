@@ -41,7 +41,7 @@ def arrange(listing: Listing) -> Layout:
     below, the first folder is the class, and deeper ones belong to it. A source whose pictures for
     training mostly lie outside of folders has no classes; otherwise those that do are rejected.
     """
-    layout = Layout()
+    layout = Layout(notes=list(listing.notes))
     parents = Counter(_parent(entry.name) for entry in listing.pictures)
     meaning = Meaning({_parts(parent): count for parent, count in parents.items()}, layout.notes)
     places = {parent: meaning.place(_parts(parent)) for parent in parents}

@@ -14,7 +14,7 @@ _PICTURES = (
 )
 PICTURE_SUFFIXES = frozenset(_PICTURES.split())
 _CLUTTER = frozenset(
-    ["__macosx", "@eadir", "$recycle.bin", "thumbs.db", "ehthumbs.db", "desktop.ini"]
+    ["__macosx", "@eadir", "$recycle.bin", "lost+found", "thumbs.db", "ehthumbs.db", "desktop.ini"]
 )
 _MAGIC = (
     b"\xff\xd8\xff",

@@ -53,6 +53,7 @@ class Listing:
     ignored: Counter[str] = field(default_factory=Counter)
     folders: set[str] = field(default_factory=set)
     batches: list[Entry] = field(default_factory=list)  # files named as those of CIFAR-10
+    notes: list[str] = field(default_factory=list)
 
 
 class Source(Protocol):
@@ -81,7 +82,14 @@ class Folder:
     name: str
 
 
-Item = Found | Folder | Rejection
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something to tell that is no picture's."""
+
+    text: str
+
+
+Item = Found | Folder | Rejection | Note
 
 
 def make_listing(found: Iterable[Item]) -> Listing:
@@ -91,6 +99,8 @@ def make_listing(found: Iterable[Item]) -> Listing:
     for item in found:
         if isinstance(item, Rejection):
             listing.rejected.append(item)
+        elif isinstance(item, Note):
+            listing.notes.append(item.text)
         elif names.is_clutter(item.name):
             continue
         elif isinstance(item, Folder):
