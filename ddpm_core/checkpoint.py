@@ -5,8 +5,9 @@ A snapshot is one, and so is a registered model: neither needs the params file i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +16,15 @@ from pydantic import Field, InstanceOf
 from ddpm_core import params
 from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.reading import Count, Shape, conforming, parse_object, read_object, read_tensors
+from ddpm_core.reading import (
+    Count,
+    Shape,
+    conforming,
+    inside,
+    parse_object,
+    read_object,
+    read_tensors,
+)
 from ddpm_core.storage import MANIFEST, verify
 from ddpm_core.storage.sealing import listed
 from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key, step_name
@@ -208,11 +217,35 @@ def look_at_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
     name = f"{step_name(step)}/{SETTINGS}"
     try:
         files = listed(storage.read(f"{key}/{MANIFEST}"), step_name(step))
-        settings = conforming(parse_object(storage.read(f"{key}/{SETTINGS}"), name), Settings, name)
+        data = storage.read(f"{key}/{SETTINGS}")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Corrupt(f"{step_name(step)} was not written to its end.") from error
     checksums = {file: sha256 for file, (_, sha256) in files.items()}
+    if hashlib.sha256(data).hexdigest() != checksums.get(SETTINGS):
+        raise Corrupt(f"{name} was changed or damaged: its checksum differs.")
+    settings = conforming(parse_object(data, name), Settings, name)
     return of_step(step, Checkpoint._of(Path(step_name(step)), checksums, settings))
+
+
+def check_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str) -> None:
+    """Raise Corrupt unless the file that `load(ema)` reads lies there as it was written."""
+    name = checkpoint.weights_name(ema)
+    found = workspace.storage.checksum(f"{snapshot_key(checkpoint.step)}/{name}")
+    if found != checkpoint.checksums[name]:
+        what = "was changed or damaged: its checksum differs" if found else "is missing"
+        raise Corrupt(f"{step_name(checkpoint.step)}/{name} {what}.")
+
+
+def fetch_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str) -> Checkpoint:
+    """One that was looked at, with the weights that `load(ema)` reads on this machine.
+
+    Of a snapshot in S3 nothing else is copied. Raises Corrupt where they are not what was written.
+    """
+    check_weights(workspace, checkpoint, ema)
+    name = checkpoint.weights_name(ema)
+    folder = workspace.path(f"{snapshot_key(checkpoint.step)}/{name}").parent
+    inside(folder, name)
+    return replace(checkpoint, folder=folder)
 
 
 def must_be_there(workspace: Workspace, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -243,6 +244,24 @@ def test_checkpoints_that_are_not_there_are_named(trained: Path, wanted: str) ->
     folder = new_workspace(trained, f"absent{wanted}")
     said = ddpm(folder, "sample", "-S", f"sample.checkpoints={wanted}", status=1)
     assert "step 5 (there: 6, 8, 12)" in said or "nothing is scored yet" in said
+
+
+@pytest.mark.parametrize("file", ["ema-0.9.safetensors", "config.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_left_out_of_all_and_named(trained: Path, file: str) -> None:
+    folder = new_run(trained, f"rotten-{file}", CLASSES)
+    snapshots = folder / "workspace/snapshots"
+    shutil.copytree(trained / "workspace/snapshots", snapshots)
+    with (snapshots / "step-00000006" / file).open("a") as damaged:
+        damaged.write("?")
+    every = settings("sample.checkpoints=all")
+    for _ in range(2):
+        said = ddpm(folder, "sample", *every)
+        assert "step-00000006" in said and "The checkpoint is left out." in said
+        assert "up to date" in ddpm(folder, "wait", "sample", *every)
+    assert "up to date" in said and "Traceback" not in said
+    assert len(open_samples(Workspace.open(str(folder / "workspace")), 12).images) == 37
+    said = ddpm(folder, "sample", *settings("sample.checkpoints=[6, 12]"), status=1)
+    assert "sample.checkpoints: all leaves out what is damaged" in said
 
 
 @pytest.mark.parametrize("text", ["3/3", "-1/2", "a/b", "1", "1/0", "", "1/2/3"])

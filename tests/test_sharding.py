@@ -57,7 +57,7 @@ def gathered(workspace: Workspace) -> np.ndarray:
 
 
 def recipe(config: Config, workspace: Workspace) -> dict[str, object]:
-    [checkpoint] = plan.open_chosen(config, workspace)
+    [checkpoint] = plan.look_at_chosen(config, workspace)
     return plan.recipe(config, checkpoint, "fp32")
 
 

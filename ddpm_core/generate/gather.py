@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, InstanceOf
 
-from ddpm_core.checkpoint import open_checkpoint
+from ddpm_core.checkpoint import look_at_checkpoint
 from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.errors import Corrupt
@@ -159,7 +159,7 @@ def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) 
     key, names = samples_key(recipe["step"]), [GRID_FILE]
     first = np.stack(list(islice(_images(config, workspace, key), GRID)))
     workspace.storage.write(f"{key}/{GRID_FILE}", png(enlarge(grid(first), 512)))
-    checkpoint = open_checkpoint(workspace, recipe["step"])
+    checkpoint = look_at_checkpoint(workspace, recipe["step"])
     conditions = Conditions(checkpoint.network["conditioning"], checkpoint.data, config.sample)
     labels = conditions.labels(range(config.sample.count))
     if labels is not None:

@@ -6,14 +6,20 @@ it. A shard takes whole chunks, so that one worker and forty draw the same bytes
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from ddpm_core.checkpoint import Checkpoint, look_at_checkpoint, open_checkpoint
+from ddpm_core.checkpoint import Checkpoint, look_at_checkpoint
 from ddpm_core.config import Config, Sample
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.ranking import Rows, best_to_sample
 from ddpm_core.workspace import RESULTS, SNAPSHOTS, Workspace, fingerprint
+
+T = TypeVar("T")
+Tell = Callable[[str], None]
+MENDING = "Put back a copy of the file; the newest checkpoint is trained again by `ddpm train`."
 
 # Settings of `sample` that say which images are wanted, not how they are stored or cut.
 _SAMPLER = (
@@ -149,22 +155,41 @@ def must_suit(settings: Sample, conditioning: str, timesteps: int) -> None:
         raise UserError(" ".join(mistakes))
 
 
-def look_at_chosen(config: Config, workspace: Workspace) -> list[Checkpoint]:
+def look_at_chosen(
+    config: Config, workspace: Workspace, tell: Tell | None = None
+) -> list[Checkpoint]:
     """Without their weights: what a recipe needs. Raises UserError where one can't draw so."""
     steps = chosen_steps(config, workspace)
-    return _suited(config.sample, [look_at_checkpoint(workspace, step) for step in steps])
+    attempts = (partial(look_at_checkpoint, workspace, step) for step in steps)
+    found = list(whole(config, attempts, tell))
+    for one in found:
+        must_suit(config.sample, one.network["conditioning"], one.params.diffusion.timesteps)
+    return found
 
 
-def open_chosen(config: Config, workspace: Workspace) -> list[Checkpoint]:
-    """Raises UserError where one can't draw by the settings."""
-    steps = chosen_steps(config, workspace)
-    return _suited(config.sample, [open_checkpoint(workspace, step) for step in steps])
+def whole(
+    config: Config, attempts: Iterable[Callable[[], T]], tell: Tell | None = None
+) -> Iterator[T]:
+    """What comes of each attempt at a chosen checkpoint; `tell` hears of a damaged one.
 
-
-def _suited(settings: Sample, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    for one in checkpoints:
-        must_suit(settings, one.network["conditioning"], one.params.diffusion.timesteps)
-    return checkpoints
+    Where all are chosen, it is left out. Raises Corrupt where others are, or none is whole.
+    """
+    damage, count = "", 0
+    for attempt in attempts:
+        try:
+            found = attempt()
+        except Corrupt as error:
+            damage = f"{error} {MENDING}"
+            if config.sample.checkpoints != "all":
+                told = f"{damage} sample.checkpoints: all leaves out what is damaged."
+                raise Corrupt(told) from error
+            if tell:
+                tell(f"{error} The checkpoint is left out. {MENDING}")
+        else:
+            count += 1
+            yield found
+    if damage and not count:
+        raise Corrupt(damage)
 
 
 def parse_shard(text: str) -> tuple[int, int]:

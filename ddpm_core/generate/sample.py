@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ddpm_core import compiling
-from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.checkpoint import Checkpoint, check_weights, fetch_weights
 from ddpm_core.config import Config
 from ddpm_core.console import progress, say, warn
 from ddpm_core.distributed import World, choose_device
-from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.errors import UserError
 from ddpm_core.generate import gather, plan
 from ddpm_core.generate.images import Generator
 from ddpm_core.generate.parts import Parts
@@ -41,15 +41,15 @@ def sample(
         settings = settings.model_copy(update={"shards": shard[1]})
         config = config.model_copy(update={"sample": settings})
     mine = [s for s in plan.shards(settings) if shard is None or s.number == shard[0]]
-    checkpoints = plan.open_chosen(config, workspace)
-    work = [(c, recipe_on(world.device, config, c)) for c in checkpoints]
+    checkpoints = plan.look_at_chosen(config, workspace, warn)
+    attempts = [functools.partial(drawer_of, config, workspace, world, c) for c in checkpoints]
+    work = list(plan.whole(config, attempts, warn))
     if shard is None and world.rank == 0:
         forget_others(workspace, [c.step for c in checkpoints])
-    missing = [(c, r) for c, r in work if not gather.complete(workspace, r, thorough=True)]
-    if not missing:
+    drawers = [drawer for drawer in work if drawer]
+    if not drawers:
         say(f"sample: up to date, {settings.count} images of each of {len(work)} checkpoints.")
         return
-    drawers = [Drawer(config, workspace, world, *one) for one in missing]
     total = len(drawers) * sum(len(images) for _, images in drawers[0].share(mine))
     with progress("sample", total, "images") as advance:
         for drawer in drawers:
@@ -122,6 +122,17 @@ def _nothing(count: int) -> None:
     """Images that are drawn once more are not counted twice."""
 
 
+def drawer_of(
+    config: Config, workspace: Workspace, world: World, checkpoint: Checkpoint
+) -> Drawer | None:
+    """None where all is drawn. Raises Corrupt where the weights are not what was written."""
+    recipe = recipe_on(world.device, config, checkpoint)
+    if gather.complete(workspace, recipe, thorough=True):
+        return None
+    fetched = fetch_weights(workspace, checkpoint, config.sample.ema)
+    return Drawer(config, workspace, world, fetched, recipe)
+
+
 def recipe_on(device: torch.device, config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
     """What the images of a checkpoint depend on, as this device draws them."""
     settings = config.sample
@@ -143,16 +154,22 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     """Why `sample` has work to do; None where it is up to date."""
     try:
         checkpoints = plan.look_at_chosen(config, workspace)
-    except (UserError, Corrupt) as error:
+        device = choose_device(config.device)
+        attempts = (functools.partial(_stale, config, workspace, device, c) for c in checkpoints)
+        return next(filter(None, plan.whole(config, attempts)), None)
+    except UserError as error:
         return str(error)
-    device = choose_device(config.device)
-    for checkpoint in checkpoints:
-        recipe = recipe_on(device, config, checkpoint)
-        if not gather.complete(workspace, recipe):
-            return (
-                f"the checkpoint of step {checkpoint.step} has {_lack(config, workspace, recipe)}"
-            )
-    return None
+
+
+def _stale(
+    config: Config, workspace: Workspace, device: torch.device, checkpoint: Checkpoint
+) -> str:
+    """What one checkpoint lacks, if that can be drawn; else raises Corrupt."""
+    recipe = recipe_on(device, config, checkpoint)
+    if gather.complete(workspace, recipe):
+        return ""
+    check_weights(workspace, checkpoint, config.sample.ema)
+    return f"the checkpoint of step {checkpoint.step} has {_lack(config, workspace, recipe)}"
 
 
 def _lack(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> str:
