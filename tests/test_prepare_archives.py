@@ -164,6 +164,17 @@ def test_a_damaged_member_of_a_zip_stops_no_other(tmp_path: Path) -> None:
     assert_refused(tmp_path, tmp_path / "x.zip", "1.png", "cannot be unpacked", good=2)
 
 
+@pytest.mark.parametrize("name", ["captions.jsonl", "0.txt"])
+def test_damaged_captions_in_a_zip_are_told_and_not_left_out(tmp_path: Path, name: str) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("0.png", encoded(noise(0)))
+        archive.writestr(name, '{"file": "0.png", "caption": "a sleeping cat"}')
+    content = (tmp_path / "x.zip").read_bytes().replace(b"sleeping", b"slipping")
+    (tmp_path / "x.zip").write_bytes(content)
+    with pytest.raises(UserError, match=f"The text {name}, .* cannot be read: Bad CRC-32"):
+        prepared(tmp_path, tmp_path / "x.zip")
+
+
 def test_an_encrypted_member_is_refused_with_its_reason(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("0.png", encoded(noise(0)))

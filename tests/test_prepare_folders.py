@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import os
@@ -368,6 +369,37 @@ def test_captions_of_files_that_are_not_there_are_told(
     write(root / "captions.jsonl", json.dumps({"file": "cat/999.png", "caption": "x"}))
     prepared(tmp_path, root)
     assert "1 of the captions in captions.jsonl name no picture" in capsys.readouterr().err
+
+
+def test_pictures_without_a_caption_beside_others_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_classes(tmp_path, ["raw"], each=5) / "raw"
+    prepared(tmp_path / "none", root)
+    assert "no caption" not in capsys.readouterr().err
+    write(root / "captions.jsonl", json.dumps({"file": "000.png", "caption": "x"}))
+    prepared(tmp_path, root)
+    assert "4 of 5 pictures have no caption" in capsys.readouterr().err
+
+
+def test_captions_that_can_not_be_read_are_told_and_not_left_out(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["cat"])
+    line = json.dumps({"file": "cat/000.png", "caption": "x"})
+    write(tmp_path / "lines", line)
+    (root / "captions.jsonl").symlink_to(tmp_path / "lines")
+    (note,) = Directory(root, "x").listing().notes
+    assert note.startswith("captions.jsonl is a symbolic link that leads out of the directory")
+    (root / "captions.jsonl").unlink()
+    write(root / "captions.jsonl", line)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", forbidden)
+        told = r"The text captions\.jsonl, which may hold captions, cannot be read: Permission"
+        with pytest.raises(UserError, match=told):
+            Directory(root, "x").listing()
+
+
+def forbidden(*_: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def captions_of(tmp_path: Path, root: Path) -> list[bytes]:

@@ -23,6 +23,7 @@ from ddpm_core.data.sources import (
     Listing,
     Payload,
     Rejection,
+    Unreadable,
     make_listing,
 )
 from ddpm_core.errors import UserError
@@ -106,8 +107,8 @@ def _zip_head(archive: zipfile.ZipFile, member: zipfile.ZipInfo, count: int) -> 
     try:
         with archive.open(member) as file:
             return file.read(count)
-    except Exception:  # whatever a damaged entry leads its decompressor to
-        return b""
+    except Exception as error:  # whatever a damaged entry leads its decompressor to
+        raise Unreadable(_reason(error)) from error
 
 
 def _zip_content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes | Rejection:

@@ -36,7 +36,10 @@ def captions(
         written.get(picture, of_class[name])
         for picture, name in zip(pictures, classes, strict=True)
     ]
-    return texts if any(texts) else None
+    empty = texts.count("")
+    if 0 < empty < len(texts):
+        notes.append(f"{empty:,} of {len(texts):,} pictures have no caption.")
+    return texts if empty < len(texts) else None
 
 
 def encode(texts: Sequence[str]) -> NDArray[np.uint8]:

@@ -15,6 +15,7 @@ import yaml
 from ddpm_core.data import names
 from ddpm_core.data.names import one_line
 from ddpm_core.data.sources import (
+    CAPTIONS,
     Entry,
     Folder,
     Found,
@@ -23,6 +24,7 @@ from ddpm_core.data.sources import (
     Note,
     Payload,
     Rejection,
+    Unreadable,
     make_listing,
 )
 from ddpm_core.errors import UserError
@@ -133,9 +135,11 @@ def _link(
     suffix = names.suffix(name)
     if inside and stat.S_ISREG(mode):
         yield from _file(child, name)
-    elif stat.S_ISDIR(mode) or suffix in names.PICTURE_SUFFIXES:
+        return
+    if stat.S_ISDIR(mode) or suffix in names.PICTURE_SUFFIXES:
         yield Rejection(name, f"a symbolic link that {where}"), 0
-    if stat.S_ISDIR(mode) or not (mode or suffix):  # a class, perhaps, of which all is missing
+    # A whole class may be missing, or all captions.
+    if stat.S_ISDIR(mode) or not (mode or suffix) or child.name == CAPTIONS:
         yield Note(f"{name} is a symbolic link that {where}: what it leads to is not used."), 0
 
 
@@ -155,5 +159,5 @@ def _head(path: str, count: int) -> bytes:
     try:
         with Path(path).open("rb") as file:
             return file.read(count)
-    except OSError:
-        return b""
+    except OSError as error:
+        raise Unreadable(error.strerror) from error

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpm_core.data import names
+from ddpm_core.errors import UserError
 
 TEXT_BYTES = 2**20  # a caption or a list of files; larger texts are not read
 CAPTIONS = "captions.jsonl"
@@ -67,9 +68,16 @@ class Source(Protocol):
         """Positions in `entries` and what lies there, in whatever order the source likes."""
 
 
+class Unreadable(Exception):
+    """Why a file can't be read, though the files beside it can."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file met while walking through a source. `head(n)` reads its first n bytes, once."""
+    """A file met while walking through a source.
+
+    `head(n)` reads its first n bytes, once. Raises Unreadable.
+    """
 
     name: str
     size: int
@@ -117,14 +125,25 @@ def make_listing(found: Iterable[Item]) -> Listing:
 
 
 def _is_picture(item: Found, texts: dict[str, bytes]) -> bool:
-    """By its extension or its first bytes; a text is kept in `texts` on the way."""
+    """By its extension or its first bytes; a text is kept in `texts` on the way.
+
+    Raises UserError for a text that can't be read: its captions would be missed by nobody.
+    """
     suffix = names.suffix(item.name)
     if suffix in names.PICTURE_SUFFIXES:
         return True
     is_captions = item.name.rpartition("/")[2] == CAPTIONS
     limit = CAPTIONS_BYTES if is_captions else TEXT_BYTES
     wants_text = (is_captions or suffix == "txt") and item.size <= limit
-    content = item.head(limit if wants_text else names.HEAD)
+    try:
+        content = item.head(limit if wants_text else names.HEAD)
+    except Unreadable as error:
+        if not wants_text:
+            return False
+        raise UserError(
+            f"The text {names.one_line(item.name)}, which may hold captions, cannot be read: "
+            f"{error}. Mend it, or take it out of the source."
+        ) from error
     if names.begins_like_a_picture(content[: names.HEAD]):
         return True
     if wants_text:
