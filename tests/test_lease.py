@@ -144,3 +144,17 @@ def test_the_rows_of_a_run_that_lost_its_lease_are_not_read_twice(uri: str) -> N
         mirror.path.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
         mirror.close()
     assert [row["step"] for row in read_rows(storage.local("log.jsonl"))] == [1, 2, 3, 4, 5]
+
+
+def test_a_lease_that_was_removed_by_hand_costs_no_row(uri: str) -> None:
+    for step in (1, 2):
+        with hold(Workspace.open(uri)) as lease:
+            assert lease.fence == 1
+            mirror = Workspace.open(uri).storage.mirror("log.jsonl", lease.fence)
+            mirror.start()
+            with mirror.path.open("a") as file:
+                file.write(f'{{"step": {step}}}\n')
+            mirror.close()
+        Workspace.open(uri).storage.remove(LEASE)
+    log = Workspace.open(uri).storage.local("log.jsonl")
+    assert [row["step"] for row in read_rows(log)] == [1, 2]

@@ -140,7 +140,10 @@ class S3Storage:
         path.unlink(missing_ok=True)
         if joined := self._joined(key):
             shutil.copyfile(joined, path)
-        return Segments(path, key, turn, self.write)
+        # Turns begin anew where somebody removed the lease by hand; what was written stays.
+        numbers = [name.partition("-")[0] for name in self.names(f"{key}{PARTS}")]
+        newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+        return Segments(path, key, max(turn, newest + 1), self.write)
 
     @contextmanager
     def lock(self) -> Iterator[bool]:
