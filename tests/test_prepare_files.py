@@ -146,7 +146,9 @@ def test_wide_gray_values_are_scaled_to_what_white_must_be(values: Any, white: f
     assert (to_8_bits(values) == np.rint(values / white * 255)).all()
 
 
-@pytest.mark.parametrize("values", [[[-1.0, 0.5]], [[0.0, 1e9]], [[float("nan"), 1.0]]])
+@pytest.mark.parametrize(
+    "values", [[[-1.0, 0.5]], [[0.0, 1e9]], [[float("nan"), 1.0]], [[0.0, 0.5, 1.02]]]
+)
 def test_gray_values_that_mean_nothing_are_refused(values: list[list[float]]) -> None:
     with pytest.raises(Undecodable, match="gray values"):
         to_8_bits(np.array(values, np.float32))
@@ -266,6 +268,21 @@ def test_unusable_files_are_listed_with_the_reason_and_the_rest_goes_on(tmp_path
     for name, (_, expected) in files.items():
         assert any(part in reasons[name] for part in expected.split("|")), (name, reasons[name])
     assert data.manifest["rejected"] == len(files)
+
+
+FOREIGN = {
+    "HEIC": b"\0\0\0\x18ftypheic\0\0\0\0",
+    "JPEG XL": b"\xff\x0a\xfa\x7f",
+    "SVG": b"<?xml version='1.0'?>\n<!-- drawn -->\n<svg xmlns='http://www.w3.org/2000/svg'/>",
+    "TGA": encoded(noise(1), "TGA"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_picture_of_a_format_that_is_not_read_is_named(tmp_path: Path, kind: str) -> None:
+    for content in (FOREIGN[kind], write(tmp_path / "0.jpg", FOREIGN[kind])):
+        with pytest.raises(Undecodable, match=rf"a format that is read, but {kind}: convert it"):
+            decode(content, WHITE)
 
 
 def test_a_bomb_is_refused_before_it_takes_memory() -> None:

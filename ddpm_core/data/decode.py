@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import re
 import warnings
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,17 @@ _WANTED = "JPEG PNG WEBP BMP DIB GIF TIFF AVIF JPEG2000 PPM ICO"
 PIXELS = 100_000_000  # held in memory at once; a JPEG is counted after its own reduction
 _PHOTOMETRIC = 262  # a tag of TIFF: 0 where white is zero
 _DEEP_GRAY = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
+# How pictures begin that are known, and not read.
+_FOREIGN = {
+    "JPEG XL": re.compile(rb"\xff\x0a|\0\0\0\x0cJXL "),
+    "HEIC": re.compile(rb"....ftyp(hei|hev|mif1|msf1)", re.DOTALL),
+    "AVIF": re.compile(rb"....ftypavi", re.DOTALL),
+    "Photoshop": re.compile(rb"8BPS"),
+    "OpenEXR": re.compile(rb"v/1\x01"),
+    "SVG": re.compile(rb"\s*(<[?!].*)?<svg", re.DOTALL),
+}
+_TGA_END = b"TRUEVISION-XFILE.\0"
+_OVERSHOOT = 2.0  # up to which fractions may have been meant
 
 Color = tuple[int, int, int]
 
@@ -52,6 +64,8 @@ def decode(content: bytes | Path, background: Color, smallest: int = 0) -> Image
             return _to_rgb(_load(stream, smallest), background)
         except Undecodable:
             raise
+        except UnidentifiedImageError as error:
+            raise Undecodable(_unknown(stream)) from error
         except Exception as error:  # decoders raise whatever a damaged file leads them to
             raise Undecodable(_reason(error)) from error
 
@@ -123,7 +137,8 @@ def to_8_bits(values: NDArray[Any]) -> NDArray[np.uint8]:
     """Gray values of 16 bits, 32 bits or floating point to 0..255, scaled and never clipped.
 
     16 bits scale by 257. Wider kinds do not say where white is: it is 1 for fractions, or the
-    first of 255 and 65,535 that no value exceeds. Raises Undecodable beyond.
+    first of 255 and 65,535 that no value exceeds. Raises Undecodable beyond, and for fractions
+    that pass 1 by so little that white may be meant, which would be black on a scale of 255.
     """
     if values.dtype.kind == "u" and values.dtype.itemsize == 2:  # in either order of bytes
         return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
@@ -132,13 +147,24 @@ def to_8_bits(values: NDArray[Any]) -> NDArray[np.uint8]:
     white = next((w for w in ((1,) if fractions else ()) + (255, 65_535) if highest <= w), None)
     if white is None or not lowest >= 0:
         raise Undecodable(f"gray values from {lowest:g} to {highest:g}; 0 to 65,535 are understood")
+    if fractions and 1 < highest <= _OVERSHOOT:
+        raise Undecodable(f"gray values from {lowest:g} to {highest:g}: is 1 white, or is 255?")
     return np.rint(values * (255 / white)).astype(np.uint8)
+
+
+def _unknown(stream: IO[bytes]) -> str:
+    """What a file is that no decoder knows, as far as its first or last bytes tell."""
+    stream.seek(0)
+    head = stream.read(1024)
+    stream.seek(-min(len(head), len(_TGA_END)), io.SEEK_END)
+    found = [name for name, start in _FOREIGN.items() if start.match(head)]
+    found += ["TGA"] if stream.read() == _TGA_END else []
+    named = f", but {found[0]}: convert it to JPEG or PNG" if found else ""
+    return "not a picture in a format that is read" + named
 
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())[:200]
-    if isinstance(error, UnidentifiedImageError):
-        return "not a picture in a format that is read"
     if isinstance(error, Image.DecompressionBombError):
         return f"too many pixels; at most {PIXELS:,} are decoded"
     if isinstance(error, MemoryError):
