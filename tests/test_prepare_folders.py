@@ -110,6 +110,17 @@ def test_the_classes_asked_for_are_used_alone(tmp_path: Path) -> None:
     assert counts(tmp_path, tmp_path / "raw", classes=["emu", "cat"])[0] == {"cat": 3, "emu": 3}
 
 
+def test_what_is_wrong_with_other_classes_than_those_asked_for_counts_nothing(
+    tmp_path: Path,
+) -> None:
+    root = write_classes(tmp_path / "raw/set", ["cat", "dog"])
+    for number in range(3):
+        (root / f"dog/gone-{number}.png").symlink_to("nowhere.png")
+    (root / "cat/gone.png").symlink_to("nowhere.png")
+    prepared(tmp_path, root, classes=["cat"], max_rejected=0.25)
+    assert list(rejected(tmp_path / "workspace")) == ["cat/gone.png"]
+
+
 def test_a_class_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw", ["cat", "dog"])
     with pytest.raises(UserError, match="cow given; the source has cat, dog"):
@@ -148,6 +159,16 @@ def test_a_source_without_pictures_is_refused_with_what_it_holds(tmp_path: Path)
     write(tmp_path / "raw/photos.rar", b"Rar!")
     with pytest.raises(UserError, match=r"no pictures in .*1 \.rar"):
         prepared(tmp_path, tmp_path / "raw")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_source_whose_pictures_are_all_hidden_is_refused_with_their_names(
+    tmp_path: Path, packed: bool
+) -> None:
+    root = write_classes(tmp_path / "raw", [".data/cat", "sets/.old"])
+    source = Path(shutil.make_archive(str(tmp_path / "x"), "zip", root)) if packed else root
+    with pytest.raises(UserError, match=r"no pictures in .*Hidden .* over: \.data, sets/\.old\."):
+        prepared(tmp_path, source)
 
 
 def test_a_source_that_is_not_there_is_refused_with_what_is_allowed(tmp_path: Path) -> None:

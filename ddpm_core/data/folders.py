@@ -106,9 +106,11 @@ def _walk(root: Path, own: Sequence[str]) -> Iterator[tuple[Item, int]]:
             ) from error
         for child in children:
             name = prefix + names.from_bytes(os.fsencode(child.name))
-            if names.is_clutter(name) or child.path in passed:
+            if child.path in passed:
                 continue
-            if child.is_symlink():
+            if names.is_clutter(name):
+                yield Folder(name), 0
+            elif child.is_symlink():
                 yield from _link(root, child, name, passed)
             elif child.is_dir():
                 yield Folder(name), 0

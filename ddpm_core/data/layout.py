@@ -29,6 +29,7 @@ class Place:
 class Layout:
     """Class name and split of each picture of a listing, and what is to be told about them."""
 
+    meaning: Meaning
     classes: list[str | None] = field(default_factory=list)
     held_out: list[bool | None] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -41,9 +42,10 @@ def arrange(listing: Listing) -> Layout:
     below, the first folder is the class, and deeper ones belong to it. A source whose pictures for
     training mostly lie outside of folders has no classes; otherwise those that do are rejected.
     """
-    layout = Layout(notes=list(listing.notes))
+    notes = list(listing.notes)
     parents = Counter(_parent(entry.name) for entry in listing.pictures)
-    meaning = Meaning({_parts(parent): count for parent, count in parents.items()}, layout.notes)
+    meaning = Meaning({_parts(parent): count for parent, count in parents.items()}, notes)
+    layout = Layout(meaning, notes=notes)
     places = {parent: meaning.place(_parts(parent)) for parent in parents}
     lists = _file_lists(listing)
     found = [places[_parent(entry.name)] for entry in listing.pictures]
@@ -136,6 +138,10 @@ class Meaning:
             held_out = None
         below = self._without_split(inside)[self.inner :]
         return Place(names.shown(below[0]) if below else None, held_out, split)
+
+    def class_of(self, name: str) -> str | None:
+        """Of any file of the source, by its name."""
+        return self.place(_parts(_parent(name))).name
 
     def is_class(self, folder: Parts) -> bool:
         """Whether a folder stands where classes stand."""

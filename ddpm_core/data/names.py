@@ -66,7 +66,16 @@ def stem(name: str) -> str:
 
 def is_clutter(name: str) -> bool:
     """Hidden files and folders, and what operating systems leave behind: no data of anybody's."""
-    return any(part.startswith(".") or part.lower() in _CLUTTER for part in name.split("/"))
+    return bool(clutter_of(name))
+
+
+def clutter_of(name: str) -> str:
+    """The outermost hidden file or folder on the way to a file; empty where there is none."""
+    parts = name.split("/")
+    for depth, part in enumerate(parts, 1):
+        if part.startswith(".") or part.lower() in _CLUTTER:
+            return "/".join(parts[:depth])
+    return ""
 
 
 def begins_like_a_picture(head: bytes) -> bool:

@@ -101,7 +101,7 @@ def _fill(folder: Path, facts: dict[str, Any], opened: Source, config: Config) -
 
 
 def _choose(listing: Listing, layout: Layout, wanted: Sequence[str]) -> None:
-    """Keep the pictures of some classes alone."""
+    """Keep the pictures of some classes alone, and what was wrong with theirs."""
     known = sorted({name for name in layout.classes if name is not None})
     missing = [name for name in wanted if name not in known]
     if missing:
@@ -111,6 +111,9 @@ def _choose(listing: Listing, layout: Layout, wanted: Sequence[str]) -> None:
         )
     rows = [row for row, name in enumerate(layout.classes) if name in wanted]
     select(listing, layout, rows)
+    asked = {None, *wanted}
+    class_of = layout.meaning.class_of
+    listing.rejected = [item for item in listing.rejected if class_of(item.name) in asked]
 
 
 @dataclass(slots=True)

@@ -95,9 +95,11 @@ def refuse_nothing(listing: Listing, settings: Prepare) -> None:
         f"{count:,} {'.' + kind if kind else 'without extension'}"
         for kind, count in listing.ignored.most_common(5)
     ]
+    hidden = sorted(listing.hidden)[:5]
     refused = [f"{item.name}: {item.reason}" for item in listing.rejected[:5]]
     raise UserError(
         f"There are no pictures in {settings.source}."
         + (f" It holds files of other kinds: {one_line(', '.join(found))}." if found else "")
+        + (f" Hidden files are passed over: {one_line(', '.join(hidden))}." if hidden else "")
         + (f" Refused: {one_line('; '.join(refused))}." if refused else "")
     )

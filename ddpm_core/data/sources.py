@@ -55,6 +55,7 @@ class Listing:
     folders: set[str] = field(default_factory=set)
     batches: list[Entry] = field(default_factory=list)  # files named as those of CIFAR-10
     notes: list[str] = field(default_factory=list)
+    hidden: set[str] = field(default_factory=set)  # files and folders that were passed over
 
 
 class Source(Protocol):
@@ -110,7 +111,7 @@ def make_listing(found: Iterable[Item]) -> Listing:
         elif isinstance(item, Note):
             listing.notes.append(item.text)
         elif names.is_clutter(item.name):
-            continue
+            listing.hidden.add(names.clutter_of(item.name))
         elif isinstance(item, Folder):
             listing.folders.add(item.name)
         elif _is_picture(item, listing.texts):
