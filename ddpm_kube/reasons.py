@@ -57,7 +57,7 @@ def of_pod(name: str, pod: Plain) -> Iterator[Problem]:
     for state in ("state", "lastState"):
         ended = container.get(state, {}).get("terminated", {})
         if ended.get("reason") == "OOMKilled":
-            limit = pod["spec"]["containers"][0]["resources"]["limits"]["memory"]
+            limit = _asked(pod)["resources"]["limits"]["memory"]
             yield Problem(
                 worker,
                 "OOMKilled",
@@ -70,8 +70,8 @@ def of_pod(name: str, pod: Plain) -> Iterator[Problem]:
 
 def _waiting(worker: str, pod: Plain, waiting: Plain) -> Iterator[Problem]:
     reason, message = waiting.get("reason", ""), _line(waiting.get("message"))
-    image = pod["spec"]["containers"][0]["image"]
     if reason in IMAGE:
+        image = _asked(pod)["image"]
         yield Problem(
             worker,
             reason,
@@ -152,6 +152,11 @@ def condition(job: Plain | None) -> tuple[str, str]:
 
 def finished(job: Plain) -> bool:
     return condition(job)[0] in ("Succeeded", "Failed")
+
+
+def _asked(pod: Plain) -> Plain:
+    """Our container as it was asked for; those that a cluster puts beside it may stand before."""
+    return next(one for one in pod["spec"]["containers"] if one["name"] == CONTAINER)
 
 
 def _container(pod: Plain) -> Plain:
