@@ -22,7 +22,9 @@ from ddpm_kube.reasons import (
 )
 from ddpm_kube.spec import JobSpec
 
-SAME = 3  # times that a worker may end with the same sentence, however many its processes
+# Times that a worker may end with the same sentence, however many its processes, before training
+# has come any further.
+SAME = 3
 
 LONGEST = 300  # characters of an event that is passed on; the operator quotes whole logs
 NOBODY = 45.0  # seconds that the operator may take until it does anything
@@ -48,8 +50,7 @@ class Judge:
         self._since: dict[tuple[str, str], float] = {}
         self._told: set[str] = set()
         self._states: dict[str, str] = {}
-        self._untouched: float | None = None
-        self._podless: float | None = None
+        self._waited: dict[str, float] = {}  # since when the operator lets us wait for what
         self._suspended = False
         self._seen: dict[str, tuple[int, float]] = {}
 
@@ -65,27 +66,18 @@ class Judge:
                 self._tell(f"The job is suspended{self._queue()}; waiting until it is resumed.")
             self._suspended = True
             self._since.clear()
+            self._waited.clear()
             return ""
         self._suspended = False
         found = list(problems(view, self._fresh(view, now)))
         if state == "Failed":
-            return self.why_failed(view, logs, message, found)
+            return _why_failed(view, logs, message, found)
         return (
             self._nobody_acts(view, state, now)
             or self._problem(view, found, now)
             or self._not_made(view, now)
             or _same(logs)
         )
-
-    def why_failed(self, view: View, logs: Logs, message: str, found: list[Problem]) -> str:
-        """The cause of a job's failure, as near to it as can be seen."""
-        first = _foremost([p for p in found if p.at_once])
-        if first:
-            return first.sentence
-        if own := logs.newest_sentence():
-            return f"The workers ended with: {own}"
-        parts = [f"{short(name)}: {ended(pod)}" for name, pod in sorted(view.last.items())]
-        return f"The job failed: {message}. {'; '.join(parts)}".rstrip(". ") + "."
 
     def _problem(self, view: View, found: list[Problem], now: float) -> str:
         self._since = {p.key: self._since.get(p.key, now) for p in found}
@@ -105,11 +97,8 @@ class Judge:
         return first.sentence
 
     def _nobody_acts(self, view: View, state: str, now: float) -> str:
-        if view.job is None or state or view.pods or view.events or not view.events_shown:
-            self._untouched = None
-            return ""
-        self._untouched = self._untouched or now
-        if now - self._untouched < NOBODY:
+        touched = bool(state or view.pods or view.events)
+        if not self._lasts("touch", bool(view.job and view.events_shown and not touched), now):
             return ""
         return (
             f"Nobody has taken up the job for {NOBODY:.0f} s: the Training Operator does not run, "
@@ -119,17 +108,21 @@ class Judge:
 
     def _not_made(self, view: View, now: float) -> str:
         """For want of events, which say why, that there are no pods has to do."""
-        if view.events_shown or len(view.pods) >= self._spec.options.min_replicas:
-            self._podless = None
-            return ""
-        self._podless = self._podless or now
-        if now - self._podless < NOBODY:
+        few = len(view.pods) < self._spec.options.min_replicas
+        if not self._lasts("pods", few and not view.events_shown, now):
             return ""
         return (
             f"The operator has made no pods for {NOBODY:.0f} s. It does not run, or a quota, Pod "
             "Security or the like refuses them; this launcher may not read the events, which say "
             f"so: kubectl -n {self._spec.namespace} describe pytorchjob {self._spec.name}"
         )
+
+    def _lasts(self, what: str, lacks: bool, now: float) -> bool:
+        """Whether that has lacked at each look for NOBODY seconds."""
+        if not lacks:
+            self._waited.pop(what, None)
+            return False
+        return now - self._waited.setdefault(what, now) >= NOBODY
 
     def _fresh(self, view: View, now: float) -> list[dict[str, Any]]:
         """The events that came, or came again, a short while ago."""
@@ -186,6 +179,17 @@ def differs(job: dict[str, object], wanted: dict[str, object]) -> bool:
         return metadata.get("annotations", {}).get(HASH)
 
     return mark(job) != mark(wanted)
+
+
+def _why_failed(view: View, logs: Logs, message: str, found: list[Problem]) -> str:
+    """The cause of a job's failure, as near to it as can be seen."""
+    first = _foremost([p for p in found if p.at_once])
+    if first:
+        return first.sentence
+    parts = [f"{short(name)}: {ended(pod)}" for name, pod in sorted(view.last.items())]
+    own = logs.newest_sentence()
+    how = f"The workers last ended with: {own}" if own else "; ".join(parts)
+    return f"The job failed: {message}. {how}".rstrip(". ") + "."
 
 
 def _foremost(found: list[Problem]) -> Problem | None:

@@ -27,6 +27,7 @@ SKEW = 300  # seconds that a node's clock may be ahead of the launcher's
 # torchrun says so once when processes of its pod have failed, after what they said themselves.
 FAILED = "] failed (exitcode: "
 
+_STEPS = re.compile(r"train: (\d+)/\d+ steps")  # our program's progress
 _STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d) ?(.*)", re.S)
 
 
@@ -45,8 +46,10 @@ class Logs:
         self._read_to: dict[str, Place] = defaultdict(lambda: ("", 0))  # the last line, by source
         self._tails: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=TAIL))
         self._sentences: dict[str, set[str]] = defaultdict(set)  # of processes about to end
-        self._ends: Counter[tuple[str, str]] = Counter()
-        self._newest = ""
+        self._ended: list[tuple[Place, str, str]] = []  # of a pod's processes, with a sentence
+        self._ends: Counter[tuple[str, str]] = Counter()  # the same, counted
+        self._newest: tuple[Place, str] = ("", 0), ""
+        self._furthest, self._advanced = 0, ("", 0)  # the highest step, and where that was said
 
     def __enter__(self) -> Self:
         return self
@@ -83,12 +86,15 @@ class Logs:
             return list(self._tails.get(pod, ()))
 
     def newest_sentence(self) -> str:
-        """The last one with which a process of any worker ended; empty if none said one."""
+        """The last one with which a process of any worker ended; empty if none said one, or if
+        training has come further since."""
         with self._lock:
-            return self._newest
+            place, sentence = self._newest
+            return sentence if place > self._advanced else ""
 
     def ends(self) -> dict[tuple[str, str], int]:
-        """How often each (pod, sentence) ended the processes of that pod, however many they are."""
+        """How often each (pod, sentence) ended the processes of that pod, however many they are,
+        since training came further than ever before."""
         with self._lock:
             return dict(self._ends)
 
@@ -154,12 +160,28 @@ class Logs:
                 return
             self._read_to[source] = place
             self._tails[pod].append(text)
-            if text.startswith(OURS):
-                self._newest = text.removeprefix(OURS)
-                self._sentences[pod].add(self._newest)
-            elif FAILED in text:
-                self._ends.update((pod, said) for said in self._sentences.pop(pod, ()))
+            self._learn(pod, place, text)
         self._tell(f"[{short(pod)}] {text}")
+
+    def _learn(self, pod: str, place: Place, text: str) -> None:
+        """What a line says of ends and progress. Logs are read side by side: their times count."""
+        if text.startswith(OURS):
+            sentence = text.removeprefix(OURS)
+            self._newest = max(self._newest, (place, sentence))
+            self._sentences[pod].add(sentence)
+        elif FAILED in text:
+            self._count([(place, pod, sentence) for sentence in self._sentences.pop(pod, ())])
+        elif (steps := _STEPS.match(text)) and int(steps[1]) > self._furthest:
+            self._furthest, self._advanced = int(steps[1]), max(self._advanced, place)
+            known, self._ended = self._ended, []
+            self._ends.clear()
+            self._count(known)
+
+    def _count(self, ends: list[tuple[Place, str, str]]) -> None:
+        """Add ends, but for those from which training went on."""
+        ends = [end for end in ends if end[0] > self._advanced]
+        self._ended += ends
+        self._ends.update((pod, sentence) for _, pod, sentence in ends)
 
 
 def short(pod: str) -> str:

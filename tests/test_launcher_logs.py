@@ -1,91 +1,27 @@
-"""The workers' logs: each line is passed on once, and an end is counted once."""
+"""The workers' logs: each line is passed on once."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import ReadTimeoutError
+from worker_logs import POD, SENTENCE, Answer, followed, followed_until, pods, stamped
 
-from ddpm_core import params
-from ddpm_kube import answers, launch, logs, options
+from ddpm_kube import answers, launch, logs
 from ddpm_kube.feed import View
-from ddpm_kube.judge import Judge
 from ddpm_kube.logs import Logs
-from ddpm_kube.spec import JobSpec
-
-POD = "run-worker-0"
-SENTENCE = "There are no prepared data."
-Read = Callable[..., Iterable[str]]
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "AGAIN", 0.05)
     monkeypatch.setattr(answers, "PAUSES", (0.001, 0.001))
-
-
-class Answer:
-    """A log as the API server sends it: `read` gives its lines, and may break off or wait."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._lines = lines
-
-    def stream(self, **_: object) -> Iterator[bytes]:
-        for line in self._lines:
-            yield f"{line}\n".encode()
-
-    def close(self) -> None:
-        """Nothing."""
-
-    release_conn = close
-
-
-def followed(read: Read) -> tuple[Logs, list[str]]:
-    """Logs of an API server that answers with the lines of `read`, and what they pass on."""
-    told: list[str] = []
-
-    def answer(*_: object, previous: bool, **__: object) -> Answer:
-        return Answer(read(previous))
-
-    core = SimpleNamespace(read_namespaced_pod_log=answer)
-    cluster: Any = SimpleNamespace(namespace="ddpm", core=core)
-    return Logs(cluster, told.append), told
-
-
-def followed_until(written: threading.Event, log: Logs) -> None:
-    """Follow one container until it has written that, and then to its end."""
-    log.follow(pods("c1"))
-    assert written.wait(30)
-    log.follow({})
-    log.finish(30)
-
-
-def pods(container: str, before: str = "", state: str = "running") -> dict[str, Any]:
-    status = {"name": "pytorch", "containerID": container, "state": {state: {}}}
-    if before:
-        status["lastState"] = {"terminated": {"containerID": before}}
-    return {POD: {"metadata": {"uid": "u-1"}, "status": {"containerStatuses": [status]}}}
-
-
-def stamped(texts: Iterable[str], minute: int = 0) -> list[str]:
-    """As lines of a log with times, a second each."""
-    return [f"2026-01-01T00:{minute:02}:{n:02}.5Z {text}" for n, text in enumerate(texts)]
-
-
-@pytest.fixture(scope="module")
-def judge() -> Judge:
-    config = params.load(None, ("tracking.uri=''",), "/workspace/run")
-    given = options.read({"volumes": [{"claim": "runs", "path": "/workspace"}], "processes": 3})
-    return Judge(JobSpec(config, given, "run", "ddpm", "ddpm:dev"), 30.0, lambda text: None)
 
 
 # Each line once
@@ -292,63 +228,3 @@ def test_a_failure_is_explained_while_workers_go_on_writing(
     log.follow({})
     asked.release(50)
     log.finish(30)
-
-
-def test_a_job_is_judged_while_workers_go_on_writing(judge: Judge) -> None:
-    switches, stop = sys.getswitchinterval(), threading.Event()
-
-    def read(previous: bool) -> Iterator[str]:
-        for number in range(10**9):
-            if stop.is_set():
-                return
-            moment = f"2026-01-01T00:00:00.{number:09}Z"
-            yield f"{moment} ddpm train: sentence {number}"
-            yield f"{moment}1 x] failed (exitcode: 1)"
-
-    log, _ = followed(read)
-    sys.setswitchinterval(1e-6)
-    try:
-        log.follow(pods("c1"))
-        assert {judge.verdict(View(), log, 0.0) for _ in range(1000)} == {""}
-    finally:
-        stop.set()
-        sys.setswitchinterval(switches)
-    log.follow({})
-    log.finish(30)
-
-
-# Ends, not processes
-
-
-def test_an_end_of_three_processes_is_one_as_torchrun_really_tells_it(
-    tmp_path: Path, judge: Judge
-) -> None:
-    """Three processes that are started three times say the sentence up to nine times."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "from ddpm_core.console import telling\nfrom ddpm_core.errors import UserError\n"
-        f"with telling('ddpm train'):\n    raise UserError({SENTENCE!r})\n"
-    )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node=3", "--max-restarts=2", str(program)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    said = done.stdout.splitlines()
-    ends = [number for number, line in enumerate(said) if "failed (exitcode: " in line]
-    assert len(ends) == 3, done.stdout
-
-    def ended(lines: list[str]) -> Logs:
-        written = [f"2026-01-01T00:00:00.{n:09}Z {text}" for n, text in enumerate(lines)]
-        log, _ = followed(lambda _: written)
-        log.follow(pods("c1", state="terminated"))
-        log.finish(30)
-        return log
-
-    twice, thrice = ended(said[: ends[2]]), ended(said)
-    assert twice.ends() == {(POD, SENTENCE): 2}
-    assert judge.verdict(View(), twice, 0.0) == ""
-    assert judge.verdict(View(), thrice, 0.0) == f"worker-0 ended 3 times with: {SENTENCE}"
