@@ -28,8 +28,9 @@ from ddpm_core.evaluation.evaluate import evaluate
 from ddpm_core.generate.sample import sample
 from ddpm_core.mlflow_run import connect
 from ddpm_core.ranking import differences
+from ddpm_core.registry import card as card_of
 from ddpm_core.registry import models
-from ddpm_core.registry.card import write_card
+from ddpm_core.registry.card import as_description, write_card
 from ddpm_core.registry.gate import Champion, Decision, Unfit, best_of, decide
 from ddpm_core.registry.models import Registry, download
 from ddpm_core.registry.register import register, stale
@@ -466,6 +467,42 @@ def test_what_mlflow_has_no_longer_is_registered_again(
     assert stale(project.config(), project.workspace) is None
 
 
+@pytest.mark.parametrize("mine", [True, False], ids=["its own", "another"])
+def test_a_champion_whose_files_are_gone_gives_way_and_is_made_again(
+    store: str, rows: list[Row], tmp_path: Path, mine: bool
+) -> None:
+    project = Project(tmp_path, f"digits-without-files-{mine}", store)
+    assert project.register(rows[0])["promoted"]
+    files = connect(store).get_model_version_download_uri(project.name, "1")
+    shutil.rmtree(files.removeprefix("file://"))
+    told = f"the files of version 1 of {project.name} are gone"
+    assert stale(project.config(), project.workspace) == told
+    record = project.register(rows[0] if mine else rows[1])  # the worse one
+    assert record["why"] == (
+        "Promoted: the champion, version 1, cannot be measured with the present evidence: its "
+        "files are gone."
+    )
+    assert str(project.champion().version) == record["version"] == "2"
+    download(project.config(), f"models:/{project.name}@champion")
+    assert stale(project.config(), project.workspace) is None
+
+
+def test_where_the_place_of_files_does_not_answer_the_champion_stays(
+    store: str, rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = Project(tmp_path, "digits-out-of-reach", store)
+    assert project.register(rows[1])["promoted"]
+
+    def away(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("mlflow.artifacts.list_artifacts", away)
+    assert stale(project.config(), project.workspace) is None
+    with pytest.raises(UserError, match="no route to host"):
+        project.register(rows[0])
+    assert str(project.champion().version) == "1"
+
+
 def test_a_version_of_the_same_number_in_a_newer_registry_is_another(
     store: str, rows: list[Row], tmp_path: Path
 ) -> None:
@@ -594,3 +631,29 @@ def test_the_card_has_the_settings_of_the_training_and_the_evidence_of_the_score
     settings = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
     assert list(settings) == ["seed", "prepare", "model", "diffusion", "train"]
     assert "https://***@host/shapes.zip" in card and "hunter2" not in card
+
+
+@pytest.mark.parametrize("classes", [1, 600], ids=["in the settings", "before them"])
+def test_a_long_card_is_cut_to_what_every_store_takes(classes: int) -> None:
+    settings = "".join(f"prompt{n}: a photo\n" for n in range(400))
+    listed = "- a class\n" * classes
+    card = f"# shapes\n{listed}## Settings\n```yaml\n{settings}```\n"
+    described = as_description(card)
+    assert 4900 < len(described) <= 5000
+    kept, _, told = described.rpartition("\n… ")
+    assert told == "The rest is in this version's files: `artifacts/README.md`.\n"
+    assert card.startswith(kept.removesuffix("```\n")) and kept.count("```") % 2 == 0
+    assert as_description(card[:5000]) == card[:5000]
+
+
+def test_a_version_with_a_long_card_has_all_of_it_among_its_files(
+    store: str, rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card_of, "TEMPLATE", card_of.TEMPLATE + "a caveat\n" * 1000)
+    project = Project(tmp_path, "digits-described", store)
+    project.register(rows[0])
+    version = project.champion()
+    assert len(version.description) <= 5000 and "artifacts/README.md" in version.description
+    folder = connect(store).get_model_version_download_uri(project.name, version.version)
+    card = Path(folder.removeprefix("file://"), "artifacts", "README.md").read_text()
+    assert card.endswith("a caveat\n" * 1000)

@@ -15,6 +15,7 @@ from ddpm_core.mlflow_run import shown
 from ddpm_core.ranking import Row
 
 LISTED = 20  # classes that are named
+LONGEST = 5000  # characters of a version's description, of which PostgreSQL and MySQL take no more
 # Sections that did not make the model; how it was sampled and scored stands in the evidence.
 ELSEWHERE = ("workspace", "device", "sample", "evaluate", "register", "tracking")
 
@@ -74,6 +75,16 @@ def write_card(name: str, checkpoint: Checkpoint, row: Row) -> str:
         caveats=_list(_caveats(row)),
         settings=_settings(checkpoint),
     )
+
+
+def as_description(card: str) -> str:
+    """A card as the description of a version; of a long one its beginning, up to a whole line."""
+    if len(card) <= LONGEST:
+        return card
+    rest = "\n… The rest is in this version's files: `artifacts/README.md`.\n"
+    fence = "```\n"
+    begun = card[: LONGEST - len(fence + rest)].rpartition("\n")[0] + "\n"
+    return begun + fence * (begun.count("```") % 2) + rest
 
 
 def _kind(checkpoint: Checkpoint) -> str:

@@ -54,9 +54,10 @@ class Registry:
         return sorted(every, key=lambda version: -int(version.version))
 
     def find(self, tags: dict[str, str]) -> Any | None:
-        """The newest version that has these tags."""
+        """The newest version that has these tags, and its files."""
         for version in self.versions():
-            if all(version.tags.get(key) == value for key, value in tags.items()):
+            alike = all(version.tags.get(key) == value for key, value in tags.items())
+            if alike and has_files(self.client, version):
                 return version
         return None
 
@@ -146,10 +147,20 @@ def _lost(client: Any, record: dict[str, Any]) -> str | None:
     version = found(client.get_model_version, name, number)
     if version is None or version.tags.get("weights") != record["weights"]:
         return f"MLflow has no longer version {number} of {name}"
+    if not has_files(client, version):
+        return f"the files of version {number} of {name} are gone"
     alias = record["alias"]
     if record["promoted"] and found(client.get_model_version_by_alias, name, alias) is None:
         return f"no version of {name} has the alias {alias} any more"
     return None
+
+
+def has_files(client: Any, version: Any) -> bool:
+    """Whether a version's checkpoint lies where MLflow keeps it; raises where that is not told."""
+    artifacts = require("mlflow.artifacts", "tracking")
+    place = client.get_model_version_download_uri(version.name, version.version)
+    uri = f"{place.rstrip('/')}/artifacts/{CHECKPOINT}"
+    return bool(artifacts.list_artifacts(uri, tracking_uri=client.tracking_uri))
 
 
 def found(call: Callable[..., Any], *arguments: str) -> Any | None:

@@ -15,9 +15,9 @@ from ddpm_core.errors import UserError
 from ddpm_core.mlflow_run import shown
 from ddpm_core.ranking import Row, Rows, best
 from ddpm_core.reading import Shape
-from ddpm_core.registry.card import write_card
-from ddpm_core.registry.gate import COPIES, Champion, Decision, best_of, decide, verdict
-from ddpm_core.registry.models import PROMOTED, Registry, asking, lost, rows_of
+from ddpm_core.registry.card import as_description, write_card
+from ddpm_core.registry.gate import COPIES, Champion, Decision, Unfit, best_of, decide, verdict
+from ddpm_core.registry.models import PROMOTED, Registry, asking, has_files, lost, rows_of
 from ddpm_core.registry.package import CARD, CHECKPOINT, upload, write_checkpoint
 from ddpm_core.tracking import Tracker
 from ddpm_core.workspace import REGISTERED, RESULTS, RUN, SNAPSHOTS, Workspace, fingerprint
@@ -131,7 +131,8 @@ def judge(
     """Ask the gate about a champion; one that was measured anew keeps that row as a tag."""
     if version is None:
         return decide(row, None, dict)
-    rows = rows_of(version)
+    whole = has_files(registry.client, version)
+    rows = rows_of(version) if whole else []  # no score counts of what nobody can load
     if verdict(row) != COPIES and any(identity(found) == identity(row) for found in rows):
         told = str(version.tags.get("decision", ""))
         moved = "It is the champion: the alias was moved to it."
@@ -140,6 +141,8 @@ def judge(
     def measure_anew() -> Row:
         from ddpm_core.registry.rescore import rescore
 
+        if not whole:
+            raise Unfit("its files are gone.")
         say(f"register: the champion, version {version.version}, is sampled and scored anew.")
         return rescore(config, workspace, registry.checkpoint(version), row)
 
@@ -169,7 +172,7 @@ def publish(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str) -
         (folder / CARD).write_text(card, encoding="utf-8")
         facts = {"step": checkpoint.step, row["score_name"]: row["score"], **identity(row)}
         uri = upload(run_id, registry.name, checkpoint.step, folder, facts)
-    return registry.create(uri, run_id, card, version_tags(checkpoint, row))
+    return registry.create(uri, run_id, as_description(card), version_tags(checkpoint, row))
 
 
 def sampled(row: Row, checkpoint: Checkpoint) -> dict[str, Any]:
