@@ -584,6 +584,21 @@ def test_nothing_scored_is_told(tmp_path: Path) -> None:
     assert "run `ddpm evaluate` first" in str(stale(params.validate({}), workspace))
 
 
+@pytest.mark.parametrize("alias", ["latest", "Latest", "v1", "V20"])
+@pytest.mark.parametrize("name", [".", "..", "..a"])
+def test_names_that_mlflow_refuses_in_the_end_are_refused_at_once(alias: str, name: str) -> None:
+    with pytest.raises(UserError) as refused:
+        params.validate({"register": {"alias": alias, "name": name}})
+    told = str(refused.value)
+    assert f"register.alias: {alias!r} given; MLflow keeps latest" in told
+    assert f"register.name: {name!r} given; one that is no path of dots is needed" in told
+
+
+def test_names_like_them_are_taken() -> None:
+    for given in ({"alias": "vintage"}, {"alias": "v1-b"}, {"name": "v1"}, {"name": ".a..b"}):
+        params.validate({"register": given})
+
+
 # The card
 
 

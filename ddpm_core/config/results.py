@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -76,6 +77,21 @@ class Register(Section):
     alias: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = Field(
         "champion", description="a letter, then letters, digits, - and _"
     )
+
+    @model_validator(mode="after")
+    def _can_be_told_apart(self) -> Self:
+        """MLflow itself says no only at the end, when all is uploaded."""
+        mistakes = []
+        if self.name == "." or self.name.startswith(".."):
+            mistakes.append(f"name: {self.name!r} given; one that is no path of dots is needed")
+        if re.fullmatch(r"latest|v\d+", self.alias, re.IGNORECASE):
+            mistakes.append(
+                f"alias: {self.alias!r} given; MLflow keeps latest, and v with a number, for "
+                "itself: another name is needed"
+            )
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return self
 
 
 class Tracking(Section):
