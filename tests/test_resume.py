@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -28,7 +29,7 @@ from program import (
 from runs import bits, final, rows
 from safetensors.numpy import load_file
 
-from ddpm_core.training import trainer
+from ddpm_core.training import runlog, trainer
 
 STEPS = 120  # room for twenty kills
 SOON = ("-S", "train.steps=30")  # where few steps after a resumption show whether it is one
@@ -237,6 +238,33 @@ def test_a_full_disk_keeps_the_previous_snapshot_whole(
 def run_limited(size: int, folder: Path, arguments: tuple[str, ...], output: Path) -> None:
     """No file may be longer: a disk that is full makes a write fail in the middle like this."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    run_in({}, folder, arguments, output)
+
+
+def test_a_log_that_can_not_be_written_for_a_while_lacks_no_row(
+    prepared: Path, soon: dict[str, bytes]
+) -> None:
+    folder = new_run(prepared, "unlogged", LONG)
+    program = Program(folder, ("train", *SOON), run_unlogged)
+    said = program.ended()
+    assert program.returncode == 0, said
+    assert "Cannot write the snapshot of step 5: " in said  # its rows come first
+    assert "Training goes on and tries the next one." in said
+    assert [row["step"] for row in rows(folder)] == list(range(2, 31, 2))
+    assert final_weights(folder) == soon
+
+
+def run_unlogged(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    """A disk that has room again after step 7."""
+    append = runlog._append
+
+    def refused(path: Path, data: bytes) -> None:
+        if b'"step": 8' not in data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(path, data)
+        runlog._append = append
+
+    runlog._append = refused
     run_in({}, folder, arguments, output)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import weakref
@@ -172,6 +173,23 @@ def test_a_line_half_written_is_no_row(tmp_path: Path) -> None:
     again.append({"step": 3, "loss": 2.0})
     again.append({"step": 4, "loss": 2.0})
     assert [row["loss"] for row in read_rows(log.path)] == [1.0, 1.0, 1.0, 2.0]
+    assert len(log.path.read_text().splitlines()) == 4
+
+
+def test_rows_that_a_full_disk_refuses_are_written_with_the_next(tmp_path: Path) -> None:
+    log, limits = RunLog(tmp_path / "log.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    log.append({"step": 1})
+    try:  # no file may be longer: a write fails in the middle, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+        log.append({"step": 2})
+        log.append({"step": 3})
+        assert log.path.read_text() == '{"step": 1}\n'
+        with pytest.raises(OSError, match="File too large"):
+            log.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.append({"step": 4})
+    assert [row["step"] for row in read_rows(log.path)] == [1, 2, 3, 4]
     assert len(log.path.read_text().splitlines()) == 4
 
 

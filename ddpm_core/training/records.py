@@ -44,6 +44,7 @@ def keeping_records(
         """The rows of the log come first: a run that resumes does not make them again."""
         if lease and mirror:
             lease.check(patient=True)
+            log.flush()
             mirror.push()
 
     def written(step: int) -> None:
@@ -63,17 +64,18 @@ def keeping_records(
     finally:
         writer.close()
         if mirror:
-            end(mirror)
+            end(log, mirror)
         if tracker:
             tracker.close(status=status)
 
 
-def end(mirror: Mirror) -> None:
+def end(log: RunLog, mirror: Mirror) -> None:
     """What the last snapshot stands on was written before it: a failure here loses nothing."""
-    try:
-        mirror.close()
-    except OSError as error:
-        warn(f"The last rows of the log could not be stored: {error.strerror}.")
+    for action in (log.flush, mirror.close):
+        try:
+            action()
+        except OSError as error:
+            warn(f"The last rows of the log could not be stored: {error.strerror}.")
 
 
 def tidy(config: Config, workspace: Workspace) -> None:

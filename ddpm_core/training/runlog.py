@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ddpm_core.console import Outage
 from ddpm_core.errors import UserError
 from ddpm_core.storage.sealing import sync
 from ddpm_core.storage.staging import staged_file
@@ -17,12 +19,16 @@ class RunLog:
     """Rows with ascending `step`; a line half written by a killed process is no row.
 
     A resumed run does some steps again, with the same result: a row that is there stays, and is
-    not written twice, so that whoever follows the log has seen each row once.
+    not written twice, so that whoever follows the log has seen each row once. Rows that a full
+    disk refuses wait in memory for the next, or for the snapshot, which is not written before them.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._last = 0
+        self._waiting: list[str] = []
+        self._lock = threading.Lock()
+        self._outage = Outage()
 
     def recover(self) -> None:
         """Drop what a killed process left half written. Raises UserError."""
@@ -40,17 +46,39 @@ class RunLog:
             raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a row, unless there is one of its step or a later one. Raises UserError."""
+        """Add a row, unless there is one of its step or a later one."""
         if row["step"] <= self._last:
             return
-        try:
-            # A link would lead out of the workspace.
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-            with os.fdopen(os.open(self.path, flags, 0o666), "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
         self._last = row["step"]
+        with self._lock:
+            self._waiting.append(json.dumps(row) + "\n")
+        try:
+            self.flush()
+        except OSError as error:
+            self._outage.begins(f"Cannot write {self.path}: {error.strerror}. Its rows wait.")
+        else:
+            self._outage.ends(f"{self.path} is written again.")
+
+    def flush(self) -> None:
+        """Write the rows that wait. Raises OSError, and leaves no part of a row."""
+        with self._lock:
+            if self._waiting:
+                _append(self.path, "".join(self._waiting).encode())
+                self._waiting.clear()
+
+
+def _append(path: Path, data: bytes) -> None:
+    """All of it, or nothing: a follower reads whole lines, and finds the same ones again."""
+    # A link would lead out of the workspace.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    with os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0) as file:
+        before = os.fstat(file.fileno()).st_size
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
