@@ -98,7 +98,8 @@ def test_the_report_is_printed_for_a_person(
     mixed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = check_data(mixed)
-    printed = capsys.readouterr().err
+    printed, told = capsys.readouterr()
+    assert "check: 13/13 images" in told and "11 pictures" not in told
     for line in lines(report):
         assert line in printed
     for expected in (

@@ -23,6 +23,7 @@ from dvc_registry import Registry
 from pictures import config, prepared, rejected, write, write_classes
 
 from ddpm_core.data import download, dvc, s3
+from ddpm_core.data.check import check_data
 from ddpm_core.data.cifar import CLASSES
 from ddpm_core.data.opening import open_source
 from ddpm_core.data.prepare import prepare, stale
@@ -426,6 +427,17 @@ def test_a_known_data_set_is_fetched_once_and_checked(
     assert data.manifest["source"]["sha256"] == archive.sha256
     (served[0] / "cifar-10-binary.tar.gz").unlink()
     assert len(prepared(tmp_path, "cifar10", image_size=16)) == 20
+
+
+def test_a_known_data_set_is_checked_where_it_was_fetched(
+    tmp_path: Path, served: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(download.KNOWN, "cifar10", offer(served, tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"cifar10 is not in workspace/downloads, .* the path of"):
+        check_data("cifar10")
+    prepared(tmp_path, "cifar10", image_size=32, download=True)
+    assert check_data("cifar10").count == 24
 
 
 def test_an_archive_with_another_checksum_is_not_kept(

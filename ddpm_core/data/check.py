@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpm_core import console
-from ddpm_core.config import Prepare
+from ddpm_core.config import Config, Prepare
 from ddpm_core.data import names
 from ddpm_core.data.captions import captions
 from ddpm_core.data.cifar import recognise
+from ddpm_core.data.download import KNOWN
 from ddpm_core.data.examine import Examined, examine
 from ddpm_core.data.findings import SIDES, DataReport, class_totals, lines
 from ddpm_core.data.layout import Layout, arrange
@@ -30,16 +31,18 @@ IMBALANCE = 3.0  # of the largest class to the smallest, from where on it is tol
 
 
 def check_data(source: str | Path) -> DataReport:
-    """Look at every picture of a source, print what there is, and return it.
+    """Look at every picture of a source, print what there is to stdout, and return it.
 
     Takes all that prepare.source takes. Raises UserError where there is nothing to look at.
     """
     # A path is one, also that of a folder that is called digits.
     source = source if isinstance(source, str) else str(source.absolute())
     settings = Prepare(source=source)
+    # A known archive is looked for where prepare puts it; nothing is written there.
+    kept = Path(Config().workspace) if source in KNOWN else None
     with (
         tempfile.TemporaryDirectory(prefix="ddpm-check-data-") as place,
-        open_source(settings, Path(place)) as opened,
+        open_source(settings, kept or Path(place)) as opened,
     ):
         pictures, listing = recognise(opened)
         refuse_nothing(listing, settings)
@@ -47,8 +50,7 @@ def check_data(source: str | Path) -> DataReport:
         layout.notes += _captions(listing, layout, settings.caption)
         examined = _examine_all(pictures, listing.pictures)
     report = summarise(source, listing, layout, examined)
-    for line in lines(report):
-        console.say(line)
+    print(console.printable("\n".join(lines(report))))
     return report
 
 

@@ -47,8 +47,8 @@ def known_archive(name: str, folder: Path, download: bool) -> Path:
         return path
     if not download:
         raise UserError(
-            f"prepare.source: {name} is not on this machine and prepare.download is false. Set "
-            f"prepare.download=true to fetch it from {archive.url}, or give prepare.source the "
+            f"prepare.source: {name} is not in {folder}, and prepare.download is false. With "
+            f"-S prepare.download=true ddpm prepare fetches it from {archive.url}; or give the "
             "path of its archive or folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
