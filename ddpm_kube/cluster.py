@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,17 @@ class Cluster:
     core: client.CoreV1Api
 
     def create(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Raises Exists, or UserError."""
-        call = self.jobs.create_namespaced_custom_object
+        """Raises Exists, or UserError.
+
+        Whoever is told to stop meanwhile learns first whether the job is made: else it might be a
+        moment after it was looked for to be deleted.
+        """
+
+        def call(*given: Any, **more: Any) -> Any:
+            with ThreadPoolExecutor(1) as alone:  # at its end the answer is there
+                made = alone.submit(self.jobs.create_namespaced_custom_object, *given, **more)
+                return made.result()
+
         return self._ask("create the PyTorchJob", call, *self._kind, body=job)
 
     def job(self, name: str) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ddpm_core.config import Config
-from ddpm_core.console import say
+from ddpm_core.console import say, warn
 from ddpm_core.errors import Interrupted, UserError
 from ddpm_kube.answers import Exists
 from ddpm_kube.cluster import Cluster, remove
@@ -63,12 +63,12 @@ def train(
             raise
         except UserError:
             if not keep and "uid" in job["metadata"]:
-                remove(here.cluster, job)
+                clean_up(here.cluster, job)
             raise
         told = outcome(spec.name, time.monotonic() - began, config.workspace)
         say(str(told))
         if not keep:
-            remove(here.cluster, job)
+            clean_up(here.cluster, job)
         return told
 
 
@@ -177,6 +177,18 @@ def explain(view: View, logs: Logs) -> None:
     for event in view.events:
         kind, reason = event.get("type", ""), event.get("reason", "")
         say(f"    {kind} {reason} {whose(event)}: {said(event)[:LONGEST]}")
+
+
+def clean_up(cluster: Cluster, job: Plain) -> None:
+    """Remove a job that has ended; what became of it counts, whether it can be removed or not."""
+    try:
+        remove(cluster, job)
+    except UserError as error:
+        space, name = cluster.namespace, job["metadata"]["name"]
+        warn(
+            f"{error} The PyTorchJob {space}/{name} is left for `ddpm jobs gc`; at once it goes by "
+            f"`kubectl -n {space} delete pytorchjob {name}`."
+        )
 
 
 def cancel(cluster: Cluster, job: Plain) -> None:

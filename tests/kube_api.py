@@ -70,6 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self._body())
+        self.server.asked["making"] += 1
         time.sleep(self.server.slow)
         if self._allowed("create"):
             self._answer(201, self.server.make(body))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from kube_api import Api, api_server
 from kubernetes.config import kube_config
+from mlflow_server import wait_until
 
 from ddpm_core import params
 from ddpm_core.errors import UserError
@@ -83,3 +88,40 @@ def test_what_was_refused_from_the_beginning_is_told_at_once_and_no_job_is_left(
     with pytest.raises(UserError, match=r"^Not allowed to watch pods: .*needs the Role"):
         train()
     assert api.job is None and api.asked[question] == 1
+
+
+# The end
+
+
+@pytest.mark.parametrize("state", ["Succeeded", "Failed"])
+def test_a_job_that_cannot_be_removed_hides_not_what_became_of_it(
+    api: Api, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    monkeypatch.setattr(answers, "PATIENCE", 0.3)
+    api.state, api.message = state, "The deadline has passed."
+    api.status = lambda question, _: 500 if question == "delete" else 200
+    if state == "Succeeded":
+        assert train().job == "train-run"
+    else:
+        with pytest.raises(UserError, match=r"^The job failed: The deadline has passed\."):
+            train()
+    assert api.job
+    assert "ddpm/train-run is left for `ddpm jobs gc`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_that_is_told_to_stop_while_its_job_is_made_leaves_none(
+    api: Api, kubeconfig: Path, asked: signal.Signals
+) -> None:
+    api.slow = 1.0
+    arguments = ["jobs", "train", "-w", "s3://bucket/run", "--image", "ddpm:dev"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "ddpm_core.cli", *arguments, "-S", "tracking.uri=''"],
+        env={**os.environ, "KUBECONFIG": str(kubeconfig)},
+        cwd=kubeconfig.parent,
+    )
+    wait_until(lambda: api.asked["making"], "the job is asked for")
+    launcher.send_signal(asked)
+    assert launcher.wait(60) == 128 + asked
+    wait_until(lambda: api.asked["create"], "the job was made")
+    assert api.job is None
