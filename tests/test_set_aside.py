@@ -102,3 +102,16 @@ def test_milestones_stay_where_fewer_are_asked_for_from_now_on(prepared: Path) -
     assert steps_of(folder / "workspace") == [6, 12, 18, 19]
     ddpm(folder, "train", *settings("train.steps=30", "train.milestone_every=30", "train.keep=1"))
     assert steps_of(folder / "workspace") == [6, 12, 18, 30]
+
+
+def test_a_distance_that_ends_at_a_milestone_is_done(prepared: Path) -> None:
+    folder = begun(prepared, "shorter", 20)
+    weights = folder / "workspace/snapshots/step-00000012/model.safetensors"
+    made = weights.stat().st_mtime_ns
+    said = ddpm(folder, "train", *settings("train.steps=12"))
+    assert "moved to superseded/001: [18, 20]" in said and "up to date, at step 12" in said
+    assert "up to date" in ddpm(folder, "wait", "train", *settings("train.steps=12"))
+    assert weights.stat().st_mtime_ns == made
+    said = ddpm(folder, "train", *settings("train.steps=14"))
+    assert "The snapshots here, [6, 12], are weights alone: training starts from step 0" in said
+    assert weights.stat().st_mtime_ns > made

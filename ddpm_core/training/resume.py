@@ -161,7 +161,7 @@ def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
         listed = ", ".join(map(str, there)) or "none"
         raise UserError(f"--from-step {picked}: there is no such snapshot (there: {listed}).")
     limit = config.train.steps if picked is None else picked
-    at, skipped = snapshot.newest_whole(workspace, lambda step: step <= limit)
+    at, skipped = snapshot.newest_whole(workspace, limit, config.train.steps)
     for reason in skipped:
         warn(f"A snapshot was skipped: {reason}")
     if picked is not None and at != picked:
@@ -173,6 +173,8 @@ def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
     if late:
         place = move_aside(workspace, sorted(late))
         say(f"Snapshots that don't belong to what follows were moved to {place}: {sorted(late)}")
+    if not at and (kept := sorted(set(there) - late)):
+        warn(f"The snapshots here, {kept}, are weights alone: training starts from step 0 again.")
     return at or 0
 
 

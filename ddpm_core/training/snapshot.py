@@ -81,13 +81,14 @@ def write(workspace: Workspace, step: int, parts: Parts) -> None:
     workspace.storage.forget(snapshot_key(step))
 
 
-def newest_whole(
-    workspace: Workspace, wanted: Callable[[int], bool] = lambda step: True
-) -> tuple[int | None, list[str]]:
-    """The newest step to resume from, and for each newer one why it was skipped."""
+def newest_whole(workspace: Workspace, limit: int, end: int) -> tuple[int | None, list[str]]:
+    """The newest step up to `limit` to resume from, and for each newer one why it was skipped.
+
+    At `end` nothing is left to train, and weights alone will do.
+    """
     skipped = []
     for step in reversed(workspace.steps(SNAPSHOTS)):
-        if not wanted(step):
+        if step > limit:
             continue
         try:
             files: Any = verify(workspace.path(snapshot_key(step)))["files"]
@@ -96,7 +97,7 @@ def newest_whole(
         except (Corrupt, OSError) as error:
             skipped.append(str(error))
             continue
-        if OPTIMIZER in files:
+        if OPTIMIZER in files or step == end:
             return step, skipped
     return None, skipped
 
