@@ -115,8 +115,13 @@ def test_only_the_launcher_has_a_token_and_just_its_verbs() -> None:
     [binding] = named(ALL, "RoleBinding").values()
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert [s["name"] for s in binding["subjects"]] == ["ddpm-launcher"]
-    told = [set(rule[key]) for rule in role["rules"] for key in ("resources", "verbs", "apiGroups")]
-    assert not {"*", "secrets"} & set().union(*told)
+    allowed = {name: set(rule["verbs"]) for rule in role["rules"] for name in rule["resources"]}
+    assert allowed == {
+        "pytorchjobs": {"get", "list", "watch", "create", "patch", "delete"},
+        "pods": {"get", "list", "watch"},
+        "events": {"list", "watch"},
+        "pods/log": {"get"},
+    }
 
 
 def test_whatever_a_pod_names_is_there() -> None:
@@ -213,6 +218,21 @@ def test_who_tracks_may_reach_mlflow_and_nobody_else() -> None:
     service = named(ALL, "Service")["mlflow"]
     port = service["spec"]["ports"][0]["port"]
     assert config().tracking.uri == f"http://{service['metadata']['name']}:{port}"
+
+
+def test_who_reads_from_elsewhere_may_reach_it_whatever_the_workspace_is() -> None:
+    """prepare.source and evaluate.inception_weights may be https:// or s3://."""
+    labelled = {n for n, t, _ in PODS if t["metadata"]["labels"].get("ddpm.io/uses-s3")}
+    assert labelled == {"ddpm-prepare", "ddpm-evaluate"}
+
+
+def test_what_a_job_may_reach_its_task_of_kfp_may_too() -> None:
+    _, platforms = yaml.safe_load_all((ROOT / "pipelines/ddpm.yaml").read_text(encoding="utf-8"))
+    executors = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    for verb in ("prepare", "train", "sample", "evaluate"):
+        [ours] = [t["metadata"]["labels"] for n, t, _ in PODS if n == f"ddpm-{verb}"]
+        task = executors[f"exec-{verb}"]["podMetadata"]["labels"]
+        assert {label for label in ours if "/uses-" in label} <= set(task), verb
 
 
 def secrets(container: Document) -> list[Document]:

@@ -94,8 +94,7 @@ def blind() -> list[Document]:
     """A ServiceAccount with the Role of the launcher, less the events."""
     found = {d["kind"]: d for d in documents(ROOT / "manifests" / "10-access.yaml")}
     role, binding = found["Role"], found["RoleBinding"]
-    for rule in role["rules"]:
-        rule["resources"] = [name for name in rule["resources"] if name != "events"]
+    role["rules"] = [rule for rule in role["rules"] if rule["resources"] != ["events"]]
     for document in (role, binding):
         document["metadata"]["name"] = BLIND
     binding["roleRef"]["name"] = BLIND
