@@ -66,7 +66,7 @@ def wait_until(
             if answer := condition():
                 return answer
             trouble = ""
-        except KubectlFailed as error:
+        except (KubectlFailed, subprocess.TimeoutExpired) as error:
             trouble = f" ({error})"
         if time.monotonic() > deadline:
             shown = what() if callable(what) else what

@@ -30,9 +30,11 @@ def namespace(request: pytest.FixtureRequest) -> Iterator[Namespace]:
     """A namespace of this file with the platform applied; removed with all that is in it."""
     about = request.module.__name__.removeprefix("test_").replace("_", "-")
     made = Namespace(f"ddpm-test-{about}-{secrets.token_hex(3)}")
-    made.create()
-    yield made
-    made.delete()
+    try:
+        made.create()
+        yield made
+    finally:
+        made.delete()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -41,8 +41,8 @@ device: cpu
 def own_namespace(about: str, *more: str) -> Iterator[Namespace]:
     """What launchers need of manifests/, and these files of it; fewer pods than all of it."""
     namespace = Namespace(f"ddpm-test-{about}-{secrets.token_hex(3)}")
-    namespace.create(platform=False)
     try:
+        namespace.create(platform=False)
         files = ("10-access.yaml", "10-network.yaml", "20-storage.yaml", *more)
         namespace.apply(documents(*(ROOT / "manifests" / name for name in files)))
         yield namespace

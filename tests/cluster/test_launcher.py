@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import bare
@@ -120,6 +121,12 @@ for folder in pathlib.Path("/proc").glob("[0-9]*"):
 """
 
 
+def kill_launcher(namespace: Namespace, pod: str) -> None:
+    """The pod ends with it, and so may this very command, by the same signal: its effect counts."""
+    with suppress(KubectlFailed):
+        namespace.exec(pod, "python", "-c", KILL)
+
+
 def test_a_killed_launchers_job_is_adopted_and_goes_with_the_launcher_that_is_deleted(
     launching: Launching, namespace: Namespace
 ) -> None:
@@ -128,7 +135,7 @@ def test_a_killed_launchers_job_is_adopted_and_goes_with_the_launcher_that_is_de
     launching.launch("launcher-1", arguments, command=["python", "-c", BELOW])
     launching.hears("launcher-1", "[worker-0] train: ")
     uid = launching.jobs()[name]["metadata"]["uid"]
-    namespace.exec("launcher-1", "python", "-c", KILL)
+    kill_launcher(namespace, "launcher-1")
     assert launching.ends("launcher-1") == "Failed"
     assert not going(launching.jobs()[name])
 
@@ -164,8 +171,8 @@ def test_a_launcher_that_cannot_say_goodbye_takes_its_job_along_and_gc_takes_the
     launching.hears("launcher-killed", "worker-0 is Unschedulable")
     launching.hears("launcher-lost", "worker-0 is Unschedulable")
     namespace.kubectl("delete", "pod", "launcher-killed", "--grace-period=0", "--force")
-    namespace.exec("launcher-lost", "python", "-c", KILL)
-    launching.ends("launcher-lost")
+    kill_launcher(namespace, "launcher-lost")
+    assert launching.ends("launcher-lost") == "Failed"
     gone, lost = (job_name(f"/workspace/{name}", "train") for name in ("killed", "lost"))
     wait_until(lambda: not launching.left(gone), "the job goes with its launcher's pod", 120)
 
