@@ -131,7 +131,7 @@ def submit(
         inputs |= {"tracking": tracking, "backend": backend}
         check(inputs)
         logging.disable()  # of each attempt at a server that does not answer, with a traceback
-        server = Server(host, namespace, token(token_file))
+        server = Server(host, namespace, lambda: token(token_file))
         run_id = server.create(context.obj, image, gpu, experiment, name, inputs)
         if wait:
             raise SystemExit(follow(server, run_id))

@@ -20,22 +20,31 @@ T = TypeVar("T")
 
 
 class Away(UserError):
-    """A server that does not answer."""
+    """A server that does not answer, or has a trouble of its own."""
+
+
+class Unknown(UserError):
+    """A server that wants a token, or another one."""
 
 
 class Server:
-    """A KFP server. Its methods raise UserError: Away where nothing answers."""
+    """A KFP server. Its methods raise UserError: Away where nothing answers.
 
-    def __init__(self, host: str, namespace: str, token: str | None) -> None:
+    `token` reads the bearer token, which may be another one an hour later.
+    """
+
+    def __init__(self, host: str, namespace: str, token: Callable[[], str | None]) -> None:
         self.host = host if "://" in host else f"http://{host}"
-        self._client = self._ask(lambda: self._connect(namespace, token))
+        self._namespace, self._read = namespace, token
+        self._token = token()
+        self._client = self._answer(self._connect)
 
-    def _connect(self, namespace: str, token: str | None) -> Any:
+    def _connect(self) -> Any:
         import kfp
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            return kfp.Client(host=self.host, namespace=namespace, existing_token=token)
+            return kfp.Client(host=self.host, namespace=self._namespace, existing_token=self._token)
 
     def create(
         self,
@@ -72,17 +81,30 @@ class Server:
         return str(run.state or "PENDING"), tasks, run.error.message if run.error else ""
 
     def _ask(self, question: Callable[[], T]) -> T:
+        """The answer; with the present token where the one before is no longer valid."""
+        try:
+            return self._answer(question)
+        except Unknown:
+            if (token := self._read()) == self._token:
+                raise
+            self._token = token
+            self._client = self._answer(self._connect)
+            return self._answer(question)
+
+    def _answer(self, question: Callable[[], T]) -> T:
         from kfp_server_api import ApiException
         from urllib3.exceptions import HTTPError
 
         try:
             return question()
         except ApiException as error:
-            if error.status in (502, 503, 504):
-                raise Away(f"KFP at {self.host} is not ready ({error.status}).") from error
-            hint = " Give a token by --token-file or $KFP_TOKEN." if error.status == 401 else ""
-            told = " ".join(str(error.body or error.reason).split())[:300]
-            raise UserError(f"KFP at {self.host} refuses ({error.status}): {told}{hint}") from error
+            told = f"({error.status}): {' '.join(str(error.body or error.reason).split())[:300]}"
+            if error.status == 429 or (error.status or 0) >= 500:
+                raise Away(f"KFP at {self.host} is not ready {told}.") from error
+            refusal = f"KFP at {self.host} refuses {told}"
+            if error.status == 401:
+                raise Unknown(f"{refusal} Give a token by --token-file or $KFP_TOKEN.") from error
+            raise UserError(refusal) from error
         except ValueError as error:  # what kfp's client says of an answer that it can't use
             raise UserError(f"KFP at {self.host}: {error}") from error
         except (HTTPError, OSError) as error:

@@ -169,7 +169,7 @@ def test_a_run_is_submitted_whole_and_followed_to_its_end(
         look("RUNNING", prepare=("SUCCEEDED", ""), train=("RUNNING", "")),
         look("FAILED", prepare=("SUCCEEDED", ""), train=("FAILED", "worker-0: OOMKilled")),
     ]
-    server = submission.Server(answers.host, "kubeflow", "the-token")
+    server = submission.Server(answers.host, "kubeflow", lambda: "the-token")
     inputs = {"params": TINY, "overrides": ["train.steps=9"], "worst": 2.0}
     assert server.create(ddpm, "registry/ddpm:7", True, "digits", "first", inputs) == "r-1"
     assert submission.follow(server, "r-1") == 1
@@ -188,8 +188,8 @@ def test_a_run_is_submitted_whole_and_followed_to_its_end(
     told = printed.err.splitlines()
     assert told[1:] == [
         "prepare: running",
-        f"warning: KFP at {answers.host} is not ready (503). Trying again for 600 s; the run goes "
-        "on meanwhile.",
+        f'warning: KFP at {answers.host} is not ready (503): {{"status": 503}}. Trying again for '
+        "600 s; the run goes on meanwhile.",
         f"KFP at {answers.host} answers again.",
         "prepare: succeeded",
         "train: running",
@@ -199,16 +199,38 @@ def test_a_run_is_submitted_whole_and_followed_to_its_end(
     assert "the-token" not in printed.out + printed.err
 
 
+@pytest.mark.parametrize("status", [429, 500, 501])
+def test_a_server_in_trouble_is_asked_again_while_a_run_is_followed(
+    answers: Answers, status: int
+) -> None:
+    """500 is what KFP says while its database restarts."""
+    answers.story[:] = [look("RUNNING"), {"status": status}, look("SUCCEEDED")]
+    assert submission.follow(submission.Server(answers.host, "kubeflow", lambda: None), "r-1") == 0
+
+
+def test_a_token_that_was_made_anew_meanwhile_is_read_again(
+    answers: Answers, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("old\n")
+    server = submission.Server(answers.host, "kubeflow", lambda: commands.token(file))
+    answers.story[:] = [look("RUNNING"), {"status": 401}, look("SUCCEEDED")]
+    assert server.look("r-1")[0] == "RUNNING"
+    file.write_text("new\n")
+    assert submission.follow(server, "r-1") == 0
+    assert answers.tokens == {"Bearer old", "Bearer new"}
+
+
 def test_a_refusal_is_told_with_what_to_do(answers: Answers) -> None:
     answers.story[:] = [{"status": 401, "message": "who are you?"}]
-    server = submission.Server(answers.host, "kubeflow", None)
+    server = submission.Server(answers.host, "kubeflow", lambda: None)
     with pytest.raises(UserError, match=r"refuses \(401\): .*who are you.* --token-file"):
         server.look("r-1")
 
 
 def test_an_absent_server_is_one_sentence() -> None:
     with pytest.raises(UserError, match=r"^No KFP server answers at http://127.0.0.1:9: forward"):
-        submission.Server("127.0.0.1:9", "kubeflow", None)
+        submission.Server("127.0.0.1:9", "kubeflow", lambda: None)
 
 
 def test_a_token_is_read_from_a_file_or_the_environment(
