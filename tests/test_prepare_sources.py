@@ -177,10 +177,22 @@ def test_a_workspace_inside_the_prefix_is_no_part_of_it(
 
 
 def test_a_bucket_that_is_not_there_is_told(tmp_path: Path, bucket: tuple[Any, str]) -> None:
-    with pytest.raises(UserError, match="Cannot read s3://no-such-bucket-here/x"):
+    with pytest.raises(UserError, match="There is no bucket 'no-such-bucket-here' at http"):
         prepared(tmp_path, "s3://no-such-bucket-here/x")
-    with pytest.raises(UserError, match=r"Cannot read s3://.*/absent.zip"):
+    with pytest.raises(UserError, match=r"there is no s3://.*/absent.zip"):
         prepared(tmp_path, f"s3://{bucket[1]}/absent.zip")
+
+
+def test_a_picture_that_changes_while_it_is_read_is_told(bucket: tuple[Any, str]) -> None:
+    client, name = bucket
+    client.put_object(Bucket=name, Key="x/0.png", Body=b"one")
+    source = s3.Prefix(f"s3://{name}/x")
+    pictures = source.listing().pictures
+    client.put_object(Bucket=name, Key="x/0.png", Body=b"two")
+    with pytest.raises(
+        UserError, match=rf"S3 failed at s3://{name}/x/0\.png: .*PreconditionFailed"
+    ):
+        list(source.read(pictures))
 
 
 def test_an_empty_prefix_is_told(tmp_path: Path, bucket: tuple[Any, str]) -> None:

@@ -22,12 +22,12 @@ from ddpm_core.data.sources import (
     Rejection,
     make_listing,
 )
-from ddpm_core.errors import UserError, require
+from ddpm_core.errors import UserError
 from ddpm_core.storage.client import CONNECTIONS, connect, split
+from ddpm_core.storage.transfer import PAGE, Bucket
 
 ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tbz2", ".tar.bz2", ".txz", ".tar.xz")
 SETTING = "prepare.source"
-PAGE = 1000  # objects listed by one request
 _AHEAD_BYTES = 2**26
 
 
@@ -35,10 +35,8 @@ class Prefix:
     """All objects below a prefix but those below the URIs of `own`."""
 
     def __init__(self, uri: str, own: Sequence[str] = ()) -> None:
-        self._bucket, self._prefix = split(uri, SETTING)
-        self._client = connect()
-        with _told(uri):
-            self._objects = _objects(self._client, uri, own)
+        self._bucket, key = _bucket(uri)
+        self._objects = _objects(self._bucket, key, own)
         self.facts: dict[str, Any] = {"uri": uri, "state": _state(self._objects)}
 
     def listing(self) -> Listing:
@@ -66,30 +64,27 @@ class Prefix:
         if entry.size > FILE_BYTES:
             return Rejection(entry.name, f"{entry.size:,} bytes; at most {FILE_BYTES:,} are read")
         facts = self._objects[entry.name]
-        with _told(f"s3://{self._bucket}/{facts['Key']}"):
-            found = self._client.get_object(
-                Bucket=self._bucket, Key=facts["Key"], IfMatch=facts["ETag"]
-            )
-            return bytes(found["Body"].read())
+        return self._get(facts["Key"], IfMatch=facts["ETag"])
 
     def _head(self, key: str, count: int) -> bytes:
-        with _told(f"s3://{self._bucket}/{key}"):
-            found = self._client.get_object(
-                Bucket=self._bucket, Key=key, Range=f"bytes=0-{count - 1}"
-            )
+        return self._get(key, Range=f"bytes=0-{count - 1}")
+
+    def _get(self, key: str, **how: str) -> bytes:
+        with _told(self._bucket, key):
+            found = self._bucket.client.get_object(Bucket=self._bucket.name, Key=key, **how)
             return bytes(found["Body"].read())
 
 
 def open_s3(uri: str, scratch: Path, own: Sequence[str] = ()) -> Prefix | Zip | Tar:
     """The archive that `uri` names, fetched into `scratch`, or all objects below the prefix."""
-    bucket, key = split(uri, SETTING)
-    if not key.lower().endswith(ARCHIVES):
+    if not _is_archive(split(uri, SETTING)[1]):
         return Prefix(uri, own)
-    client, path = connect(), scratch / "archive"
-    with _told(uri):
-        facts = client.head_object(Bucket=bucket, Key=key)
+    bucket, key = _bucket(uri)
+    client, path = bucket.client, scratch / "archive"
+    with _told(bucket, key):
+        facts = client.head_object(Bucket=bucket.name, Key=key)
         with console.progress(f"fetch {uri}", int(facts["ContentLength"]), "bytes") as advance:
-            client.download_file(bucket, key, str(path), Callback=advance)
+            client.download_file(bucket.name, key, str(path), Callback=advance)
     archive = open_archive(path, uri)
     archive.facts["etag"] = facts["ETag"].strip('"')
     archive.facts["state"] = s3_state(uri)
@@ -98,8 +93,17 @@ def open_s3(uri: str, scratch: Path, own: Sequence[str] = ()) -> Prefix | Zip | 
 
 def s3_state(uri: str, own: Sequence[str] = ()) -> dict[str, Any]:
     """Changes with any object below the prefix, or with the archive."""
-    with _told(uri):
-        return _state(_objects(connect(), uri, own))
+    return _state(_objects(*_bucket(uri), own))
+
+
+def _bucket(uri: str) -> tuple[Bucket, str]:
+    """And the key. Raises UserError."""
+    name, key = split(uri, SETTING)
+    return Bucket(connect(), name), key
+
+
+def _is_archive(key: str) -> bool:
+    return key.lower().endswith(ARCHIVES)
 
 
 def _state(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -110,17 +114,17 @@ def _state(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"objects": len(lines), "sha256": checksum}
 
 
-def _objects(client: Any, uri: str, own: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _objects(bucket: Bucket, key: str, own: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Facts of the objects by their names relative to the prefix, a folder: `photos` does not
     include `photos-old/1.jpg`. Of an archive its own."""
-    bucket, key = split(uri, SETTING)
-    passed = tuple(place.rstrip("/").removeprefix(f"s3://{bucket}/") + "/" for place in own)
-    archive = key.lower().endswith(ARCHIVES)
+    passed = tuple(place.rstrip("/").removeprefix(f"s3://{bucket.name}/") + "/" for place in own)
+    archive = _is_archive(key)
     prefix = key if archive or not key or key.endswith("/") else key + "/"
-    pages = client.get_paginator("list_objects_v2").paginate(
-        Bucket=bucket, Prefix=prefix, PaginationConfig={"PageSize": PAGE}
-    )
-    found = {facts["Key"]: facts for page in pages for facts in page.get("Contents", ())}
+    with _told(bucket, key):
+        pages = bucket.client.get_paginator("list_objects_v2").paginate(
+            Bucket=bucket.name, Prefix=prefix, PaginationConfig={"PageSize": PAGE}
+        )
+        found = {facts["Key"]: facts for page in pages for facts in page.get("Contents", ())}
     if archive:
         return {key: found[key]} if key in found else {}
     named = {
@@ -132,11 +136,11 @@ def _objects(client: Any, uri: str, own: Sequence[str]) -> dict[str, dict[str, A
 
 
 @contextmanager
-def _told(uri: str) -> Iterator[None]:
-    errors = require("botocore.exceptions", "s3")
+def _told(bucket: Bucket, key: str) -> Iterator[None]:
     try:
-        yield
-    except (errors.BotoCoreError, errors.ClientError) as error:
+        with bucket.told(key):
+            yield
+    except FileNotFoundError as error:
         raise UserError(
-            f"Cannot read {uri}: {error} Check the bucket, AWS_ENDPOINT_URL and the credentials."
+            f"{SETTING}: there is no s3://{bucket.name}/{key}, or no longer."
         ) from error
