@@ -458,6 +458,19 @@ def test_every_picture_says_what_it_shows(tmp_path: Path) -> None:
         assert drawing["role"] == "img" and re.search(r"at step 800", drawing["aria-label"] or "")
 
 
+def test_pairs_that_this_evaluation_did_not_look_for_are_not_shown(tmp_path: Path) -> None:
+    """Pictures of an earlier one, of other samples or data, may lie there still."""
+    found = results([row(200, 6.0, memorisation=None)]) | {"straddling": None}
+    assert "Nearest training images" not in page(tmp_path / "none", found).text
+    held_out = "The held-out real images that lie nearest"
+    for straddling, shown in ((None, False), (results([])["straddling"], True)):
+        found = results([row(200, 6.0)]) | {"straddling": straddling}
+        drawn = page(tmp_path / str(shown), found)
+        assert "Nearest training images" in drawn.text
+        told = [image["alt"] for image in drawn.all("img")]
+        assert any(str(alt).startswith(held_out) for alt in told) == shown
+
+
 def test_seventy_five_checkpoints_make_one_page_of_bounded_size(tmp_path: Path) -> None:
     rows = [row(1000 * (i + 1), 100 / (i + 1)) for i in range(75)]
     rows[40] = row(41_000, 0.5)  # the best is in the middle

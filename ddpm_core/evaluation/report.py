@@ -96,11 +96,19 @@ def _page(results: dict[str, Any], pictures: Pictures) -> dict[str, Any]:
         "charts": charts(scored) if scored else [],
         "grids": _grids([r for r in rows if is_scored(r)], scored, row, pictures),
         "real": pictures.get("real"),
-        "neighbours": row and pictures.get(f"neighbours-{row['step']:08d}"),
-        "held_out": pictures.get("neighbours-held-out"),
+        **_pairs(results, row, pictures),
         "settings": _flat(results["run"]),
         "sampler": _flat(row["evidence"]["sampler"]) if row else [],
         "source": _flat(results["data"].get("source") or {}),
+    }
+
+
+def _pairs(results: dict[str, Any], row: Row | None, pictures: Pictures) -> dict[str, Any]:
+    """Nearest neighbours, of what this evaluation looked at: others' pictures may lie there too."""
+    examined = row and row.get("memorisation")
+    return {
+        "neighbours": pictures.get(f"neighbours-{row['step']:08d}") if row and examined else None,
+        "held_out": pictures.get("neighbours-held-out") if results.get("straddling") else None,
     }
 
 
