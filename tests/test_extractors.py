@@ -9,6 +9,7 @@ import functools
 import hashlib
 import http.server
 import io
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -35,8 +36,9 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation import pixel_pca
-from ddpm_core.evaluation.evaluate import evaluate, stale
+from ddpm_core.evaluation.evaluate import evaluate
 from ddpm_core.evaluation.extractors import Extractor
+from ddpm_core.evaluation.freshness import stale
 from ddpm_core.evaluation.frozen import load_extractor, save_extractor
 from ddpm_core.evaluation.in_domain import InDomain, train_extractor
 from ddpm_core.evaluation.inception import STANDARD, open_inception
@@ -282,6 +284,14 @@ def test_a_wrong_checksum_and_an_absent_file_and_an_unknown_scheme_are_refused(
         locate("ftp://x/w.pth", workspace)
 
 
+@pytest.mark.parametrize("scheme", ["http", "https", "s3"])
+def test_a_password_in_the_address_is_refused_and_not_shown(scheme: str, tmp_path: Path) -> None:
+    workspace = Workspace.open(str(tmp_path / "run"))
+    with pytest.raises(UserError, match="which is not supported: fetch the file") as refused:
+        locate(f"{scheme}://me:secret@host/weights.pth", workspace)
+    assert "secret" not in str(refused.value)
+
+
 def test_training_is_repeatable_and_draws_nothing_from_torch(tmp_path: Path) -> None:
     data = splits(workspace_at(tmp_path))
     before = torch.get_rng_state()
@@ -521,6 +531,18 @@ def test_runs_that_publish_at_once_end_up_with_one_extractor(
     monkeypatch.setattr(MlflowClient, moment, after_the_other)
     found += [open_in_domain(config, run, *splits(run), CPU) for run in (slow, late, quick)]
     assert len({extractor.fingerprint for extractor in found}) == 1 and len(found) == 4
+
+
+def test_a_run_that_has_lost_its_files_is_passed_over(tmp_path: Path) -> None:
+    place = f"sqlite:///{tmp_path}/mlflow.db"
+    config = make_config(tmp_path, tracking={"uri": place, "experiment": "lost files"})
+    lost, first, second = [small_workspace(tmp_path / name) for name in ("lost", "1st", "2nd")]
+    put_extractor(lost)
+    put_extractor(first, seed=1)
+    open_in_domain(config, lost, *splits(lost), CPU)
+    shutil.rmtree(tmp_path / "mlartifacts")
+    mine = open_in_domain(config, first, *splits(first), CPU)
+    assert open_in_domain(config, second, *splits(second), CPU).fingerprint == mine.fingerprint
 
 
 def test_an_extractor_of_other_data_is_not_used(tmp_path: Path) -> None:

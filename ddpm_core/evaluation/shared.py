@@ -18,7 +18,7 @@ import torch
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.data.dataset import PackedDataset
-from ddpm_core.errors import Corrupt, UserError, require
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.frozen import load_extractor, read_facts, save_extractor
@@ -74,6 +74,8 @@ def fetch_extractor(config: Config, data_fingerprint: str, folder: Path) -> bool
         query = f"tags.`{TAG}` = '{data_fingerprint}' AND attributes.status = 'FINISHED'"
         order = ["attributes.end_time ASC", "attributes.run_id ASC"]
         for run in client.search_runs([experiment], query, max_results=100, order_by=order):
+            if not client.list_artifacts(run.info.run_id, "extractor"):  # removed since
+                continue
             with tempfile.TemporaryDirectory() as scratch:
                 path = Path(client.download_artifacts(run.info.run_id, "extractor", scratch))
                 if _fits(path, data_fingerprint):
@@ -163,8 +165,6 @@ def _with_client(config: Config, action: Callable[[Any, str], T]) -> T:
     for attempt in range(1, ATTEMPTS + 1):
         try:
             client = connect(uri)
-            settings = require("mlflow.environment_variables", "tracking")
-            settings.MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR.default = False
             return action(client, find_experiment(client, uri, config.tracking.experiment))
         except UserError as error:
             raise Away(str(error)) from error

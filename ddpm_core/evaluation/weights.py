@@ -71,6 +71,11 @@ def _fetch(uri: str, path: Path) -> None:
             f"evaluate.inception_weights: {shown(uri)!r} given; a file, or a URI that begins with "
             "file://, http://, https:// or s3://, is needed."
         )
+    if "@" in urlsplit(uri).netloc:
+        raise UserError(
+            f"evaluate.inception_weights: {shown(uri)} has a user or password, which is not "
+            "supported: fetch the file yourself, and give its path."
+        )
     for attempt in range(1, ATTEMPTS + 1):
         try:
             (_from_s3 if scheme == "s3" else _from_web)(uri, path)
@@ -80,7 +85,8 @@ def _fetch(uri: str, path: Path) -> None:
         except Exception as error:  # boto3 and urllib have families of their own
             if attempt == ATTEMPTS or _is_final(error):
                 raise UserError(
-                    f"evaluate.inception_weights: {shown(uri)} cannot be fetched: {error}."
+                    f"evaluate.inception_weights: {shown(uri)} cannot be fetched: "
+                    f"{shown(str(error))}."
                 ) from error
             time.sleep(attempt)
 
