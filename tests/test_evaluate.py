@@ -18,7 +18,8 @@ from PIL import Image
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import in_domain
-from ddpm_core.evaluation.evaluate import evaluate, stale
+from ddpm_core.evaluation.evaluate import evaluate
+from ddpm_core.evaluation.freshness import stale
 from ddpm_core.workspace import METRICS, RUN, Workspace, samples_key, snapshot_key
 
 PICTURES = (
@@ -290,7 +291,8 @@ def test_samples_of_other_data_or_shape_are_refused_in_a_sentence(run: Run) -> N
 
 def test_one_sample_is_too_few(run: Run) -> None:
     run.put_samples(600, 5, count=1)
-    assert "1 images; a score needs at least 2" in run.evaluate()[600]["problem"]
+    problem = run.evaluate()[600]["problem"]
+    assert problem == "A score needs at least 2 images; there is one."
 
 
 def test_different_numbers_of_images_are_never_ranked_together(run: Run) -> None:

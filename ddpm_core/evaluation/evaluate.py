@@ -14,7 +14,7 @@ from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import UserError, require
 from ddpm_core.evaluation import memorisation, pictures
-from ddpm_core.evaluation.freshness import outlived, row_key, sampled, stale
+from ddpm_core.evaluation.freshness import outlived, row_key, sampled
 from ddpm_core.evaluation.judge import Judge
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.outputs import write_outputs
@@ -24,8 +24,6 @@ from ddpm_core.generate.plan import chosen_steps
 from ddpm_core.ranking import Row, Scored, is_scored
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import EVALUATION, SAMPLES, Workspace, samples_key, step_name
-
-__all__ = ["evaluate", "stale"]
 
 ROWS = f"{EVALUATION}/rows"
 

@@ -20,7 +20,7 @@ from ddpm_core.evaluation.inception import open_inception
 from ddpm_core.evaluation.memorisation import Neighbours
 from ddpm_core.evaluation.metrics import metric_name
 from ddpm_core.evaluation.reference import Reference, open_reference
-from ddpm_core.evaluation.rows import METRICS
+from ddpm_core.evaluation.rows import MEASURES
 from ddpm_core.evaluation.shared import open_in_domain
 from ddpm_core.evaluation.statistics import KEPT, Features, batches, extract, shuffled
 from ddpm_core.evaluation.weights import locate
@@ -91,7 +91,8 @@ class Judge:
         """
         count = sum(len(array) for array in arrays)
         if count < 2:
-            raise UserError(f"{name}: {count} images; a score needs at least 2.")
+            there = "one" if count else "none"
+            raise UserError(f"A score needs at least 2 images; there is {there}.")
         spaces = [self.reference.extractor, self.pixels.extractor]
         with progress(f"evaluate: {name}", len(spaces) * count, "images") as advance:
             features, plain = [extract(space, batches(arrays), advance) for space in spaces]
@@ -128,7 +129,7 @@ class Judge:
     def _measure(self, features: Features, plain: Features) -> Scores:
         wanted, k = self.settings.metrics, self.settings.neighbours
         train = self.reference.train
-        scores: Scores = dict.fromkeys(METRICS)
+        scores: Scores = dict.fromkeys(MEASURES)
         if features.moments and plain.moments and "fid" in wanted:
             scores["fd"] = metrics.frechet_distance(features.moments, _moments(train))
             pixels = _moments(self.pixels.train)

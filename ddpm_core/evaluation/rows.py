@@ -31,7 +31,7 @@ class Results(Rows):
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
-METRICS = (
+MEASURES = (
     "fd",
     "fd_pixel_pca",
     "kid_mean",
@@ -75,7 +75,7 @@ def named_metrics(row: Row) -> dict[str, float]:
     """A row's numbers under names that say feature space and N: for MLflow and DVC."""
     space, count = row["evidence"]["space"], row["evidence"]["count"]
     named = {}
-    for metric in METRICS:
+    for metric in MEASURES:
         value = row.get(metric)
         if value is not None:
             pixels = metric == "fd_pixel_pca"

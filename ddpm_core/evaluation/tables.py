@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from ddpm_core.evaluation.metrics import metric_name
-from ddpm_core.evaluation.rows import METRICS, named_metrics
+from ddpm_core.evaluation.rows import MEASURES, named_metrics
 from ddpm_core.ranking import Row, best, best_inception
 
 _EVIDENCE = (
@@ -51,7 +51,7 @@ def results_csv(rows: list[Row]) -> str:
         facts, memory = row.get("evidence") or {}, row.get("memorisation") or {}
         floor, same = row.get("floor") or {}, row.get("at_floor") or {}
         lines.append(
-            {name: row.get(name) for name in ("step", "score_name", "score", *METRICS)}
+            {name: row.get(name) for name in ("step", "score_name", "score", *MEASURES)}
             | {"floor_count": row.get("floor_count")}
             | {"fd_at_floor_count": same.get("fd"), "floor_fd": floor.get("fd")}
             | {f"memorisation_{name}": memory.get(name) for name in _MEMORISATION}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpm_core.evaluation.metrics import SMALL
-from ddpm_core.evaluation.rows import METRICS
+from ddpm_core.evaluation.rows import MEASURES
 from ddpm_core.ranking import Row, best, is_scored, ranked
 
 LISTED = 10  # steps named in a sentence
@@ -195,7 +195,7 @@ def caveats(results: dict[str, Any]) -> list[str]:
             "ranked with the others."
         )
     absent = [name for name in ("fd", "kid_mean", "precision") if row.get(name) is None]
-    if absent and set(absent) < set(METRICS):
+    if absent and set(absent) < set(MEASURES):
         notes.append(f"Not measured: {', '.join(absent)}.")
     return notes
 
