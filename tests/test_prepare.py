@@ -165,9 +165,9 @@ def test_what_is_up_to_date_is_left_alone(
 @pytest.mark.parametrize(
     "change, reason",
     [
-        ({"image_size": 16}, "prepare.image_size is 16, it was 8."),
-        ({"resize": "pad"}, "prepare.resize is 'pad', it was 'crop'."),
-        ({"holdout": 0.5}, "prepare.holdout is 0.5, it was 0.0."),
+        ({"image_size": 16}, "prepare.image_size is 16, it was 8"),
+        ({"resize": "pad"}, "prepare.resize is 'pad', it was 'crop'"),
+        ({"holdout": 0.5}, "prepare.holdout is 0.5, it was 0.0"),
     ],
 )
 def test_a_setting_that_matters_makes_the_data_stale(
@@ -201,7 +201,7 @@ def test_any_change_of_a_directory_makes_the_data_stale(
         prepare(settings, workspace)
         assert stale(settings, workspace) is None
         change()
-        assert stale(settings, workspace) == "the source has changed since it was prepared."
+        assert stale(settings, workspace) == "the source has changed since it was prepared"
 
 
 def test_an_archive_that_was_only_touched_is_no_other(tmp_path: Path, workspace: Workspace) -> None:

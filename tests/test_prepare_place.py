@@ -150,7 +150,7 @@ def test_a_workspace_inside_the_source_is_no_part_of_it(
     write(Path(workspace, "samples/step-00000001/grid.png"), noise(99))
     assert stale(settings, opened) is None
     write(root / "cat/new.png", noise(98))
-    assert stale(settings, opened) == "the source has changed since it was prepared."
+    assert stale(settings, opened) == "the source has changed since it was prepared"
     assert prepare(settings, opened)["count"] == 7
 
 

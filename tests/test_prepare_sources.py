@@ -159,7 +159,7 @@ def test_a_change_in_s3_makes_the_data_stale(
     prepare(settings, workspace)
     assert stale(settings, workspace) is None
     put(4)
-    assert stale(settings, workspace) == "the source has changed since it was prepared."
+    assert stale(settings, workspace) == "the source has changed since it was prepared"
     assert prepare(settings, workspace)["count"] == 4
 
 
@@ -264,7 +264,7 @@ def test_a_moved_tag_makes_the_data_stale_and_the_next_run_takes_it(
     assert prepare(settings, workspace)["count"] == 6
     assert stale(settings, workspace) is None
     run("git", "tag", "--force", "moving", "v2^{}", cwd=repo)
-    assert stale(settings, workspace) == "the source has changed since it was prepared."
+    assert stale(settings, workspace) == "the source has changed since it was prepared"
     assert prepare(settings, workspace)["count"] == 8
     assert workspace.read_json("data/manifest.json")["source"]["revision"] == commits["v2"]
 

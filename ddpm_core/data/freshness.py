@@ -13,20 +13,20 @@ _FREE = ("workers", "max_rejected", "download")  # settings that do not change t
 
 
 def stale(config: Config, workspace: Workspace) -> str | None:
-    """Why prepare has to run, as a sentence; None where the data are up to date.
+    """Why prepare has to run, without a full stop; None where the data are up to date.
 
     A source that is no longer within reach is no reason: the data were made from it.
     """
     manifest = workspace.read_json(f"{DATA}/{MANIFEST}", Prepared)
     if not {"fingerprint", "prepare", "source", "files"} <= set(manifest):
-        return "there are no data yet."
+        return "there are no data yet"
     before, now = manifest["prepare"], config.prepare.model_dump(mode="json")
     for key, value in now.items():
         if key not in _FREE and value != before.get(key):
-            return f"prepare.{key} is {value!r}, it was {before.get(key)!r}."
+            return f"prepare.{key} is {value!r}, it was {before.get(key)!r}"
     missing = workspace.damage(DATA, manifest)
     if missing:
-        return missing
+        return missing.rstrip(".")
     if changed(config.prepare, manifest["source"], written_places(config, workspace)):
-        return "the source has changed since it was prepared."
+        return "the source has changed since it was prepared"
     return None

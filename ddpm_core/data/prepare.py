@@ -59,7 +59,7 @@ def prepare(config: Config, workspace: Workspace) -> dict[str, Any]:
         console.say(f"The data in {workspace.uri} are up to date.")
         return workspace.read_json(f"{DATA}/{MANIFEST}")
     refuse_own_places(settings.source, workspace)
-    console.say(f"Preparing {settings.source}: {reason}")
+    console.say(f"Preparing {settings.source}: {reason}.")
     facts: dict[str, Any] = {"prepare": settings.model_dump(mode="json")}
     # What was fetched goes after the lease: whoever waited for the data may train by then.
     with _told_unwritable(workspace), kept_list(workspace), ExitStack() as later, hold(workspace):
