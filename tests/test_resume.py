@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import resource
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -121,6 +123,38 @@ def test_a_signal_saves_and_says_where_it_stopped(
     assert "with its snapshot written. The same command goes on from there." in said
     assert "going on from step" in ddpm(folder, "train", *SOON)
     assert final_weights(folder) == soon
+
+
+def test_who_waits_for_a_dead_owners_lease_is_stopped_at_once(prepared: Path) -> None:
+    folder = new_run(prepared, "waiting", LONG)
+    dead = {"id": "x", "fence": 1, "renewed": time.time(), "boot": "another", "pid": 1, "host": "h"}
+    (folder / "workspace/lease.json").write_text(json.dumps(dead))
+    process = start(folder, "train", *SOON)
+    assert wait_until(lambda: "may be in use by process 1 on h" in process.said(), process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5)
+    assert process.returncode == -signal.SIGTERM
+    assert "Stopped" not in process.said()
+
+
+def test_a_stop_before_the_first_step_claims_no_snapshot(prepared: Path) -> None:
+    folder = new_run(prepared, "unbegun", LONG)
+    program = Program(folder, ("train", *SOON), run_stopped)
+    said = program.ended()
+    assert program.returncode == 128 + signal.SIGTERM
+    assert "Stopped at step 0 of 30: nothing is written yet." in said
+
+
+def run_stopped(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    """The signal comes before the first step."""
+    loop = trainer.loop
+
+    def asked(run: trainer.Run) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        loop(run)
+
+    trainer.loop = asked
+    run_in({}, folder, arguments, output)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="to be the first process takes root's rights")

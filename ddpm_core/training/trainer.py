@@ -79,8 +79,8 @@ def train(
     with (
         explained(config),
         leaving_together(world),
-        StopRequest(world) as stop,
         hold_first(workspace, world) as lease,
+        StopRequest(world) as stop,  # who waits for the lease has nothing to save, and ends at once
     ):
         settings, state = resume.start(config, workspace, world, data, policy)
         if state is None:
@@ -148,8 +148,9 @@ def loop(run: Run) -> None:
         for line in run.throughput.summary():
             say(f"train: {line}")
     if not done:
+        kept = ", with its snapshot written" if run.written else ": nothing is written yet"
         raise Interrupted(
-            f"Stopped at step {state.step} of {train.steps}, with its snapshot written. "
+            f"Stopped at step {state.step} of {train.steps}{kept}. "
             "The same command goes on from there.",
             run.stop.status or ASKED,  # the wish may have been another worker's
         )
