@@ -7,12 +7,14 @@ nothing of KFP: a component is the few lines between the two.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from ddpm_core import params
@@ -37,7 +39,7 @@ def settings(
     every mistake.
     """
     named = {"prepare.source": source, "tracking.uri": tracking}
-    given = [f"{key}={json.dumps(value)}" for key, value in named.items() if value]
+    given = [f"{key}={_quoted(value)}" for key, value in named.items() if value]
     # What is mounted is read as text too: a link to a path that changes means little in an error.
     name = "the pipeline's params" if text.strip() else "the ConfigMap's params"
     if not text.strip() and MOUNTED.is_file():
@@ -50,6 +52,11 @@ def settings(
         )
     must_hold_no_secret(text_of(config))
     return config
+
+
+def _quoted(text: str) -> str:
+    """As YAML: to it the two halves with which JSON writes a rare character are two characters."""
+    return yaml.safe_dump(text, default_style='"', width=math.inf).strip()
 
 
 def must_hold_no_secret(text: str) -> None:
@@ -102,7 +109,7 @@ def train_here(config: Config) -> None:
 
     with tempfile.TemporaryDirectory(prefix="ddpm-train-") as folder:
         file = Path(folder) / "params.yaml"
-        file.write_text(text_of(config), encoding="utf-8")
+        file.write_text(yaml.safe_dump(config.dump(), sort_keys=False), encoding="utf-8")
         launcher.train(config, os.environ, ["train", "-p", str(file)])
 
 
