@@ -324,6 +324,28 @@ def test_a_password_or_token_in_a_uri_is_refused_and_not_repeated(uri: str, told
     assert "hunter2" not in sentence and "er2" not in sentence
 
 
+@pytest.mark.parametrize("option", ["env", "annotations"])
+def test_a_password_in_a_uri_of_an_option_is_refused_and_not_repeated(option: str) -> None:
+    sentence = refused(**{option: {"STORE": "https://me:hunter2@mlflow"}})
+    assert f"{option}.STORE: https://***@mlflow holds a password or token" in sentence
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "GITHUB_TOKENS", "MY_APIKEY", "token"])
+def test_a_variable_that_is_called_like_a_secret_is_refused(name: str) -> None:
+    assert f"env: {name} looks like a secret" in refused(env={name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "given"),
+    [
+        ((), {"env": {"TOKENIZERS_PARALLELISM": "false", "STORE": "https://mlflow/a:b@c"}}),
+        (("device=cpu", "train.precision=fp16"), {}),
+    ],
+)
+def test_what_works_is_taken(settings: tuple[str, ...], given: Settings) -> None:
+    assert build(spec(settings, **given))
+
+
 @pytest.mark.parametrize(
     "uri",
     [
