@@ -29,9 +29,9 @@ class Listed:
     job: dict[str, Any]
 
 
-def jobs(cluster: Cluster, now: datetime | None = None) -> Iterator[Listed]:
+def jobs(cluster: Cluster) -> Iterator[Listed]:
     """Every job that a launcher made, the oldest first."""
-    now = now or datetime.now(UTC)
+    now = datetime.now(UTC)
     found = cluster.all_jobs(_LABELS)
     for job in sorted(found, key=lambda one: str(one["metadata"]["creationTimestamp"])):
         metadata = job["metadata"]
@@ -50,7 +50,7 @@ def jobs(cluster: Cluster, now: datetime | None = None) -> Iterator[Listed]:
         )
 
 
-def collect(cluster: Cluster, older_than: float, dry_run: bool = False) -> list[Listed]:
+def collect(cluster: Cluster, older_than: float, dry_run: bool) -> list[Listed]:
     """Delete the jobs that finished, or whose launcher has ended, `older_than` seconds ago.
 
     One that was started from a person's machine has no launcher's pod, and is left to finish.
