@@ -13,6 +13,7 @@ from strangers import ALONE, CPU, STEP, Strangers
 
 from ddpm_core.config import Config
 from ddpm_core.distributed import World
+from ddpm_core.errors import UserError
 from ddpm_core.generate import gather, plan
 from ddpm_core.generate.parts import Parts
 from ddpm_core.generate.sample import sample, stale
@@ -172,3 +173,10 @@ def test_other_settings_begun_leave_no_manifest_of_the_old_ones(
     assert not (folder(workspace) / "manifest.json").exists()
     sample(two, workspace, ALONE)
     assert np.array_equal(gathered(workspace), images)
+
+
+def test_a_batch_that_memory_can_not_hold_names_what_to_change(
+    config: Config, workspace: Workspace
+) -> None:
+    with pytest.raises(UserError, match=f"Out of memory with sample.batch_size {2**50}: lower it"):
+        sample(with_sample(config, batch_size=2**50), workspace, ALONE)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ddpm_core import compiling
+from ddpm_core import compiling, memory
 from ddpm_core.checkpoint import Checkpoint, check_weights, fetch_weights
 from ddpm_core.config import Config
 from ddpm_core.console import progress, say, warn
@@ -99,9 +99,10 @@ class Drawer:
 
     def _put(self, number: int, images: range) -> None:
         """Draw a chunk, unless an earlier run has; all of its batch, whatever is kept of it."""
+        size = self._config.sample.batch_size
+        advice = f"sample.batch_size {size}: lower it, for all shards alike."
         if self._parts.chunk(number, len(images)) is None:
-            size = self._config.sample.batch_size
-            with compiling.explained("sample.compile"):
+            with memory.explained(advice), compiling.explained("sample.compile"):
                 drawn = self._loaded().images(range(images.start, images.start + size))
             self._parts.write_chunk(number, drawn[: len(images)])
 
