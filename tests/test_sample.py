@@ -227,6 +227,13 @@ def test_what_the_checkpoint_cannot_draw_is_one_sentence_whatever_the_params_say
     assert said.startswith(f"ddpm sample: {told}") and said.count("\n") == 1
 
 
+def test_guidance_that_can_not_work_is_refused(trained: Path) -> None:
+    folder = new_run(trained, "unguided", TINY)
+    ddpm(folder, "train", *settings("train.steps=2"))
+    said = ddpm(folder, "sample", *settings("sample.guidance=3"), status=1)
+    assert "sample.guidance: 3 given; the checkpoint was trained with model.conditioning" in said
+
+
 def test_params_that_could_not_train_so_still_sample_a_checkpoint_that_can(
     trained: Path,
 ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from strangers import ALONE, CPU, STEP, Strangers
 
-from ddpm_core.config import Config
+from ddpm_core.config import Config, Sample
 from ddpm_core.distributed import World
 from ddpm_core.errors import UserError
 from ddpm_core.generate import gather, plan
@@ -180,3 +180,15 @@ def test_a_batch_that_memory_can_not_hold_names_what_to_change(
 ) -> None:
     with pytest.raises(UserError, match=f"Out of memory with sample.batch_size {2**50}: lower it"):
         sample(with_sample(config, batch_size=2**50), workspace, ALONE)
+
+
+def test_guidance_is_refused_where_it_leads_nowhere() -> None:
+    guided = Sample(guidance=3.0, steps=4)
+    for conditioning, drop, told in (
+        ("none", 0.1, "3 given; the checkpoint was trained with model.conditioning none: give 1"),
+        ("class", 0.0, "3 given; the checkpoint was trained with train.label_drop 0"),
+    ):
+        with pytest.raises(UserError, match=f"sample.guidance: {told}"):
+            plan.must_suit(guided, conditioning, 50, drop)
+        plan.must_suit(Sample(steps=4), conditioning, 50, drop)
+    plan.must_suit(guided, "text", 50, 0.1)

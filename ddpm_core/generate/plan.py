@@ -134,10 +134,13 @@ def recipe(
     return {**facts, "png": settings.png, "samples_fingerprint": fingerprint(facts)}
 
 
-def must_suit(settings: Sample, conditioning: str, timesteps: int) -> None:
+def must_suit(
+    settings: Sample, conditioning: str, timesteps: int, label_drop: float | None = None
+) -> None:
     """Raise UserError, with every mistake, where a network cannot draw by these settings.
 
-    `conditioning` and `timesteps` are what it was trained with, whatever the params say by now.
+    `conditioning`, `timesteps` and `label_drop` are what it was trained with, whatever the params
+    say by now. Without `label_drop`, as for what was registered, guidance is not judged.
     """
     mistakes = []
     if settings.steps > timesteps:
@@ -151,8 +154,24 @@ def must_suit(settings: Sample, conditioning: str, timesteps: int) -> None:
                 f"sample.{name}: given; the checkpoint was trained with model.conditioning "
                 f"{conditioning}: leave it out, or train with {kind}."
             )
+    if settings.guidance != 1.0 and label_drop is not None:
+        mistakes += _guidance_mistakes(settings.guidance, conditioning, label_drop)
     if mistakes:
         raise UserError(" ".join(mistakes))
+
+
+def _guidance_mistakes(guidance: float, conditioning: str, label_drop: float) -> list[str]:
+    """Guidance leads from the network's images of no condition to those of one: it needs both."""
+    if conditioning == "none":
+        trained, mend = "model.conditioning none", "conditioning class or text"
+    elif label_drop == 0.0:
+        trained, mend = "train.label_drop 0, and so never without its condition", "label_drop 0.1"
+    else:
+        return []
+    return [
+        f"sample.guidance: {guidance:g} given; the checkpoint was trained with {trained}: give 1, "
+        f"or train with {mend}."
+    ]
 
 
 def look_at_chosen(
@@ -163,7 +182,13 @@ def look_at_chosen(
     attempts = (partial(look_at_checkpoint, workspace, step) for step in steps)
     found = list(whole(config, attempts, tell))
     for one in found:
-        must_suit(config.sample, one.network["conditioning"], one.params.diffusion.timesteps)
+        trained = one.params
+        must_suit(
+            config.sample,
+            one.network["conditioning"],
+            trained.diffusion.timesteps,
+            trained.train.label_drop,
+        )
     return found
 
 
