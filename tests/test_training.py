@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import weakref
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import write_checkpoint
 from program import (
     TINY,
     Program,
@@ -159,6 +161,20 @@ def test_settings_that_differ_are_named() -> None:
     assert "train.steps: 800 -> 9" in differences(
         identity(params.load(None, cosine), "data"), longer
     )
+
+
+def test_what_a_run_begins_with_is_part_of_it_as_long_as_it_is_there(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    config = params.load(None, [f"train.init={folder}"])
+    found = []
+    for seed in (1, 2):
+        write_checkpoint(folder, seed=seed)
+        found.append(identity(config, "data"))
+        shutil.rmtree(folder)
+    [told] = differences(*found)
+    assert told.startswith("weights of train.init: ")
+    gone = identity(config, "data")
+    assert differences(found[0], gone) == differences(gone, found[0]) == []
 
 
 def test_a_line_half_written_is_no_row(tmp_path: Path) -> None:
