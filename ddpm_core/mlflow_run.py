@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddpm_core.errors import require
+from ddpm_core.errors import UserError, require
 from ddpm_core.logtail import Row
 
 REQUEST_TIMEOUT = 10  # seconds; MLflow itself waits 120
@@ -70,15 +70,25 @@ def find_experiment(client: Any, uri: str, name: str) -> str:
     The artifacts of a SQLite store lie beside it, not in whatever directory a command runs in.
     """
     if experiment := client.get_experiment_by_name(name):
-        return str(experiment.experiment_id)
+        return _id(experiment)
     path = sqlite_path(uri)
     beside = (path.parent.absolute() / "mlartifacts").as_uri() if path else None
     try:
         return str(client.create_experiment(name, beside, {KIND: "custom_model_development"}))
     except Exception:
         if experiment := client.get_experiment_by_name(name):  # made by another at this moment
-            return str(experiment.experiment_id)
+            return _id(experiment)
         raise
+
+
+def _id(experiment: Any) -> str:
+    if experiment.lifecycle_stage != "active":
+        raise UserError(
+            f"The experiment {experiment.name!r} is deleted there: bring it back by `mlflow "
+            f"experiments restore -x {experiment.experiment_id}`, or set tracking.experiment to "
+            "another name."
+        )
+    return str(experiment.experiment_id)
 
 
 TOKEN = "ddpm.token"  # the tag of a run by which whoever made it finds it again
@@ -93,6 +103,7 @@ class MlflowRun:
         run = client.get_run(run_id)
         self._params: dict[str, str] = dict(run.data.params)
         self._last = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+        self._history: dict[str, list[Any]] = {}
         self._datasets = {given.dataset.digest for given in run.inputs.dataset_inputs}
 
     @classmethod
@@ -109,6 +120,11 @@ class MlflowRun:
         made = client.search_runs([place], f"tags.`{TOKEN}` = '{token}'", max_results=1)
         run = made[0] if made else client.create_run(place, run_name=name, tags={TOKEN: token})
         return cls(client, str(run.info.run_id))
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it has no params: nobody who trains, or knows of the training, has told it."""
+        return not self._params
 
     def rows(self, rows: Sequence[Row]) -> None:
         """Send what the server lacks of rows with ascending steps, as metrics `train/NAME`."""
@@ -132,17 +148,20 @@ class MlflowRun:
         new = [
             Metric(key, value, milliseconds, step)
             for key, value in named.items()
-            if not (key in self._last and self._has(key, step, value))
+            if self._last.get(key, -1) < step or not self._has(key, step, value)
         ]
         for batch in _batches(new, METRIC_BATCH):
             self.client.log_batch(self.run_id, metrics=batch)
-        self._last |= {m.key: max(step, self._last.get(m.key, step)) for m in new}
+        for metric in new:
+            self._last[metric.key] = max(step, self._last.get(metric.key, step))
+            self._history.get(metric.key, []).append(metric)
 
     def _has(self, key: str, step: int, value: float) -> bool:
-        history = self.client.get_metric_history(self.run_id, key)
+        if key not in self._history:
+            self._history[key] = self.client.get_metric_history(self.run_id, key)
         return any(
             m.step == step and (m.value == value or (math.isnan(m.value) and math.isnan(value)))
-            for m in history
+            for m in self._history[key]
         )
 
     def params(self, params: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,17 +52,27 @@ class Tracker:
         self._run: MlflowRun | None = None
         self._outage = console.Outage()
         self._silent = False
+        self._record: Callable[[Tracker], None] | None = None
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def open(cls, config: Config, workspace: Workspace, identity: str | None = None) -> Tracker:
+    def open(
+        cls,
+        config: Config,
+        workspace: Workspace,
+        identity: str | None = None,
+        record: Callable[[Tracker], None] | None = None,
+    ) -> Tracker:
         """Begin to tell what the workspace's log holds, and what the methods below are given.
 
         The MLflow run is the one noted in run.json, unless that belongs to another server or, by
         `identity` (the training's fingerprint, where the caller knows it), to another training.
+        `record` tells, by the methods below, what a run has been told by earlier commands; it is
+        asked where the run has nothing, as it was made anew.
         """
         tracker = cls(config, workspace, identity)
+        tracker._record = record
         if not config.tracking.uri:
             return tracker
         if find_spec("mlflow") is None:
@@ -195,6 +205,9 @@ class Tracker:
         self._log.offset = 0
         training = self._identity or known.get("training")
         self._note(run_id=run.run_id, training=training, behind=True)  # until it is closed
+        if self._record and run.is_bare:
+            self._record(self)
+        self._record = None
         return run
 
     def _known(self) -> dict[str, Any]:

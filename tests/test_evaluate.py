@@ -419,3 +419,25 @@ def test_mlflow_has_each_score_at_the_step_of_its_checkpoint(tmp_path: Path) -> 
     assert [(m.step, m.value) for m in history] == [(s, rows[s]["score"]) for s in rows]
     names = {file.path for file in client.list_artifacts(run_id, "evaluation")}
     assert "evaluation/report.html" in names
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_run_that_was_deleted_is_made_again_with_the_scores_of_before(tmp_path: Path) -> None:
+    from ddpm_core.mlflow_run import connect
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    run = Run(tmp_path, tracking={"uri": uri})
+    run.put_data(images=run.images[:550], labels=run.labels[:550])
+    runs = []
+    for step in (200, 400):
+        run.put_samples(step, step / 20)
+        rows = run.evaluate()
+        runs.append(run.workspace.read_json(RUN)["mlflow"]["run_id"])
+        connect(uri).delete_run(runs[-1])
+    assert runs[0] != runs[1]
+    made = connect(uri).get_run(runs[1])
+    assert made.info.run_name == "run-01234567"
+    assert made.data.tags["training"] == "0123456789abcdef"
+    assert made.data.params["prepare.image_size"] == "8"
+    history = connect(uri).get_metric_history(runs[1], "fd_in_domain_100")
+    assert sorted((m.step, m.value) for m in history) == [(s, rows[s]["score"]) for s in rows]

@@ -467,6 +467,21 @@ def test_what_mlflow_has_no_longer_is_registered_again(
     assert stale(project.config(), project.workspace) is None
 
 
+def test_another_store_is_told_of_settings_and_scores_too(store: str, tmp_path: Path) -> None:
+    project = Project(tmp_path, "digits-moved", store)
+    rows = project.score()
+    uri = f"sqlite:///{tmp_path}/other/mlflow.db"
+    config = project.config(tracking={"uri": uri, "experiment": "registry"})
+    client, run_id = connect(uri), register(config, project.workspace)["run_id"]
+    run = client.get_run(run_id)
+    assert run.info.run_name == "digits-moved-cafe" and run.data.tags["training"] == "cafe"
+    assert run.data.params["diffusion.timesteps"] == "50"
+    history = client.get_metric_history(run_id, rows[4]["score_name"])
+    assert [(m.step, m.value) for m in history] == [(step, rows[step]["score"]) for step in rows]
+    files = [file.path for file in client.list_artifacts(run_id, "evaluation")]
+    assert "evaluation/report.html" in files
+
+
 @pytest.mark.parametrize("mine", [True, False], ids=["its own", "another"])
 def test_a_champion_whose_files_are_gone_gives_way_and_is_made_again(
     store: str, rows: list[Row], tmp_path: Path, mine: bool

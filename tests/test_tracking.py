@@ -199,6 +199,63 @@ def test_params_tags_scores_and_files(server: Server, workspace: Workspace) -> N
     ]
 
 
+def test_scores_of_earlier_steps_are_sent_once_and_asked_for_once(
+    server: Server, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    ask, asked = MlflowClient.get_metric_history, []
+
+    def counted(client: Any, run: str, key: str) -> Any:
+        asked.append(key)
+        return ask(client, run, key)
+
+    monkeypatch.setattr(MlflowClient, "get_metric_history", counted)
+    for steps in ((800,), (200, 400, 600, 800)):
+        tracker = Tracker.open(config(server.uri), workspace)
+        for step in steps:
+            tracker.metrics(step, {"fid_500": step / 7})
+        tracker.close()
+    assert asked == ["fid_500"]
+    sent = [m[:2] for m in history(server.uri, run_id(workspace), "fid_500")]
+    assert sorted(sent) == [(step, step / 7) for step in steps]
+
+
+def test_what_a_run_was_told_before_is_told_to_a_bare_one_alone(
+    server: Server, workspace: Workspace
+) -> None:
+    asked: list[str] = []
+
+    def record(tracker: Tracker) -> None:
+        asked.append("")
+        tracker.params({"seed": 3})
+
+    for _ in range(2):
+        Tracker.open(config(server.uri), workspace, record=record).close()
+    assert len(asked) == 1
+    connect(server.uri).delete_run(run_id(workspace))
+    Tracker.open(config(server.uri), workspace, record=record).close()
+    assert connect(server.uri).get_run(run_id(workspace)).data.params == {"seed": "3"}
+
+
+def test_an_experiment_that_was_deleted_is_named_with_what_brings_it_back(
+    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = config(f"sqlite:///{tmp_path}/mlflow.db")
+    Tracker.open(given, workspace).close()
+    client = connect(given.tracking.uri)
+    place = client.get_experiment_by_name("tests").experiment_id
+    client.delete_experiment(place)
+    log_rows(workspace, range(1, 4))
+    Tracker.open(given, workspace).close()
+    told = capsys.readouterr().err
+    assert "The experiment 'tests' is deleted there" in told
+    assert f"`mlflow experiments restore -x {place}`, or set tracking.experiment" in told
+    client.restore_experiment(place)
+    Tracker.open(given, workspace).close()
+    assert_follows(given.tracking.uri, workspace)
+
+
 def test_the_run_names_its_data_and_training(server: Server, workspace: Workspace) -> None:
     source = {"uri": "shapes.zip", "sha256": "abc"}
     workspace.write_json("data/manifest.json", {"fingerprint": "feed", "source": source})

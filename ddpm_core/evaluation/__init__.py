@@ -10,4 +10,5 @@ judge           all scores of one set of images
 evaluate        the verb: every sampled checkpoint, its row, the files
 rows            rows of results.json, which of them compare, the best, the CSV files
 plots, report   what a person looks at
+told            what MLflow is told of it
 """

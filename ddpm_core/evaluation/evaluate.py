@@ -18,7 +18,7 @@ from ddpm_core.evaluation.freshness import outlived, row_key, sampled
 from ddpm_core.evaluation.judge import Judge
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.outputs import write_outputs
-from ddpm_core.evaluation.rows import evidence, named_metrics, problem_row
+from ddpm_core.evaluation.rows import evidence, problem_row
 from ddpm_core.generate.gather import Samples, open_samples
 from ddpm_core.generate.plan import chosen_steps
 from ddpm_core.ranking import Row, Scored, is_scored
@@ -179,14 +179,11 @@ def _tell(rows: list[Row], new: list[Row], first: Row | None) -> None:
 
 
 def _track(config: Config, workspace: Workspace, rows: list[Row]) -> None:
-    """Tell MLflow each new score at the step of its checkpoint, and give it the report."""
+    """Tell MLflow of new scores and of the report, which has them."""
     if not rows:
         return
-    from ddpm_core.tracking import Tracker
+    from ddpm_core.evaluation.told import open_tracker, tell
 
-    tracker = Tracker.open(config, workspace)
-    for row in rows:
-        tracker.metrics(row["step"], named_metrics(row))
-    for name in ("report.html", "evaluation_results.csv", "results.json"):
-        tracker.artifact(workspace.path(f"{EVALUATION}/{name}"), EVALUATION)
+    tracker = open_tracker(config, workspace, rows[-1])
+    tell(tracker, workspace)
     tracker.close()

@@ -12,6 +12,7 @@ from ddpm_core.checkpoint import Checkpoint, open_checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
+from ddpm_core.evaluation.told import open_tracker
 from ddpm_core.mlflow_run import shown
 from ddpm_core.ranking import Row, Rows, best
 from ddpm_core.reading import Shape
@@ -19,7 +20,6 @@ from ddpm_core.registry.card import as_description, write_card
 from ddpm_core.registry.gate import COPIES, Champion, Decision, Unfit, best_of, decide, verdict
 from ddpm_core.registry.models import PROMOTED, Registry, asking, has_files, lost, rows_of
 from ddpm_core.registry.package import CARD, CHECKPOINT, upload, write_checkpoint
-from ddpm_core.tracking import Tracker
 from ddpm_core.workspace import REGISTERED, RESULTS, RUN, SNAPSHOTS, Workspace, fingerprint
 
 KEPT = ("step", "score_name", "score", "evidence", "memorisation")  # of a row, with a version
@@ -52,7 +52,7 @@ def register(config: Config, workspace: Workspace) -> dict[str, Any]:
             "`ddpm sample` and `ddpm evaluate` first."
         )
     registry = Registry(config)
-    run_id = tracked_run(config, workspace)
+    run_id = tracked_run(config, workspace, row)
     with asking(registry.uri):
         before, champion = registry.announced(), registry.champion()
         decision = judge(config, workspace, registry, champion, row)
@@ -112,9 +112,9 @@ def identity(row: Row) -> dict[str, str]:
     }
 
 
-def tracked_run(config: Config, workspace: Workspace) -> str:
+def tracked_run(config: Config, workspace: Workspace, row: Row) -> str:
     """The MLflow run of the workspace, with all that MLflow lacked of it sent."""
-    Tracker.open(config, workspace).close()
+    open_tracker(config, workspace, row).close()
     known = workspace.read_json(RUN).get("mlflow", {})
     if known.get("uri") != config.tracking.uri or "run_id" not in known:
         raise UserError(f"MLflow at {shown(config.tracking.uri)} has no run of this workspace.")
