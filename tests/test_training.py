@@ -185,11 +185,36 @@ def test_a_line_half_written_is_no_row(tmp_path: Path) -> None:
         file.write('{"step": 4, "lo')
     assert [row["step"] for row in read_rows(log.path)] == [1, 2, 3]
     again = RunLog(log.path)
-    again.recover()
+    again.recover(9)
     again.append({"step": 3, "loss": 2.0})
     again.append({"step": 4, "loss": 2.0})
     assert [row["loss"] for row in read_rows(log.path)] == [1.0, 1.0, 1.0, 2.0]
     assert len(log.path.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("steps", "left"),
+    [
+        ([20, 30, 400000, 50, 60], [20, 30, 50, 60]),
+        ([20, 30, 400000], [20, 30]),
+        ([400000, 20], [20]),
+        ([20, 30, 4, 40], [20, 30, 40]),
+        ([10, 20, 30, 15, 20, 25, 30, 35], [10, 20, 25, 30, 35]),
+    ],
+)
+def test_a_row_of_a_damaged_step_keeps_no_other_out(
+    tmp_path: Path, steps: list[int], left: list[int]
+) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    log.path.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
+    log.recover(100)
+    log.append({"step": 70})
+    assert [row["step"] for row in read_rows(log.path)] == [*left, 70]
+
+
+def test_workers_wait_no_longer_than_clocks_can_count() -> None:
+    with pytest.raises(UserError, match=r"train\.worker_timeout: .* is needed"):
+        params.load(None, ["train.worker_timeout=1e15"])
 
 
 def test_rows_that_a_full_disk_refuses_are_written_with_the_next(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def keeping_records(
     if lease:
         mirror = workspace.storage.mirror(LOG, lease.fence)
         log = RunLog(mirror.path)
-        log.recover()
+        log.recover(config.train.steps)
         mirror.start()
         tracker = Tracker.open(config, workspace, identity=settings["train_fingerprint"])
         tracker.params(config.dump())

@@ -30,10 +30,13 @@ class RunLog:
         self._lock = threading.Lock()
         self._outage = Outage()
 
-    def recover(self) -> None:
-        """Drop what a killed process left half written. Raises UserError."""
+    def recover(self, end: int) -> None:
+        """Drop what a killed process left half written. Raises UserError.
+
+        A damaged row of a step beyond `end`, the last of the run, keeps no later row out.
+        """
         rows = list(read_rows(self.path))
-        self._last = max((row["step"] for row in rows), default=0)
+        self._last = max((row["step"] for row in rows if row["step"] <= end), default=0)
         if not self.path.exists():
             return
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -84,9 +87,23 @@ def _append(path: Path, data: bytes) -> None:
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The whole rows of a log, each step once.
 
-    The last segment of a run that lost its lease may hold steps that its follower made too.
+    The last segment of a run that lost its lease may hold steps that its follower made too. A row
+    of a later step than the next new one has is damaged.
     """
-    last = -1
+    last, held = -1, None
+    for row in _parsed(path):
+        if row["step"] <= last or (held and held["step"] == row["step"]):
+            continue
+        if held and held["step"] < row["step"]:
+            last = held["step"]
+            yield held
+        held = row
+    if held:
+        yield held
+
+
+def _parsed(path: Path) -> Iterator[dict[str, Any]]:
+    """Every line that is a row, in the order of the file."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -95,6 +112,5 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 row = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(row, dict) and type(row.get("step")) is int and row["step"] > last:
-                last = row["step"]
+            if isinstance(row, dict) and type(row.get("step")) is int:
                 yield row
