@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from models import write_checkpoint
 from strangers import ALONE, CPU, STEP, Strangers
 
 from ddpm_core.config import Config, Sample
@@ -17,7 +18,7 @@ from ddpm_core.errors import UserError
 from ddpm_core.generate import gather, plan
 from ddpm_core.generate.parts import Parts
 from ddpm_core.generate.sample import sample, stale
-from ddpm_core.workspace import Workspace, samples_key
+from ddpm_core.workspace import Workspace, samples_key, snapshot_key
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +181,18 @@ def test_a_batch_that_memory_can_not_hold_names_what_to_change(
 ) -> None:
     with pytest.raises(UserError, match=f"Out of memory with sample.batch_size {2**50}: lower it"):
         sample(with_sample(config, batch_size=2**50), workspace, ALONE)
+
+
+def test_a_prompt_that_is_cut_is_named(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace.open(str(tmp_path))
+    write_checkpoint(workspace.path(snapshot_key(4)), "text")
+    given = with_sample(config, count=2, batch_size=2, prompts=("a three", "é" * 33))
+    sample(given, workspace, ALONE)
+    told = capsys.readouterr().err.replace("\n", " ")
+    assert f"sample.prompts: '{'é' * 33}' is longer than 64 bytes" in told
+    assert told.count("longer than") == 1
 
 
 def test_guidance_is_refused_where_it_leads_nowhere() -> None:

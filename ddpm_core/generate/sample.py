@@ -16,6 +16,7 @@ from ddpm_core import compiling, memory
 from ddpm_core.checkpoint import Checkpoint, check_weights, fetch_weights
 from ddpm_core.config import Config
 from ddpm_core.console import progress, say, warn
+from ddpm_core.data.captions import is_cut
 from ddpm_core.distributed import World, choose_device
 from ddpm_core.errors import UserError
 from ddpm_core.generate import gather, plan
@@ -42,6 +43,8 @@ def sample(
         config = config.model_copy(update={"sample": settings})
     mine = [s for s in plan.shards(settings) if shard is None or s.number == shard[0]]
     checkpoints = plan.look_at_chosen(config, workspace, warn)
+    if world.rank == 0:
+        tell_cut(settings.prompts or ())
     attempts = [functools.partial(drawer_of, config, workspace, world, c) for c in checkpoints]
     work = list(plan.whole(config, attempts, warn))
     if shard is None and world.rank == 0:
@@ -121,6 +124,11 @@ class Drawer:
 
 def _nothing(count: int) -> None:
     """Images that are drawn once more are not counted twice."""
+
+
+def tell_cut(prompts: Sequence[str]) -> None:
+    for prompt in filter(is_cut, prompts):
+        warn(f"sample.prompts: {prompt!r:.100} is longer than 64 bytes, and cut as captions are.")
 
 
 def drawer_of(
