@@ -10,6 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
 from ddpm_core.durations import duration
 
+YEAR = 366 * 86400.0  # seconds; what waits counts in finer ones, which run over
+
 
 class Optimizer(Section):
     name: Literal["adam", "adamw"] = "adam"
@@ -46,7 +48,7 @@ class Train(Section):
     batch_size: Positive = 32
     microbatches: Positive = Field(1, description="gradient accumulation, for memory alone")
     processes: Auto | Positive = Field(1, description="auto: one a GPU")
-    worker_timeout: Annotated[float, Field(gt=0.0)] = Field(
+    worker_timeout: Annotated[float, Field(gt=0.0, le=YEAR)] = Field(
         300.0, description="seconds until a worker that does not answer counts as hung"
     )
     restarts: Annotated[int, Field(ge=0)] = Field(

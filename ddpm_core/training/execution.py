@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,9 +42,6 @@ class Execution:
     def scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """Loss scaling for fp16; for the others one that does nothing."""
         return torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def make_optimizer(

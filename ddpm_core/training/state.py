@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ def to_parts(state: TrainState, settings: dict[str, Any]) -> Parts:
     document = {
         "step": state.step,
         "position": state.step * state.config.train.batch_size,
-        "execution": state.execution.as_dict(),
+        "execution": asdict(state.execution),
         "scaler": state.scaler.state_dict(),
         "totals": {**state.totals.values(), "steps": state.totals.steps},
         "history": state.history,
