@@ -127,6 +127,12 @@ def test_a_model_that_copies_is_never_promoted() -> None:
     assert "copies training images" in decision.why
 
 
+def test_a_champion_that_copies_gives_way_whatever_the_scores() -> None:
+    decision = decide(row(10.0), Champion("7", [row(1.0)], copies=True), dict)
+    assert decision.promote
+    assert decision.why == "Promoted: the champion, version 7, copies training images."
+
+
 def test_of_versions_announced_at_once_all_find_the_same_to_be_the_best() -> None:
     scores = {"2": 11.0, "10": 9.0, "3": 9.0}
     for own, score in scores.items():
@@ -353,27 +359,39 @@ def test_what_copies_is_registered_but_not_promoted(
     assert not connect(store).get_registered_model(project.name).aliases
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_champion_that_is_found_to_copy_later_is_told(
-    store: str, rows: list[Row], tmp_path: Path, by_hand: bool
+def test_a_champion_that_is_found_to_copy_later_is_told_and_gives_way(
+    store: str, rows: list[Row], tmp_path: Path
 ) -> None:
-    project = Project(tmp_path, f"digits-found-out-{by_hand}", store)
+    project = Project(tmp_path, "digits-found-out", store)
     assert project.register(rows[0])["promoted"]
     found_out = {**rows[0], "memorisation": {"verdict": "copies"}}
     project.workspace.write_json(RESULTS, {"rows": [found_out]})
     assert "differs in memorisation" in str(stale(project.config(), project.workspace))
     record = project.register(found_out)
-    assert (record["version"], record["promoted"]) == ("2", False)
-    if by_hand:  # even so
-        connect(store).set_registered_model_alias(project.name, "champion", "2")
-        record = project.register(found_out)
-    assert not record["promoted"] and record["why"] == (
+    assert (record["version"], record["promoted"]) == ("1", False)
+    assert record["why"] == (
         "Not promoted: it copies training images, by the memorisation check. The champion, "
-        f"version {1 + by_hand}, is the same network: move the alias by hand."
+        "version 1, is the same network: it gives way to the next that does not copy."
     )
     assert project.champion().tags["memorisation"] == "copies"
     assert stale(project.config(), project.workspace) is None
-    assert len(project.versions()) == 2
+    worse = project.register(rows[1])
+    assert (worse["version"], worse["promoted"]) == ("2", True)
+    assert worse["why"] == "Promoted: the champion, version 1, copies training images."
+
+
+def test_a_verdict_that_comes_later_is_a_tag_and_no_second_version(
+    store: str, rows: list[Row], tmp_path: Path
+) -> None:
+    project = Project(tmp_path, "digits-looked-at-later", store)
+    unasked = {key: value for key, value in rows[0].items() if key != "memorisation"}
+    assert project.register(unasked)["promoted"]
+    assert project.champion().tags["memorisation"] == "unknown"
+    asked = {**unasked, "memorisation": {"verdict": "none"}}
+    record = project.register(asked)
+    assert (record["version"], record["promoted"]) == ("1", True)
+    assert project.champion().tags["memorisation"] == "none"
+    assert stale(project.config(), project.workspace) is None
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ class Unfit(Exception):
 class Champion:
     """A version that has the alias or is about to, with the rows it was measured by.
 
-    The newest row is the first.
+    The newest row is the first. `copies`: it was found later to copy training images.
     """
 
     version: str
     rows: list[Row]
+    copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ def decide(candidate: Row, champion: Champion | None, rescore: Callable[[], Row]
         )
     if champion is None:
         return Decision(True, "Promoted: there was no champion.")
+    if champion.copies:
+        return Decision(
+            True, f"Promoted: the champion, version {champion.version}, copies training images."
+        )
     for row in champion.rows:
         if row and not differences(row, candidate):
             return compare(candidate, champion, row, "")

@@ -35,8 +35,8 @@ class Registered(Shape):
 def register(config: Config, workspace: Workspace) -> dict[str, Any]:
     """Make the best checkpoint a version and move the alias if the gate allows it.
 
-    A checkpoint that is registered with the same score, evidence and verdict on copies already
-    makes no second version. The result is also registered.json. Raises UserError where MLflow is
+    A checkpoint that is registered with the same score and evidence already makes no second
+    version. The result is also registered.json. Raises UserError where MLflow is
     away or nothing is scored.
     """
     row = best_row(workspace)
@@ -56,12 +56,14 @@ def register(config: Config, workspace: Workspace) -> dict[str, Any]:
     with asking(registry.uri):
         before, champion = registry.announced(), registry.champion()
         decision = judge(config, workspace, registry, champion, row)
-        version = registry.find(identity(row)) or publish(registry, checkpoint, row, run_id)
+        version = registry.find(network(row)) or publish(registry, checkpoint, row, run_id)
         while number(now := registry.champion()) != number(champion):  # another was registered
             champion = now
             decision = judge(config, workspace, registry, champion, row)
         decision = denounced(registry, champion, row, decision)
         registry.tag(version, "decision", decision.why)
+        if verdict(row) not in ("unknown", version.tags.get("memorisation")):  # asked only now
+            registry.tag(version, "memorisation", verdict(row))
         if decision.promote:
             decision = promote(registry, version, decision, row, before)
     record = recorded(registry, version, decision, row) | {"run_id": run_id, "uri": registry.uri}
@@ -102,14 +104,18 @@ def best_row(workspace: Workspace) -> Row:
     return row
 
 
-def identity(row: Row) -> dict[str, str]:
-    """What makes two versions the same one: the weights, what they were measured by, and copies."""
+def network(row: Row) -> dict[str, str]:
+    """What makes two versions the same one: the weights, and what they were measured by."""
     return {
         "weights": str(row["evidence"]["weights"]),
         "score_name": str(row["score_name"]),
         "evidence_key": fingerprint(row["evidence"]),
-        "memorisation": verdict(row),
     }
+
+
+def identity(row: Row) -> dict[str, str]:
+    """The same, and the verdict on copies: with another one there is something to do."""
+    return {**network(row), "memorisation": verdict(row)}
 
 
 def tracked_run(config: Config, workspace: Workspace, row: Row) -> str:
@@ -133,7 +139,7 @@ def judge(
         return decide(row, None, dict)
     whole = has_files(registry.client, version)
     rows = rows_of(version) if whole else []  # no score counts of what nobody can load
-    if verdict(row) != COPIES and any(identity(found) == identity(row) for found in rows):
+    if verdict(row) != COPIES and any(network(found) == network(row) for found in rows):
         told = str(version.tags.get("decision", ""))
         moved = "It is the champion: the alias was moved to it."
         return Decision(True, told if told.startswith("Promoted") else moved)
@@ -146,7 +152,8 @@ def judge(
         say(f"register: the champion, version {version.version}, is sampled and scored anew.")
         return rescore(config, workspace, registry.checkpoint(version), row)
 
-    decision = decide(row, Champion(number(version), rows), measure_anew)
+    copies = version.tags.get("memorisation") == COPIES
+    decision = decide(row, Champion(number(version), rows, copies), measure_anew)
     if decision.rescored:
         registry.tag(version, "rescored", json.dumps(short(decision.rescored)))
     return decision
@@ -158,7 +165,10 @@ def denounced(registry: Registry, champion: Any | None, row: Row, decision: Deci
     if verdict(row) != COPIES or weights != row["evidence"]["weights"]:
         return decision
     registry.tag(champion, "memorisation", COPIES)
-    told = f"The champion, version {number(champion)}, is the same network: move the alias by hand."
+    told = (
+        f"The champion, version {number(champion)}, is the same network: it gives way to the next "
+        "that does not copy."
+    )
     return replace(decision, why=f"{decision.why} {told}")
 
 
