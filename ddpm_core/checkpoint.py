@@ -228,12 +228,16 @@ def look_at_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
 
 
 def check_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str) -> None:
-    """Raise Corrupt unless the file that `load(ema)` reads lies there as it was written."""
+    """Raise Corrupt unless the file that `load(ema)` reads is as it was written.
+
+    Of the others the sizes are looked at: what is sampled may be registered, which takes them all.
+    """
+    key = snapshot_key(checkpoint.step)
+    if damage := workspace.damage(key):
+        raise Corrupt(damage)
     name = checkpoint.weights_name(ema)
-    found = workspace.storage.checksum(f"{snapshot_key(checkpoint.step)}/{name}")
-    if found != checkpoint.checksums[name]:
-        what = "was changed or damaged: its checksum differs" if found else "is missing"
-        raise Corrupt(f"{step_name(checkpoint.step)}/{name} {what}.")
+    if workspace.storage.checksum(f"{key}/{name}") != checkpoint.checksums[name]:
+        raise Corrupt(f"{key}/{name} was changed or damaged: its checksum differs.")
 
 
 def fetch_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str) -> Checkpoint:

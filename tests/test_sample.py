@@ -253,7 +253,9 @@ def test_checkpoints_that_are_not_there_are_named(trained: Path, wanted: str) ->
     assert "step 5 (there: 6, 8, 12)" in said or "nothing is scored yet" in said
 
 
-@pytest.mark.parametrize("file", ["ema-0.9.safetensors", "config.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "file", ["ema-0.9.safetensors", "model.safetensors", "config.json", "manifest.json"]
+)
 def test_a_damaged_checkpoint_is_left_out_of_all_and_named(trained: Path, file: str) -> None:
     folder = new_run(trained, f"rotten-{file}", CLASSES)
     snapshots = folder / "workspace/snapshots"

@@ -63,7 +63,7 @@ def told_without(from_step: int | None) -> Iterator[None]:
     try:
         yield
     except Interrupted as stop:
-        if from_step is None:
+        if from_step is None or isinstance(stop, distributed.WorkerLost):
             raise
         raise Interrupted(
             f"{stop} Leave out --from-step {from_step}, which would begin there once more.",
