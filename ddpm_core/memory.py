@@ -12,7 +12,7 @@ from ddpm_core.errors import UserError
 
 @contextmanager
 def explained(advice: str) -> Iterator[None]:
-    """Raises UserError in the place of an error of memory; `advice` says with what, and what helps."""
+    """Raises UserError in the place of an error of memory; `advice` says with what it came."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
