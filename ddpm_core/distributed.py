@@ -1,8 +1,7 @@
-"""Which worker this is, of how many, on which device; and what workers tell each other."""
+"""Which worker this is, of how many; and what workers tell each other."""
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ddpm_core.console import warn
+from ddpm_core.devices import choose_device, is_one
 from ddpm_core.errors import Interrupted, UserError
 from ddpm_core.meeting import agree
 
@@ -110,59 +109,6 @@ class WorkerLost(Interrupted):
         )
 
 
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of `device: auto | cpu | mps | cuda[:N]`. Raises UserError if it is not there."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    mps = torch.backends.mps.is_available()
-    if name == "auto":
-        suits = gpus and not _too_old(local_rank % gpus, warned=True)
-        name = "cuda" if suits else "mps" if mps else "cpu"
-    if (name.startswith("cuda") and not gpus) or (name == "mps" and not mps):
-        raise UserError(f"device: {name} given; this machine has none that PyTorch can use.")
-    if name == "cuda":
-        name = f"cuda:{local_rank % gpus}"
-    device = torch.device(name)
-    if device.type == "cuda":
-        index = device.index or 0
-        if index >= gpus:
-            raise UserError(f"device: {name} given; there are {gpus} GPUs.")
-        if old := _too_old(index):
-            raise UserError(f"device: {name} given. {old}")
-        make_repeatable()
-    return device
-
-
-@functools.cache
-def _too_old(index: int, warned: bool = False) -> str:
-    """What to do about a GPU that PyTorch was not built for; empty where it was."""
-    built = [int(re.sub(r"\D", "", name)) for name in torch.cuda.get_arch_list() if "sm_" in name]
-    major, minor = torch.cuda.get_device_capability(index)
-    if not built or 10 * major + minor >= min(built):
-        return ""
-    told = (
-        f"The GPU {torch.cuda.get_device_name(index)} has compute capability {major}.{minor} and "
-        f"is not used: this PyTorch was built for {min(built) / 10:.1f} and later. With a PyTorch "
-        "that was built for it, it is."
-    )
-    if warned:
-        warn(told)
-    return told
-
-
-def make_repeatable() -> None:
-    """Make CUDA's kernels those that give the same bits each time, and fp32 fp32.
-
-    cuDNN rounds the inputs of convolutions to TF32 unless it is told not to; sums by atomic
-    additions, and kernels that are chosen by timing them, differ from run to run.
-    """
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.deterministic = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
-
-
 @contextmanager
 def world(device: str, environment: Mapping[str, str], timeout: float = TIMEOUT) -> Iterator[World]:
     """The world that torchrun describes in the environment; without it, one worker alone.
@@ -178,7 +124,7 @@ def world(device: str, environment: Mapping[str, str], timeout: float = TIMEOUT)
     if size == 1:
         yield World(0, 1, chosen, timeout, agent)
         return
-    if _is_one(chosen.type, device):
+    if is_one(chosen.type, device):
         raise UserError(
             f"{size} workers given, but device {device} here is one, which they can't share: "
             "set train.processes: 1, or device: cpu."
@@ -213,25 +159,3 @@ def _meet(device: torch.device, starting: World, timeout: float) -> dist.Process
             return None
         group = dist.new_group(timeout=timedelta(seconds=timeout))
         return None if isinstance(group, int) else group
-
-
-def processes(wanted: str | int, device: str) -> int:
-    """How many workers `train.processes` asks for on this machine: auto is one a GPU.
-
-    Raises UserError for more than there are GPUs: two can't talk by NCCL on the same one.
-    """
-    kind = choose_device(device).type
-    gpus = torch.cuda.device_count() if kind == "cuda" and not _is_one(kind, device) else 0
-    if wanted == "auto":
-        return gpus or 1
-    if gpus and int(wanted) > gpus:
-        raise UserError(
-            f"{wanted} workers given; there are {gpus} GPUs, and each takes one: give at most as "
-            "many, or device: cpu."
-        )
-    return int(wanted)
-
-
-def _is_one(kind: str, setting: str) -> bool:
-    """Whether a setting of `device` means the same one for every worker."""
-    return kind == "mps" or setting.startswith("cuda:")

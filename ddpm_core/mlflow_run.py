@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from ddpm_core.errors import UserError, require
 from ddpm_core.logtail import Row
+from ddpm_core.masking import masked
 
 REQUEST_TIMEOUT = 10  # seconds; MLflow itself waits 120
 PARAM_LENGTH, TAG_LENGTH = 6000, 8000  # what a server takes
@@ -26,11 +27,6 @@ METRIC_BATCH, PARAM_BATCH = 1000, 100
 KIND = "mlflow.experimentKind"  # whether the UI speaks of training or of language models
 
 T = TypeVar("T")
-
-# Of a URI: with http(s) all that stands before the host, since tokens are given as user
-# (TOKEN:x-oauth-basic@), as password (oauth2:TOKEN@) and alone; elsewhere the password. It may
-# itself hold an @; ssh://git@host holds nothing secret.
-_SECRET = re.compile(r'(https?://)[^/\s"]*@|(://[^/\s":]*:)[^/\s"]*@', re.IGNORECASE)
 
 
 def connect(uri: str) -> Any:
@@ -57,11 +53,6 @@ def sqlite_path(uri: str) -> Path | None:
     """The file of a sqlite:/// URI."""
     prefix = "sqlite:///"
     return Path(uri.removeprefix(prefix)) if uri.startswith(prefix) else None
-
-
-def shown(text: str) -> str:
-    """A text without the passwords and tokens that its URIs may hold."""
-    return _SECRET.sub(r"\1\2***@", text)
 
 
 def find_experiment(client: Any, uri: str, name: str) -> str:
@@ -168,7 +159,7 @@ class MlflowRun:
         """Send params, flattened. A server keeps the first value; a later one becomes a tag."""
         from mlflow.entities import Param
 
-        flat = {key: shown(value)[:PARAM_LENGTH] for key, value in flatten(params).items()}
+        flat = {key: masked(value)[:PARAM_LENGTH] for key, value in flatten(params).items()}
         new = {key: value for key, value in flat.items() if key not in self._params}
         for batch in _batches(list(new.items()), PARAM_BATCH):
             self.client.log_batch(self.run_id, params=[Param(*item) for item in batch])
@@ -178,7 +169,7 @@ class MlflowRun:
     def tags(self, tags: Mapping[str, Any]) -> None:
         from mlflow.entities import RunTag
 
-        items = [RunTag(key, shown(_text(value))[:TAG_LENGTH]) for key, value in tags.items()]
+        items = [RunTag(key, masked(_text(value))[:TAG_LENGTH]) for key, value in tags.items()]
         for batch in _batches(items, PARAM_BATCH):
             self.client.log_batch(self.run_id, tags=batch)
 
@@ -187,7 +178,7 @@ class MlflowRun:
         from mlflow.entities import Dataset, DatasetInput
 
         if fingerprint not in self._datasets:
-            data = Dataset(shown(name), fingerprint, "ddpm", shown(json.dumps(source)))
+            data = Dataset(masked(name), fingerprint, "ddpm", masked(json.dumps(source)))
             self.client.log_inputs(self.run_id, [DatasetInput(data)])
             self._datasets.add(fingerprint)
 

@@ -20,7 +20,8 @@ from ddpm_core import console
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 from ddpm_core.logtail import Log
-from ddpm_core.mlflow_run import MlflowRun, is_active, is_refusal, shown
+from ddpm_core.masking import masked
+from ddpm_core.mlflow_run import MlflowRun, is_active, is_refusal
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, LOG, RUN, Workspace
 
@@ -63,16 +64,19 @@ class Tracker:
         workspace: Workspace,
         identity: str | None = None,
         record: Callable[[Tracker], None] | None = None,
+        log: Path | None = None,
     ) -> Tracker:
         """Begin to tell what the workspace's log holds, and what the methods below are given.
 
         The MLflow run is the one noted in run.json, unless that belongs to another server or, by
         `identity` (the training's fingerprint, where the caller knows it), to another training.
         `record` tells, by the methods below, what a run has been told by earlier commands; it is
-        asked where the run has nothing, as it was made anew.
+        asked where the run has nothing, as it was made anew. `log`: the workspace's, where it is
+        written now.
         """
         tracker = cls(config, workspace, identity)
         tracker._record = record
+        tracker._log = Log(log) if log else tracker._log
         if not config.tracking.uri:
             return tracker
         if find_spec("mlflow") is None:
@@ -108,11 +112,6 @@ class Tracker:
         """A file, read when it is sent."""
         self._put("artifact", str(path), folder)
 
-    def follow(self, path: Path) -> None:
-        """Follow this log instead of the workspace's own."""
-        if path != self._log.path:
-            self._log = Log(path)
-
     def close(self, timeout: float = 30.0, status: str = "FINISHED") -> None:
         """Send what is left, for at most `timeout` seconds, and end the MLflow run.
 
@@ -133,7 +132,7 @@ class Tracker:
             console.warn(f"What MLflow lacks could not be noted in {RUN}: {error}")
         if lacking or unsent:
             console.warn(
-                f"MLflow at {shown(self._uri)} still lacks {lacking} rows of {self._log.path.name}"
+                f"MLflow at {masked(self._uri)} still lacks {lacking} rows of {self._log.path.name}"
                 f" and {len(unsent)} other entries. They are kept, and the next command on this "
                 "workspace sends them."
             )
@@ -229,13 +228,13 @@ class Tracker:
     def _has_failed(self, error: Exception) -> None:
         if not self._silent:
             self._outage.begins(
-                f"MLflow at {shown(self._uri)} cannot be used: {reason(error)} The work goes on; "
+                f"MLflow at {masked(self._uri)} cannot be used: {reason(error)} The work goes on; "
                 "what MLflow lacks is sent later."
             )
 
     def _has_answered(self) -> None:
         if not self._silent:
-            self._outage.ends(f"MLflow at {shown(self._uri)} is back and has got what it lacked.")
+            self._outage.ends(f"MLflow at {masked(self._uri)} is back and has got what it lacked.")
 
 
 def _sendable(entries: Any, root: str) -> list[Entry]:
@@ -263,7 +262,7 @@ def _below(path: Any, root: str) -> bool:
 
 def reason(error: Exception) -> str:
     """An error of MLflow or of what it stands on, in a few words and without passwords."""
-    text = shown(" ".join(str(error).split())) or type(error).__name__
+    text = masked(" ".join(str(error).split())) or type(error).__name__
     for said, meaning in MEANINGS.items():
         if re.search(said, text, re.IGNORECASE):
             return meaning

@@ -18,6 +18,7 @@ from ddpm_core.workspace import (
     EVALUATION,
     LOG,
     METRICS,
+    RESULTS,
     Workspace,
     samples_key,
     snapshot_key,
@@ -141,7 +142,7 @@ def samples_facts(workspace: Workspace, step: int, part: str) -> Facts:
 
 def scores(workspace: Workspace) -> tuple[Facts, Facts, str]:
     """Of an evaluation: its facts, metrics.json, and a table of its rows in Markdown."""
-    results = workspace.read_json(f"{EVALUATION}/results.json")
+    results = workspace.read_json(RESULTS)
     rows, best = results["rows"], results["best"]
     facts = {
         "workspace": workspace.uri,

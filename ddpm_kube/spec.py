@@ -10,7 +10,8 @@ from pathlib import PurePosixPath
 import yaml
 
 from ddpm_core.config import Config
-from ddpm_core.mlflow_run import flatten, shown
+from ddpm_core.masking import masked
+from ddpm_core.mlflow_run import flatten
 from ddpm_kube.names import job_name
 from ddpm_kube.options import Options, amount, refusal
 
@@ -155,8 +156,8 @@ def _secrets(spec: JobSpec) -> Iterator[str]:
     options = spec.options
     given = {"env": options.env, "annotations": options.annotations}
     for key, text in flatten({**spec.config.dump(), **given}).items():
-        if (masked := shown(text)) != text:
-            yield f"{key}: {masked} holds a password or token; give it as a Secret"
+        if (safe := masked(text)) != text:
+            yield f"{key}: {safe} holds a password or token; give it as a Secret"
     for name in sorted(options.env):
         if _SECRET.search(name):
             yield f"env: {name} looks like a secret; put it into a Secret, and name that in secrets"

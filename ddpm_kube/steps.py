@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from ddpm_core import params
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
-from ddpm_core.mlflow_run import shown
+from ddpm_core.masking import masked
 from ddpm_core.workspace import Workspace
 from ddpm_kube import options
 from ddpm_kube.options import Options
@@ -61,7 +61,7 @@ def _quoted(text: str) -> str:
 
 def must_hold_no_secret(text: str) -> None:
     """Raise UserError where a URI in what KFP is told holds a password or token."""
-    if shown(text) != text:
+    if masked(text) != text:
         raise UserError(
             "A URI among the inputs holds a password or token, and KFP shows and logs them: "
             "leave it out. MLflow's go into the Secret ddpm-mlflow, as MLFLOW_TRACKING_USERNAME "
@@ -165,7 +165,7 @@ def parts(config: Config, workspace: Workspace) -> list[str]:
     A checkpoint whose samples are there has one part all the same, which checks them, so that each
     checkpoint is in the lineage and the loop is never empty.
     """
-    from ddpm_core.distributed import choose_device
+    from ddpm_core.devices import choose_device
     from ddpm_core.generate import gather, plan
     from ddpm_core.generate.parts import Parts
     from ddpm_core.generate.sample import recipe_on

@@ -18,8 +18,9 @@ from digits_workspace import digits, make_config, put_data
 from program import TINY, ddpm, environment, new_run, prepare_run
 from runs import at_start, bits, distance, final, of_file, rows
 
-from ddpm_core import distributed
-from ddpm_core.distributed import LOST, WorkerLost, World, choose_device, processes, world
+from ddpm_core import devices, distributed
+from ddpm_core.devices import choose_device, processes
+from ddpm_core.distributed import LOST, WorkerLost, World, world
 from ddpm_core.errors import UserError
 from ddpm_core.training import launcher, stopping
 from ddpm_core.training.stopping import StopRequest
@@ -194,7 +195,7 @@ def test_a_worker_that_was_started_does_not_ask_how_many_there_should_be(
 def test_kernels_of_a_gpu_are_those_that_give_the_same_bits_each_time() -> None:
     code = """
         import os, torch
-        from ddpm_core.distributed import make_repeatable
+        from ddpm_core.devices import make_repeatable
         assert torch.backends.cudnn.allow_tf32
         make_repeatable()
         import torch._inductor.config as inductor
@@ -268,11 +269,11 @@ def has(
     monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, capability: tuple[int, int] = (9, 0)
 ) -> None:
     """What PyTorch says of the machine."""
-    distributed._too_old.cache_clear()
+    devices._too_old.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
-    monkeypatch.setattr(distributed, "make_repeatable", lambda: None)  # of the whole process
+    monkeypatch.setattr(devices, "make_repeatable", lambda: None)  # of the whole process
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)

@@ -15,7 +15,7 @@ import yaml
 
 from ddpm_core import params
 from ddpm_core.errors import UserError
-from ddpm_core.mlflow_run import shown
+from ddpm_core.masking import masked
 from ddpm_core.training.identity import identity
 from ddpm_kube import cli, options
 from ddpm_kube.job import HASH, PARAMS, RUN, build
@@ -316,9 +316,9 @@ def test_what_cannot_work_is_refused(settings: tuple[str, ...], given: Settings,
     ],
 )
 def test_a_password_or_token_in_a_uri_is_refused_and_not_repeated(uri: str, told: str) -> None:
-    assert shown(uri) == told
+    assert masked(uri) == told
     for text in (f'{{"uri": "{uri}"}}', f"from {uri} and http://host:80/x@y"):
-        assert shown(text) == text.replace(uri, told)
+        assert masked(text) == text.replace(uri, told)
     sentence = refused(f"prepare.source={uri}")
     assert f"prepare.source: {told} holds a password or token" in sentence
     assert "hunter2" not in sentence and "er2" not in sentence
@@ -358,7 +358,7 @@ def test_what_works_is_taken(settings: tuple[str, ...], given: Settings) -> None
     ],
 )
 def test_a_uri_without_a_secret_is_shown_whole_and_taken(uri: str) -> None:
-    assert shown(uri) == uri
+    assert masked(uri) == uri
     assert spec((f"prepare.source={uri}",)).config.prepare.source == uri
 
 

@@ -24,7 +24,8 @@ from mlflow_server import QUIET, Server, free_port, shared_server, wait_until
 from ddpm_core import params
 from ddpm_core.config import Config
 from ddpm_core.logtail import Log
-from ddpm_core.mlflow_run import MlflowRun, connect, flatten, shown
+from ddpm_core.masking import masked
+from ddpm_core.mlflow_run import MlflowRun, connect, flatten
 from ddpm_core.tracking import Tracker, reason
 from ddpm_core.workspace import LOG, RUN, Workspace
 
@@ -482,7 +483,7 @@ def test_no_uri_means_no_tracking_and_no_import(tmp_path: Path) -> None:
             params.validate({{"tracking": {{"uri": ""}}}}), Workspace.open({str(tmp_path)!r})
         )
         tracker.params({{"a": 1}}); tracker.tags({{}}); tracker.metrics(1, {{"a": 1.0}})
-        tracker.artifact(Path("x")); tracker.follow(Path("log.jsonl")); tracker.close()
+        tracker.artifact(Path("x")); tracker.close()
         assert "mlflow" not in sys.modules and "torch" not in sys.modules
         assert threading.active_count() == 1
     """
@@ -535,10 +536,10 @@ def test_nested_params_are_flat() -> None:
 
 
 def test_a_password_in_the_uri_is_not_shown() -> None:
-    assert shown("https://me:secret@host:5000/x") == "https://***@host:5000/x"
-    assert shown("https://TOKEN:x-oauth-basic@host/r.git") == "https://***@host/r.git"
-    assert shown("sqlite:////a/b.db") == "sqlite:////a/b.db"
-    assert shown("from s3://u:p@ss and http://h:80/x") == "from s3://u:***@ss and http://h:80/x"
+    assert masked("https://me:secret@host:5000/x") == "https://***@host:5000/x"
+    assert masked("https://TOKEN:x-oauth-basic@host/r.git") == "https://***@host/r.git"
+    assert masked("sqlite:////a/b.db") == "sqlite:////a/b.db"
+    assert masked("from s3://u:p@ss and http://h:80/x") == "from s3://u:***@ss and http://h:80/x"
 
 
 def test_a_server_that_hangs_up_has_no_password_told(

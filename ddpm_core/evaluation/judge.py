@@ -11,7 +11,7 @@ import torch
 from ddpm_core.config import Config, Evaluate
 from ddpm_core.console import progress
 from ddpm_core.data.dataset import PackedDataset, open_dataset
-from ddpm_core.distributed import choose_device
+from ddpm_core.devices import choose_device
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import memorisation, metrics, pixel_pca
 from ddpm_core.evaluation.extractors import Extractor, chosen

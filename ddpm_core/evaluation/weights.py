@@ -11,7 +11,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
-from ddpm_core.mlflow_run import shown
+from ddpm_core.masking import masked
 from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.storage.client import connect, split
 from ddpm_core.workspace import EVALUATION, Workspace, fingerprint
@@ -57,10 +57,10 @@ def _fetched(uri: str, wanted: str, workspace: Workspace) -> Path:
     storage, file = workspace.storage, f"{key}/{name}"
     kept = storage.exists(f"{key}/{MANIFEST}") and storage.size(file) is not None
     if not kept or (wanted and storage.checksum(file) != wanted):
-        say(f"evaluate: fetching {shown(uri)}")
-        with storage.new_folder(key, {"uri": shown(uri)}) as folder:
+        say(f"evaluate: fetching {masked(uri)}")
+        with storage.new_folder(key, {"uri": masked(uri)}) as folder:
             _fetch(uri, folder / name)
-            _must_be(folder / name, wanted, shown(uri))
+            _must_be(folder / name, wanted, masked(uri))
     return workspace.path(file)
 
 
@@ -68,12 +68,12 @@ def _fetch(uri: str, path: Path) -> None:
     scheme = urlsplit(uri).scheme
     if scheme not in ("http", "https", "s3"):
         raise UserError(
-            f"evaluate.inception_weights: {shown(uri)!r} given; a file, or a URI that begins with "
+            f"evaluate.inception_weights: {masked(uri)!r} given; a file, or a URI that begins with "
             "file://, http://, https:// or s3://, is needed."
         )
     if "@" in urlsplit(uri).netloc:
         raise UserError(
-            f"evaluate.inception_weights: {shown(uri)} has a user or password, which is not "
+            f"evaluate.inception_weights: {masked(uri)} has a user or password, which is not "
             "supported: fetch the file yourself, and give its path."
         )
     for attempt in range(1, ATTEMPTS + 1):
@@ -85,8 +85,8 @@ def _fetch(uri: str, path: Path) -> None:
         except Exception as error:  # boto3 and urllib have families of their own
             if attempt == ATTEMPTS or _is_final(error):
                 raise UserError(
-                    f"evaluate.inception_weights: {shown(uri)} cannot be fetched: "
-                    f"{shown(str(error))}."
+                    f"evaluate.inception_weights: {masked(uri)} cannot be fetched: "
+                    f"{masked(str(error))}."
                 ) from error
             time.sleep(attempt)
 

@@ -17,7 +17,8 @@ from ddpm_core.checkpoint import Checkpoint, check_weights, fetch_weights
 from ddpm_core.config import Config
 from ddpm_core.console import progress, say, warn
 from ddpm_core.data.captions import is_cut
-from ddpm_core.distributed import World, choose_device
+from ddpm_core.devices import choose_device
+from ddpm_core.distributed import World
 from ddpm_core.errors import UserError
 from ddpm_core.generate import gather, plan
 from ddpm_core.generate.images import Generator

@@ -11,7 +11,7 @@ from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.evaluation.extractors import SPACES
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.rows import named_metrics
-from ddpm_core.mlflow_run import shown
+from ddpm_core.masking import masked
 from ddpm_core.ranking import Row
 
 LISTED = 20  # classes that are named
@@ -137,7 +137,7 @@ def _data(data: Mapping[str, Any]) -> Iterator[str]:
         yield f"{data['count']:,} images, fingerprint `{data['fingerprint']}`"
     for key, value in (data.get("source") or {}).items():
         if isinstance(value, str | int):
-            yield f"source {key}: {_plain(shown(str(value)))}"
+            yield f"source {key}: {_plain(masked(str(value)))}"
     names, counts = data.get("classes") or [], data.get("class_counts") or []
     listed = [f"{_plain(name)} ({count})" for name, count in zip(names, counts, strict=False)]
     if listed:
@@ -164,7 +164,7 @@ def _settings(checkpoint: Checkpoint) -> str:
     """What made the model, without the places of one machine and passwords in URIs."""
     given = {k: v for k, v in checkpoint.params.dump().items() if k not in ELSEWHERE}
     text = yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100)
-    return shown(text).rstrip()
+    return masked(text).rstrip()
 
 
 def _list(lines: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import UserError
-from ddpm_core.mlflow_run import shown
+from ddpm_core.masking import masked
 from ddpm_core.registry.models import Registry, asking, fetch_to, row_of
 from ddpm_core.tracking import reason
 
@@ -43,7 +43,7 @@ class Current:
         self._drawing = threading.Lock()
         self._told = ""
         self.loaded: Loaded | None = None
-        self.trouble = f"MLflow at {shown(config.tracking.uri)} has not been asked yet."
+        self.trouble = f"MLflow at {masked(config.tracking.uri)} has not been asked yet."
 
     def look(self) -> None:
         """Ask MLflow once who the champion is, and load it if it is a new one. Never raises."""
@@ -56,7 +56,7 @@ class Current:
             if version is None:
                 raise UserError(
                     f"{registry.name} has no version with the alias {registry.alias!r} at "
-                    f"{shown(registry.uri)}; `ddpm register` gives it to one."
+                    f"{masked(registry.uri)}; `ddpm register` gives it to one."
                 )
             kind = f"version {version.version}"
             if self.loaded is None or self.loaded.key != _key(version):

@@ -14,7 +14,8 @@ from typing import Any
 
 from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError, require
-from ddpm_core.mlflow_run import connect, is_refusal, shown, sqlite_path
+from ddpm_core.masking import masked
+from ddpm_core.mlflow_run import connect, is_refusal, sqlite_path
 from ddpm_core.ranking import Scored
 from ddpm_core.reading import conforming, parse_object
 from ddpm_core.registry.package import CHECKPOINT
@@ -206,4 +207,4 @@ def asking(uri: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # MLflow's, or whatever the network raises
-        raise UserError(f"MLflow at {shown(uri)} cannot be used: {reason(error)}") from error
+        raise UserError(f"MLflow at {masked(uri)} cannot be used: {reason(error)}") from error

@@ -17,7 +17,7 @@ from typing import Any
 import ddpm_core
 from ddpm_core.checkpoint import SETTINGS, Checkpoint
 from ddpm_core.errors import require
-from ddpm_core.mlflow_run import shown
+from ddpm_core.masking import masked
 from ddpm_core.reading import read_object
 from ddpm_core.registry.request import FIELDS
 from ddpm_core.storage import seal
@@ -50,7 +50,7 @@ def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Pa
         settings["params"].pop(key, None)
     weights = checkpoint.weights_name(sampled["ema"])
     shutil.copyfile(checkpoint.folder / weights, folder / weights)
-    text = shown(json.dumps(settings, indent=1))
+    text = masked(json.dumps(settings, indent=1))
     (folder / SETTINGS).write_text(text + "\n", encoding="utf-8")
     seal(folder)
 

@@ -13,7 +13,7 @@ from ddpm_core.config import Config, Sample
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.told import open_tracker
-from ddpm_core.mlflow_run import shown
+from ddpm_core.masking import masked
 from ddpm_core.ranking import Row, Rows, best
 from ddpm_core.reading import Shape
 from ddpm_core.registry.card import as_description, write_card
@@ -123,7 +123,7 @@ def tracked_run(config: Config, workspace: Workspace, row: Row) -> str:
     open_tracker(config, workspace, row).close()
     known = workspace.read_json(RUN).get("mlflow", {})
     if known.get("uri") != config.tracking.uri or "run_id" not in known:
-        raise UserError(f"MLflow at {shown(config.tracking.uri)} has no run of this workspace.")
+        raise UserError(f"MLflow at {masked(config.tracking.uri)} has no run of this workspace.")
     return str(known["run_id"])
 
 

@@ -11,7 +11,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
 from ddpm_core.checkpoint import Checkpoint
-from ddpm_core.distributed import choose_device
+from ddpm_core.devices import choose_device
 from ddpm_core.errors import UserError
 from ddpm_core.generate.conditions import Conditions
 from ddpm_core.generate.images import Generator

@@ -9,7 +9,7 @@ import yaml
 
 from ddpm_core.config import Config
 from ddpm_core.data.dataset import PackedDataset, open_dataset
-from ddpm_core.distributed import choose_device
+from ddpm_core.devices import choose_device
 from ddpm_core.models.unet import UNet
 from ddpm_core.training.execution import Execution
 from ddpm_core.training.initial import network_config

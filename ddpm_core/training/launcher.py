@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from ddpm_core import distributed
+from ddpm_core import devices, distributed
 from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.data.dataset import open_dataset
@@ -39,7 +39,7 @@ def train(
     count = (
         int(environment["WORLD_SIZE"])
         if worker
-        else distributed.processes(config.train.processes, config.device)
+        else devices.processes(config.train.processes, config.device)
     )
     if dry_run:
         typer.echo(describe(config, workspace, count))
@@ -51,7 +51,7 @@ def train(
     if int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)):
         from_step = None  # was honoured by the first start
     with told_without(from_step):
-        distributed.choose_device(config.device)
+        devices.choose_device(config.device)
         data = open_dataset(workspace)  # before the workers meet, so that none waits while it comes
         with distributed.world(config.device, environment, config.train.worker_timeout) as world:
             train_here(config, workspace, data, world, Policy(strict, from_step))

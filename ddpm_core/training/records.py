@@ -36,9 +36,9 @@ def keeping_records(
         log = RunLog(mirror.path)
         log.recover(config.train.steps)
         mirror.start()
-        tracker = Tracker.open(config, workspace, identity=settings["train_fingerprint"])
+        identity = settings["train_fingerprint"]
+        tracker = Tracker.open(config, workspace, identity, log=log.path)
         tracker.params(config.dump())
-        tracker.follow(log.path)
 
     def may_write() -> None:
         """The rows of the log come first: a run that resumes does not make them again."""

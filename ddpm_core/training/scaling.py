@@ -23,7 +23,7 @@ from ddpm_core import params
 from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.data.prepare import prepare
-from ddpm_core.distributed import choose_device, processes
+from ddpm_core.devices import choose_device, processes
 from ddpm_core.errors import UserError
 from ddpm_core.training.launcher import importing_alike
 from ddpm_core.training.runlog import read_rows
