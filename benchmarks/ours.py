@@ -19,7 +19,7 @@ from ddpm_core.training.initial import initial_weights, network_config
 from ddpm_core.training.state import TrainState
 from ddpm_core.training.step import Batch, step
 
-_DRAWS = ("uniform", "normal", "integers", "dropout_mask")
+_DRAWS = ("uniform", "normal", "dropout_mask")
 
 
 def unet(network: Network) -> UNet:
