@@ -24,7 +24,7 @@ demo: .venv/installed  ## digits from nothing to a registered model, in a few mi
 	$(BIN)/ddpm run
 
 test: lint  ## lint, types, then every test that needs no cluster
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-cluster: .venv/installed  ## the tests on the Kubernetes that KUBECONFIG names
 	$(BIN)/pytest tests/cluster -n 3 --dist loadfile --no-loadscope-reorder --timeout 900
