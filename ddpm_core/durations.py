@@ -18,12 +18,10 @@ def duration(text: str) -> float:
 
 
 def in_words(seconds: float) -> str:
-    """How long that is to a person: 45 s, 12 min, 3 h 20 min, 2 d 4 h."""
-    minutes, hours = round(seconds / 60), round(seconds / 3600)
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if minutes < 120:
-        return f"{minutes} min"
-    if hours < 48:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{hours // 24} d {hours % 24} h"
+    """A time for people, of two units at most: 45 s, 3 min 20 s, 2 h, 2 h 5 min, 2 d 4 h."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60
+    parts = [(hours // 24, "d"), (hours % 24, "h"), (minutes % 60, "min"), (whole % 60, "s")]
+    first = next((index for index, (number, _) in enumerate(parts) if number), 0)
+    told = [f"{number} {unit}" for number, unit in parts[first : first + 2] if number]
+    return " ".join(told) or "0 s"

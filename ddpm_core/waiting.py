@@ -10,6 +10,7 @@ import time
 
 from ddpm_core.config import Config
 from ddpm_core.console import say
+from ddpm_core.durations import in_words
 from ddpm_core.errors import UserError
 from ddpm_core.freshness import CHECKS, check
 from ddpm_core.storage import Unreachable
@@ -34,16 +35,18 @@ def wait(config: Config, verb: str, limit: float, interval: float) -> None:
         reason = looker.reason()
         now = time.monotonic()
         if reason is None:
-            say(f"wait: {verb} is up to date in {config.workspace}, after {_shown(now - start)}.")
+            say(f"wait: {verb} is up to date in {config.workspace}, after {in_words(now - start)}.")
             return
         left = start + limit - now
         if left <= 0:
             raise UserError(
-                f"After {_shown(limit)} {config.workspace} still lacks what `ddpm {verb}` makes: "
+                f"After {in_words(limit)} {config.workspace} still lacks what `ddpm {verb}` makes: "
                 f"{reason}. See what became of its job, or give more time with --limit."
             )
         if reason != told or now - told_at >= REMIND:
-            say(f"wait: for {verb} in {config.workspace}, {_shown(now - start)} so far: {reason}.")
+            say(
+                f"wait: for {verb} in {config.workspace}, {in_words(now - start)} so far: {reason}."
+            )
             told, told_at = reason, now
         time.sleep(min(left, max(interval, min(EASE * looker.took, REMIND))))
 
@@ -88,11 +91,3 @@ class Looker:
             reason = str(error)
         self.took += time.monotonic() - began
         return f"{verb}: {reason.rstrip('.')}" if reason else ""
-
-
-def _shown(seconds: float) -> str:
-    """A time for people: 45 s, 3 min 20 s, 2 h, 2 h 5 min."""
-    whole = round(seconds)
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    parts = [(hours, "h"), (minutes, "min"), (0 if hours else rest, "s")]
-    return " ".join(f"{n} {unit}" for n, unit in parts if n) or "0 s"

@@ -39,7 +39,7 @@ def test_a_slow_start_is_forgotten(lines: Callable[..., list[str]]) -> None:
 def test_what_was_done_before_does_not_count_for_the_rate(
     lines: Callable[..., list[str]],
 ) -> None:
-    assert lines(lambda step: 2.0, done=900)[0] == "train: 905/1000 steps, 0.5/s, 3 min left"
+    assert lines(lambda step: 2.0, done=900)[0] == "train: 905/1000 steps, 0.5/s, 3 min 10 s left"
 
 
 def test_the_last_loss_stands_in_each_line(lines: Callable[..., list[str]]) -> None:
@@ -58,10 +58,11 @@ def test_long_work_fills_no_log(lines: Callable[..., list[str]]) -> None:
     ("seconds", "told"),
     [
         (0.4, "0 s"),
-        (119, "119 s"),
-        (121, "2 min"),
-        (7190, "2 h 0 min"),
-        (12_000, "3 h 20 min"),
+        (45, "45 s"),
+        (200, "3 min 20 s"),
+        (7200, "2 h"),
+        (7205, "2 h"),
+        (7500, "2 h 5 min"),
         (187_200, "2 d 4 h"),
     ],
 )
