@@ -93,7 +93,7 @@ def drawn(root: Path, **settings: Any) -> tuple[dict[int, np.ndarray], Config]:
     workspace = Workspace.open(str(root / "run"))
     given: dict[str, Any] = {"count": 37, "batch_size": 10, "steps": 3, **settings}
     given |= {"guidance": 2.0, "precision": "fp32"}
-    config = make_config(root, train={"ema": [0.9]}, sample=given)
+    config = make_config(root, model={"conditioning": "class"}, train={"ema": [0.9]}, sample=given)
     for at in (200, 400):
         if not workspace.path(snapshot_key(at)).exists():
             write_checkpoint(workspace.path(snapshot_key(at)), "class", step=at, seed=at)

@@ -137,6 +137,7 @@ def test_attention_suits_every_image_size(
         ("model.heads=3", "must divide the channels"),
         ("sample.classes=[cat]", "model.conditioning is not class"),
         ("sample.prompts=[a cat]", "model.conditioning is not text"),
+        ("sample.guidance=3", "model.conditioning is none; 1"),
         ("sample.ema=0.5", "train.ema has [0.99]"),
         ("train.steps=true", "a valid integer"),
         ("train.steps=.nan", "a valid integer"),
@@ -156,6 +157,13 @@ def test_sections_that_do_not_fit_each_other_are_told(override: str, told: str) 
     with pytest.raises(UserError, match=r".") as caught:
         params.load(None, overrides)
     assert told in str(caught.value)
+
+
+def test_guidance_that_training_does_not_prepare_is_told_before_it() -> None:
+    class_wise = ["model.conditioning=class", "sample.guidance=3"]
+    assert params.load(None, class_wise).sample.guidance == 3.0
+    with pytest.raises(UserError, match=r"sample.guidance: 3 given, but train.label_drop is 0; 1"):
+        params.load(None, [*class_wise, "train.label_drop=0"])
 
 
 def test_a_linear_schedule_of_few_steps_is_refused() -> None:

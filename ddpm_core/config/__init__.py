@@ -118,8 +118,19 @@ class Config(Section):
             mistakes.append("sample.classes: given, but model.conditioning is not class")
         if self.sample.prompts is not None and self.model.conditioning != "text":
             mistakes.append("sample.prompts: given, but model.conditioning is not text")
+        if self.sample.guidance != 1.0:
+            mistakes += self._guidance_mistakes()
         if isinstance(self.sample.ema, float) and self.sample.ema not in self.train.ema:
             mistakes.append(
                 f"sample.ema: {self.sample.ema} given; train.ema has {list(self.train.ema)}"
             )
         return mistakes
+
+    def _guidance_mistakes(self) -> list[str]:
+        """Guidance leads from the network's images of no condition to those of one."""
+        given = f"sample.guidance: {self.sample.guidance:g} given, but"
+        if self.model.conditioning == "none":
+            return [f"{given} model.conditioning is none; 1, for no guidance, is needed"]
+        if self.train.label_drop == 0.0:
+            return [f"{given} train.label_drop is 0; 1, for no guidance, or a label_drop is needed"]
+        return []
