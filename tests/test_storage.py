@@ -239,7 +239,7 @@ def test_a_workspace_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> Non
             open_storage(f"s3://bucket/{prefix}")
     with pytest.raises(UserError, match="home directory"):
         open_storage("~nobody-of-this-name/run")
-    with pytest.raises(UserError, match="null byte"):
+    with pytest.raises(UserError, match="embedded null"):
         open_storage("a\0b")
 
 
