@@ -25,9 +25,9 @@ def load(
 ) -> Config:
     """The Config of a params file; without one, the built-in defaults (the digits).
 
-    `overrides` are `section.key=value`, the value in YAML or, where a
-    text is wanted, as it stands. Raises UserError with every mistake;
-    for what is `trained` already `sample` need not suit `model` and `diffusion`, which only train.
+    `overrides` are `section.key=value`, the value in YAML or, where a text is wanted, as it stands.
+    Raises UserError with every mistake; for what is `trained` already `sample` need not suit
+    `model` and `diffusion`, which only train.
     """
     given = yaml_text.read(path, "params file", _NEEDED) if path is not None else {}
     origin = f" in {path}" if path is not None else ""

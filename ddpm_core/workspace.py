@@ -19,7 +19,7 @@ EVALUATION = "evaluation"
 SUPERSEDED = "superseded"
 LOG = "log.jsonl"
 METRICS = "metrics.json"
-RESULTS = "evaluation/results.json"
+RESULTS = f"{EVALUATION}/results.json"
 RUN = "run.json"
 REGISTERED = "registered.json"
 

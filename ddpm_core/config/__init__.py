@@ -34,6 +34,13 @@ __all__ = [
 ]
 
 
+# What is the matter where guidance can't work, and what else would do.
+_UNGUIDED = {
+    "model.conditioning": "model.conditioning is none; 1, for no guidance,",
+    "train.label_drop": "train.label_drop is 0; 1, for no guidance, or a label_drop",
+}
+
+
 class Config(Section):
     """A whole params.yaml."""
 
@@ -118,19 +125,12 @@ class Config(Section):
             mistakes.append("sample.classes: given, but model.conditioning is not class")
         if self.sample.prompts is not None and self.model.conditioning != "text":
             mistakes.append("sample.prompts: given, but model.conditioning is not text")
-        if self.sample.guidance != 1.0:
-            mistakes += self._guidance_mistakes()
+        if lacks := self.sample.guidance_lacks(self.model.conditioning, self.train.label_drop):
+            mistakes.append(
+                f"sample.guidance: {self.sample.guidance:g} given, but {_UNGUIDED[lacks]} is needed"
+            )
         if isinstance(self.sample.ema, float) and self.sample.ema not in self.train.ema:
             mistakes.append(
                 f"sample.ema: {self.sample.ema} given; train.ema has {list(self.train.ema)}"
             )
         return mistakes
-
-    def _guidance_mistakes(self) -> list[str]:
-        """Guidance leads from the network's images of no condition to those of one."""
-        given = f"sample.guidance: {self.sample.guidance:g} given, but"
-        if self.model.conditioning == "none":
-            return [f"{given} model.conditioning is none; 1, for no guidance, is needed"]
-        if self.train.label_drop == 0.0:
-            return [f"{given} train.label_drop is 0; 1, for no guidance, or a label_drop is needed"]
-        return []

@@ -41,6 +41,17 @@ class Sample(Section):
     shards: Positive = 1
     png: bool = Field(False, description="also single PNG files")
 
+    def guidance_lacks(self, conditioning: str, label_drop: float) -> str:
+        """The setting of a training that guidance can't work with; empty where it can, or is none.
+
+        It leads from the network's images of no condition to those of one, and needs both.
+        """
+        if self.guidance == 1.0:
+            return ""
+        if conditioning == "none":
+            return "model.conditioning"
+        return "" if label_drop else "train.label_drop"
+
 
 class Evaluate(Section):
     """How sampled checkpoints are scored."""

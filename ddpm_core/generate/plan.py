@@ -21,6 +21,15 @@ T = TypeVar("T")
 Tell = Callable[[str], None]
 MENDING = "Put back a copy of the file; the newest checkpoint is trained again by `ddpm train`."
 
+# What a checkpoint was trained with where guidance can't work, and what it would work with.
+_UNGUIDED = {
+    "model.conditioning": ("model.conditioning none", "conditioning class or text"),
+    "train.label_drop": (
+        "train.label_drop 0, and so never without its condition",
+        "label_drop 0.1",
+    ),
+}
+
 # Settings of `sample` that say which images are wanted, not how they are stored or cut.
 _SAMPLER = (
     "sampler",
@@ -154,24 +163,14 @@ def must_suit(
                 f"sample.{name}: given; the checkpoint was trained with model.conditioning "
                 f"{conditioning}: leave it out, or train with {kind}."
             )
-    if settings.guidance != 1.0 and label_drop is not None:
-        mistakes += _guidance_mistakes(settings.guidance, conditioning, label_drop)
+    if label_drop is not None and (lacks := settings.guidance_lacks(conditioning, label_drop)):
+        trained, mend = _UNGUIDED[lacks]
+        mistakes.append(
+            f"sample.guidance: {settings.guidance:g} given; the checkpoint was trained with "
+            f"{trained}: give 1, or train with {mend}."
+        )
     if mistakes:
         raise UserError(" ".join(mistakes))
-
-
-def _guidance_mistakes(guidance: float, conditioning: str, label_drop: float) -> list[str]:
-    """Guidance leads from the network's images of no condition to those of one: it needs both."""
-    if conditioning == "none":
-        trained, mend = "model.conditioning none", "conditioning class or text"
-    elif label_drop == 0.0:
-        trained, mend = "train.label_drop 0, and so never without its condition", "label_drop 0.1"
-    else:
-        return []
-    return [
-        f"sample.guidance: {guidance:g} given; the checkpoint was trained with {trained}: give 1, "
-        f"or train with {mend}."
-    ]
 
 
 def look_at_chosen(
