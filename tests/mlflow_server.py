@@ -1,4 +1,4 @@
-"""A real MLflow server in a process of its own, to be stopped, killed and started again."""
+"""A real MLflow server in a process of its own, to be stopped, killed and started again; stores."""
 
 from __future__ import annotations
 
@@ -43,6 +43,23 @@ def answers(url: str) -> bool:
         return False
 
 
+@functools.cache
+def _new_store() -> bytes:
+    """What MLflow makes of an absent SQLite store, which takes it seconds."""
+    from ddpm_core.mlflow_run import connect
+
+    with tempfile.TemporaryDirectory(prefix="ddpm-store-") as folder:
+        connect(f"sqlite:///{folder}/mlflow.db")
+        return Path(folder, "mlflow.db").read_bytes()
+
+
+def put_store(file: Path) -> str:
+    """Put a new SQLite store there, where how it comes to be does not matter; its URI."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(_new_store())
+    return f"sqlite:///{file}"
+
+
 class Server:
     """`mlflow server` on 127.0.0.1 with a SQLite store and proxied artifacts below `root`."""
 
@@ -53,9 +70,12 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        store = self.root / "server.db"
+        if not store.exists():
+            put_store(store)
         command = [sys.executable, "-m", "mlflow", "server", "--workers", "1"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--serve-artifacts"]
-        command += ["--backend-store-uri", f"sqlite:///{self.root}/server.db"]
+        command += ["--backend-store-uri", f"sqlite:///{store}"]
         command += ["--artifacts-destination", str(self.root / "artifacts")]
         with (self.root / "server.log").open("ab") as log:
             self._process = subprocess.Popen(

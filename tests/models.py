@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -64,6 +65,7 @@ def write_checkpoint(
     return Checkpoint.open(folder)
 
 
+@functools.cache
 def weights(config: UNetConfig, seed: int) -> dict[str, torch.Tensor]:
     """All of a network's weights, every one of them random: none is at its zero start."""
     key = rng.key(Purpose.INIT, seed)

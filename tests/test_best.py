@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from digits_workspace import digits, make_config, put_data
+from mlflow_server import put_store
 from models import write_checkpoint
 
 from ddpm_core.distributed import World
@@ -73,6 +74,7 @@ class Run:
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All three checkpoints scored and the best registered."""
     root = tmp_path_factory.mktemp("begun")
+    put_store(root / "mlflow.db")
     run = Run(root, root / "mlflow.db")
     run.fill()
     with pytest.MonkeyPatch.context() as patch:

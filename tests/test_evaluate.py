@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from digits_workspace import HELD_OUT, Pixels, digits, make_config, put_data, put_samples
 from digits_workspace import put_snapshot as snapshot
-from mlflow_server import shared_server
+from mlflow_server import put_store, shared_server
 from PIL import Image
 
 from ddpm_core.config import Config
@@ -425,7 +425,7 @@ def test_mlflow_has_each_score_at_the_step_of_its_checkpoint(tmp_path: Path) -> 
 def test_a_run_that_was_deleted_is_made_again_with_the_scores_of_before(tmp_path: Path) -> None:
     from ddpm_core.mlflow_run import connect
 
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = put_store(tmp_path / "mlflow.db")
     run = Run(tmp_path, tracking={"uri": uri})
     run.put_data(images=run.images[:550], labels=run.labels[:550])
     runs = []

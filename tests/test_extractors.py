@@ -28,7 +28,7 @@ from digits_workspace import (
     put_samples,
     put_snapshot,
 )
-from mlflow_server import shared_server
+from mlflow_server import put_store, shared_server
 from PIL import Image, ImageFilter
 from safetensors.torch import save_file
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -534,7 +534,7 @@ def test_runs_that_publish_at_once_end_up_with_one_extractor(
 
 
 def test_a_run_that_has_lost_its_files_is_passed_over(tmp_path: Path) -> None:
-    place = f"sqlite:///{tmp_path}/mlflow.db"
+    place = put_store(tmp_path / "mlflow.db")
     config = make_config(tmp_path, tracking={"uri": place, "experiment": "lost files"})
     lost, first, second = [small_workspace(tmp_path / name) for name in ("lost", "1st", "2nd")]
     put_extractor(lost)

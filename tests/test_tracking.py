@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow_server import QUIET, Server, free_port, shared_server, wait_until
+from mlflow_server import QUIET, Server, free_port, put_store, shared_server, wait_until
 
 from ddpm_core import params
 from ddpm_core.config import Config
@@ -242,7 +242,7 @@ def test_what_a_run_was_told_before_is_told_to_a_bare_one_alone(
 def test_an_experiment_that_was_deleted_is_named_with_what_brings_it_back(
     workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = config(f"sqlite:///{tmp_path}/mlflow.db")
+    given = config(put_store(tmp_path / "mlflow.db"))
     Tracker.open(given, workspace).close()
     client = connect(given.tracking.uri)
     place = client.get_experiment_by_name("tests").experiment_id

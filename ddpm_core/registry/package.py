@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -22,6 +23,7 @@ from ddpm_core.reading import read_object
 from ddpm_core.registry.request import FIELDS
 from ddpm_core.storage import seal
 
+PACKAGE = Path(ddpm_core.__file__).parent
 CHECKPOINT = "checkpoint"  # the folder's name below a model's artifacts/
 CARD = "README.md"
 
@@ -91,17 +93,22 @@ def code() -> Iterator[Path]:
 
     A server of MLflow takes each file by a request of its own, so what no answer needs is left out.
     """
-    source = Path(ddpm_core.__file__).parent
     with tempfile.TemporaryDirectory(prefix="ddpm-code-") as scratch:
-        whole, target = Path(scratch, "whole"), Path(scratch, "served")
-        whole.mkdir()
-        # Nothing else lies beside it there, so the finder follows no import of other packages.
-        (whole / source.name).symlink_to(source)
-        finder = ModuleFinder(path=[str(whole)])
-        finder.run_script(str(whole / source.name / "registry" / "served.py"))
-        files = [getattr(module, "__file__", None) for module in finder.modules.values()]
-        for file in filter(None, files):  # none of what is built into Python
-            copy = target / Path(file).relative_to(whole)
+        for file in _served_files():
+            copy = Path(scratch, file)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)
-        yield target / source.name
+            shutil.copyfile(PACKAGE.parent / file, copy)
+        yield Path(scratch, PACKAGE.name)
+
+
+@functools.cache
+def _served_files() -> list[Path]:
+    """served.py and what of this package it imports, relative to where the package lies."""
+    with tempfile.TemporaryDirectory(prefix="ddpm-code-") as alone:
+        # Nothing else lies beside it there, so the finder follows no import of other packages.
+        Path(alone, PACKAGE.name).symlink_to(PACKAGE)
+        finder = ModuleFinder(path=[alone])
+        finder.run_script(str(Path(alone, PACKAGE.name, "registry", "served.py")))
+        files = [getattr(module, "__file__", None) for module in finder.modules.values()]
+        # those without a file are built into Python
+        return [Path(file).relative_to(alone) for file in files if file]
