@@ -12,7 +12,7 @@ import torch
 from benchmarks.networks import Network
 from ddpm_core import rng
 from ddpm_core.distributed import World
-from ddpm_core.generate.images import Generator
+from ddpm_core.generate.images import ImageSampler
 from ddpm_core.models.unet import UNet
 from ddpm_core.training.execution import Execution
 from ddpm_core.training.initial import initial_weights, network_config
@@ -49,10 +49,10 @@ def denoise(network: Network) -> Callable[[], None]:
     """The images of one batch, as `ddpm sample` makes them, in `network.steps` updates."""
     config = network.config
     model = unet(network).eval().requires_grad_(False)
-    generator = Generator(model, {}, config.sample, config.diffusion)
+    sampler = ImageSampler(model, {}, config.sample, config.diffusion)
 
     def run() -> None:
-        generator.images(range(network.sample_batch))
+        sampler.images(range(network.sample_batch))
 
     return run
 

@@ -20,7 +20,7 @@ import torch
 from benchmarks.networks import NETWORKS, Network
 from benchmarks.ours import train_state, train_step
 from ddpm_core.training.snapshot import Writer
-from ddpm_core.training.state import to_parts
+from ddpm_core.training.state import to_contents
 from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
 
 
@@ -36,7 +36,7 @@ def measure(network: Network, rounds: int) -> dict[str, Any]:
         for number in range(1, rounds + 1):
             steps.append(_seconds(take_step))
             started = time.perf_counter()
-            writer.submit(number, to_parts(state, {}))
+            writer.submit(number, to_contents(state, {}))
             stalls.append(time.perf_counter() - started)
             writes.append(_seconds(writer.wait))
         writer.close()

@@ -18,12 +18,12 @@ from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.reading import (
     Count,
-    Shape,
-    conforming,
+    Schema,
     inside,
     parse_object,
     read_object,
     read_tensors,
+    validated,
 )
 from ddpm_core.storage import MANIFEST, verify
 from ddpm_core.storage.sealing import listed
@@ -42,7 +42,7 @@ WEIGHTS = "model.safetensors"
 Small = Annotated[int, Field(ge=1, le=2**20)]
 
 
-class Network(Shape):
+class Network(Schema):
     """Fields of models.unet.UNetConfig."""
 
     image_size: Small
@@ -57,7 +57,7 @@ class Network(Shape):
     classes: Annotated[int, Field(ge=0, le=2**20)]
 
 
-class Data(Shape):
+class Data(Schema):
     """What a network was trained on."""
 
     fingerprint: str
@@ -69,7 +69,7 @@ class Data(Shape):
     source: dict[str, Any]
 
 
-class Settings(Shape):
+class Settings(Schema):
     """All of config.json that is used."""
 
     step: Count
@@ -103,7 +103,7 @@ class Checkpoint:
         if SETTINGS not in files:
             raise Corrupt(f"{folder.name} has no {SETTINGS} among the files that were written.")
         try:
-            settings = conforming(read_object(folder / SETTINGS, name), Settings, name)
+            settings = validated(read_object(folder / SETTINGS, name), Settings, name)
         except OSError as error:
             raise Corrupt(f"{name} cannot be read: {error.strerror}.") from error
         return cls._of(folder, {name: file["sha256"] for name, file in files.items()}, settings)
@@ -223,7 +223,7 @@ def look_at_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
     checksums = {file: sha256 for file, (_, sha256) in files.items()}
     if hashlib.sha256(data).hexdigest() != checksums.get(SETTINGS):
         raise Corrupt(f"{name} was changed or damaged: its checksum differs.")
-    settings = conforming(parse_object(data, name), Settings, name)
+    settings = validated(parse_object(data, name), Settings, name)
     return of_step(step, Checkpoint._of(Path(step_name(step)), checksums, settings))
 
 

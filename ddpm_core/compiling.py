@@ -53,7 +53,7 @@ def lacks(device: torch.device, setting: bool | str) -> str | None:
 
 
 @contextmanager
-def explained(setting: str) -> Iterator[None]:
+def translate_errors(setting: str) -> Iterator[None]:
     """Raises UserError in the place of torch.compile's errors; `setting` is what asked for it."""
     try:
         yield

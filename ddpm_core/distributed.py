@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ddpm_core.devices import choose_device, is_one
 from ddpm_core.errors import Interrupted, UserError
-from ddpm_core.meeting import agree
+from ddpm_core.rendezvous import agree
 
 TIMEOUT = 300.0  # seconds that workers wait for one that does not answer
 START = 1800.0  # seconds that they wait for each other's start, in which data may be fetched
@@ -44,13 +44,13 @@ class World:
         """The indices in the global batch that are this worker's: contiguous, sizes within one."""
         return range(self.rank * batch_size // self.size, (self.rank + 1) * batch_size // self.size)
 
-    def sum_(self, tensor: torch.Tensor) -> None:
+    def all_reduce_(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all workers."""
         if self.size > 1:
             with self._told_when_lost():
                 dist.all_reduce(tensor, group=self.group)
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all workers, of the same shape (...): (size, ...), in order of rank."""
         if self.size == 1:
             return tensor[None]
@@ -59,7 +59,7 @@ class World:
             dist.all_gather(rows, tensor, group=self.group)
         return torch.stack(rows)
 
-    def from_first(self, value: int) -> int:
+    def broadcast(self, value: int) -> int:
         """The first worker's value, on every worker."""
         if self.size == 1:
             return value

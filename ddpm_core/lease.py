@@ -21,7 +21,7 @@ from typing import Any
 
 from ddpm_core.console import Outage, say
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.reading import Count, Shape, conforming, parse_object
+from ddpm_core.reading import Count, Schema, parse_object, validated
 from ddpm_core.storage import Changed, Locked, Tagged, Unreachable
 from ddpm_core.workspace import Workspace
 
@@ -48,7 +48,7 @@ def hold(workspace: Workspace) -> Iterator[Lease]:
             lease.stop()
 
 
-class Held(Shape):
+class Held(Schema):
     """What lease.json says; an older one may say less."""
 
     id: str | None = None
@@ -147,7 +147,7 @@ class Lease:
 def read(found: Tagged | None) -> dict[str, Any]:
     """What a lease says; an absent or damaged one says nothing."""
     try:
-        return conforming(parse_object(found.data, LEASE), Held, LEASE) if found else {}
+        return validated(parse_object(found.data, LEASE), Held, LEASE) if found else {}
     except Corrupt:
         return {}
 

@@ -11,7 +11,7 @@ from ddpm_core.errors import UserError
 
 
 @contextmanager
-def explained(advice: str) -> Iterator[None]:
+def translate_errors(advice: str) -> Iterator[None]:
     """Raises UserError in the place of an error of memory; `advice` says with what it came."""
     try:
         yield

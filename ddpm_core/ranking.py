@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from ddpm_core.config import Sample
-from ddpm_core.reading import Count, Shape
+from ddpm_core.reading import Count, Schema
 
 Row = dict[str, Any]
 
@@ -23,7 +23,7 @@ SAME = ("data", "extractor_fingerprint", "sampler", "count")
 NOTHING: Mapping[str, Any] = {}  # no settings to rank by
 
 
-class Evidence(Shape):
+class Evidence(Schema):
     """What is read of a row's `evidence`."""
 
     count: Count
@@ -35,7 +35,7 @@ class Evidence(Shape):
     extractor_accuracy: float | None = None
 
 
-class Memorisation(Shape):
+class Memorisation(Schema):
     """What is read of a row's `memorisation`."""
 
     verdict: str
@@ -45,7 +45,7 @@ class Memorisation(Shape):
     p_value: float | None = None
 
 
-class Scored(Shape):
+class Scored(Schema):
     """A row of a checkpoint that was measured."""
 
     step: Count
@@ -60,7 +60,7 @@ class Scored(Shape):
     key: str | None = None
 
 
-class Unscored(Shape):
+class Unscored(Schema):
     """A row of a checkpoint that was not."""
 
     step: Count
@@ -69,7 +69,7 @@ class Unscored(Shape):
     problem: str
 
 
-class Rows(Shape):
+class Rows(Schema):
     """The rows of results.json, and the settings of `sample` that they were ranked for."""
 
     rows: list[Scored | Unscored]

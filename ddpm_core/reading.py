@@ -37,7 +37,7 @@ _NPY_HEADER = re.compile(
 )
 
 
-class Shape(BaseModel):
+class Schema(BaseModel):
     """What a reader needs of a JSON object: the fields, and their types to the letter."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -46,14 +46,14 @@ class Shape(BaseModel):
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class FileRecord(Shape):
+class FileRecord(Schema):
     """What a manifest says of a file."""
 
     size: Count
     sha256: str
 
 
-class Manifest(Shape):
+class Manifest(Schema):
     """The manifest of a folder."""
 
     files: dict[str, FileRecord]
@@ -86,10 +86,10 @@ def read_bytes(path: Path, name: str, most: int) -> bytes:
         return file.read(size)
 
 
-def conforming(value: dict[str, Any], shape: type[Shape], name: str) -> dict[str, Any]:
-    """`value`, if it has the fields of a shape. Raises Corrupt, with the first that is wrong."""
+def validated(value: dict[str, Any], schema: type[Schema], name: str) -> dict[str, Any]:
+    """`value`, if it has the fields of a schema. Raises Corrupt, with the first that is wrong."""
     try:
-        shape.model_validate(value)
+        schema.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))[:200]

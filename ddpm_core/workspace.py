@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_core.errors import Corrupt
-from ddpm_core.reading import Manifest, Shape, conforming, is_plain, parse_object
+from ddpm_core.reading import Manifest, Schema, is_plain, parse_object, validated
 from ddpm_core.storage import MANIFEST, Storage, open_storage
 
 DATA = "data"
@@ -54,10 +54,10 @@ class Workspace:
         matches = (_STEP.fullmatch(name) for name in names)
         return sorted(int(match[1]) for match in matches if match)
 
-    def read_json(self, key: str, shape: type[Shape] = Shape) -> dict[str, Any]:
-        """A JSON object of this shape; of an absent, damaged or other file the empty one."""
+    def read_json(self, key: str, schema: type[Schema] = Schema) -> dict[str, Any]:
+        """A JSON object of this schema; of an absent, damaged or other file the empty one."""
         try:
-            return conforming(parse_object(self.storage.read(key), key), shape, key)
+            return validated(parse_object(self.storage.read(key), key), schema, key)
         except (FileNotFoundError, NotADirectoryError, Corrupt):
             return {}
 

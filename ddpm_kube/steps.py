@@ -167,14 +167,14 @@ def parts(config: Config, workspace: Workspace) -> list[str]:
     """
     from ddpm_core.devices import choose_device
     from ddpm_core.generate import gather, plan
-    from ddpm_core.generate.parts import Parts
     from ddpm_core.generate.sample import recipe_on
+    from ddpm_core.generate.shard_store import ShardStore
 
     device = choose_device(config.device)
     listed = []
     for checkpoint in plan.look_at_chosen(config, workspace):
         recipe = recipe_on(device, config, checkpoint)
-        drawn = Parts(workspace, recipe)
+        drawn = ShardStore(workspace, recipe)
         shards = plan.shards(config.sample)
         lacking = [shard for shard in shards if drawn.problem(shard)]
         if gather.complete(workspace, recipe) or not lacking:

@@ -24,7 +24,7 @@ from components.register import register  # noqa: E402
 from components.sample import sample  # noqa: E402
 from components.train import train  # noqa: E402
 
-SAMPLERS = 4  # sampling pods at once
+PARALLEL_PODS = 4  # sampling pods at once
 
 
 @dsl.pipeline(name="score", description="Samples of each checkpoint, their scores, and the best.")
@@ -34,7 +34,7 @@ def score(settings: str, worst: float, model: dsl.Input[dsl.Model]) -> None:
     planned = plan(settings=settings, model=model)
     place(planned, cpu="50m", memory="512Mi", hours=1, retries=1, uses=("s3",))
 
-    with dsl.ParallelFor(planned.output, name="sampling", parallelism=SAMPLERS) as part:
+    with dsl.ParallelFor(planned.output, name="sampling", parallelism=PARALLEL_PODS) as part:
         drawn = sample(settings=settings, part=part)
         place(drawn, cpu="200m", memory="512Mi", limit="4Gi", hours=24, retries=2, uses=("s3",))
 

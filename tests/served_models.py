@@ -18,7 +18,7 @@ from program import Program
 
 from ddpm_core import params
 from ddpm_core.checkpoint import Checkpoint
-from ddpm_core.generate.images import Generator
+from ddpm_core.generate.images import ImageSampler
 from ddpm_core.mlflow_run import MlflowRun
 from ddpm_core.registry import package
 from ddpm_core.registry.models import Registry
@@ -72,8 +72,8 @@ def drawn(checkpoint: Checkpoint, count: int, **settings: Any) -> np.ndarray:
     """What `ddpm sample` draws with the model's own settings, or others."""
     sample = checkpoint.params.sample.model_copy(update={**OWN, **settings})
     model = checkpoint.load(sample.ema, "cpu")
-    generator = Generator(model, checkpoint.data, sample, checkpoint.params.diffusion)
-    return generator.images(range(count))
+    sampler = ImageSampler(model, checkpoint.data, sample, checkpoint.params.diffusion)
+    return sampler.images(range(count))
 
 
 def assert_same_images(answers: list[dict[str, Any]], expected: np.ndarray) -> None:

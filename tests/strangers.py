@@ -24,8 +24,8 @@ from ddpm_core.evaluation import frozen, held_out, in_domain, pixel_pca, referen
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.freshness import stale as scores_stale
 from ddpm_core.generate import gather, plan
-from ddpm_core.generate.parts import Parts
 from ddpm_core.generate.sample import sample
+from ddpm_core.generate.shard_store import ShardStore
 from ddpm_core.interop import tensors, unet2d
 from ddpm_core.interop.diffusers import WEIGHTS, import_folder
 from ddpm_core.lease import LEASE, read
@@ -37,7 +37,7 @@ from ddpm_core.training import freshness, resume, snapshot
 from ddpm_core.training.execution import Execution
 from ddpm_core.training.initial import initial_weights, network_config
 from ddpm_core.training.runlog import read_rows
-from ddpm_core.training.state import TrainState, to_parts
+from ddpm_core.training.state import TrainState, to_contents
 from ddpm_core.workspace import LOG, RESULTS, Workspace, samples_key, snapshot_key
 
 STEP = 4
@@ -96,7 +96,7 @@ class Strangers:
         self.state = new_state(self.config, self.train)
         settings = resume.settings_of(self.config, self.train)
         settings["step"] = self.state.step
-        snapshot.write(self.workspace, STEP, to_parts(self.state, settings))
+        snapshot.write(self.workspace, STEP, to_contents(self.state, settings))
         sample(self.config, self.workspace, ALONE)
         targets = [
             self._snapshot(),
@@ -248,7 +248,7 @@ class Strangers:
     def _chunk(self) -> Target:
         recipe = plan.recipe(self.config, open_checkpoint(self.workspace, STEP), "fp32")
         recipe["samples_fingerprint"] = "0" * 16
-        parts, images = Parts(self.workspace, recipe), np.zeros((3, 4, 4, 1), np.uint8)
+        parts, images = ShardStore(self.workspace, recipe), np.zeros((3, 4, 4, 1), np.uint8)
         parts.write_chunk(0, images)
         [path] = self.workspace.path(samples_key(STEP)).glob("parts-*/chunk-*")
 

@@ -20,7 +20,7 @@ from faults.schedule import KINDS, draw
 from program import ddpm, start, wait_until
 from torch.distributed import TCPStore
 
-from ddpm_core.meeting import agree
+from ddpm_core.rendezvous import agree
 from ddpm_core.training.agreement import checksum
 
 # A kind of fault a line, with a seed whose schedule is short.

@@ -13,7 +13,7 @@ from torch import Tensor
 from ddpm_core import rng
 from ddpm_core.config import Diffusion, Sample
 from ddpm_core.generate.halves import in_halves
-from ddpm_core.generate.images import Generator
+from ddpm_core.generate.images import ImageSampler
 from ddpm_core.models.unet import UNet, UNetConfig
 
 NETWORK = UNetConfig(8, 1, 16, (1, 2), 1, (4,), conditioning="class", classes=3)
@@ -40,10 +40,10 @@ def network() -> UNet:
 @pytest.mark.parametrize("count", [1, 5])
 def test_two_threads_draw_the_images_that_one_draws(count: int, guidance: float) -> None:
     settings = Sample(steps=3, guidance=guidance)
-    generator = Generator(network(), DATA, settings, Diffusion())
-    alone = generator.images(range(7, 7 + count))
+    sampler = ImageSampler(network(), DATA, settings, Diffusion())
+    alone = sampler.images(range(7, 7 + count))
     torch.set_num_threads(2)
-    assert np.array_equal(generator.images(range(7, 7 + count)), alone)
+    assert np.array_equal(sampler.images(range(7, 7 + count)), alone)
     assert len(np.unique(alone)) > 10
 
 

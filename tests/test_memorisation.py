@@ -11,9 +11,9 @@ from digits_workspace import HELD_OUT, Pixels, digits, make_config, put_data
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.evaluation import memorisation
 from ddpm_core.evaluation.held_out import open_held_out
-from ddpm_core.evaluation.judge import Judge
 from ddpm_core.evaluation.memorisation import compare, nearest, straddling
 from ddpm_core.evaluation.pictures import write_neighbours
+from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.workspace import Workspace
 
 
@@ -194,12 +194,12 @@ def test_more_samples_than_held_out_images_are_examined(tmp_path: Path) -> None:
     images, labels = digits(8)
     put_data(workspace, images, labels, held_out=10)
     data = open_dataset(workspace)
-    judge = Judge(make_config(tmp_path, workspace=str(tmp_path)), workspace)
-    facts, found = judge.memorisation(noisy(data.take(np.arange(300)), 60))
+    scorer = Scorer(make_config(tmp_path, workspace=str(tmp_path)), workspace)
+    facts, found = scorer.memorisation(noisy(data.take(np.arange(300)), 60))
     assert (facts["count"], facts["holdout_count"], len(found.distance)) == (300, 10, 300)
     planted = noisy(data.take(np.arange(300)), 60)
     planted[290:] = data.take(np.arange(10))
-    assert judge.memorisation(planted)[0]["verdict"] == "copies"
+    assert scorer.memorisation(planted)[0]["verdict"] == "copies"
 
 
 def test_without_held_out_images_nothing_is_claimed(train: PackedDataset) -> None:

@@ -16,8 +16,8 @@ from ddpm_core.models import onednn
 from ddpm_core.models.execution import layout, prepare_model
 from ddpm_core.models.layers import EXPLICIT_LENGTH, Upsample, attend
 from ddpm_core.models.norms import CACHED, Norm, group_count
-from ddpm_core.models.undrawn import Conv2d
 from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.uninitialized import Conv2d
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(

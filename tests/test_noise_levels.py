@@ -117,7 +117,9 @@ def test_weights_are_finite_and_positive(
 
 def test_an_image_without_noise_or_noise_without_image_gets_the_limit() -> None:
     snr = torch.tensor([float("inf"), 1.0, 0.0], dtype=torch.float64)
-    ends = process.Schedule("ends", snr, snr, snr, snr, snr=snr, sigmas=snr, posterior_variance=snr)
+    ends = process.Schedule(
+        "ends", snr, snr, snr, snr, snr=snr, noise_to_signal=snr, posterior_variance=snr
+    )
     noise = make_noise_levels("uniform", "min_snr", ends, "noise").weights
     assert noise.tolist() == pytest.approx([0.0, 1.0, 1.0], abs=1e-12)
     v = make_noise_levels("uniform", "p2", ends, "v").weights

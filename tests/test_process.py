@@ -38,7 +38,7 @@ def test_a_schedule_destroys_more_at_every_step(name: str, timesteps: int) -> No
     assert bool((schedule.betas > 0).all()) and bool((schedule.betas < 1).all())
     assert bool((schedule.alphas_bar.diff() < 0).all())
     assert bool((schedule.snr.diff() < 0).all())
-    assert torch.isfinite(schedule.snr).all() and torch.isfinite(schedule.sigmas).all()
+    assert torch.isfinite(schedule.snr).all() and torch.isfinite(schedule.noise_to_signal).all()
 
 
 @every_schedule
@@ -75,8 +75,8 @@ def test_cosine_follows_its_curve_until_beta_is_clipped() -> None:
     curve = curve / math.cos(0.008 / 1.008 * math.pi / 2) ** 2
     assert torch.allclose(schedule.alphas_bar[:-1], curve[:-1], rtol=1e-9, atol=0)
     assert float(schedule.betas.max()) == float(schedule.betas[-1]) == 0.999
-    assert 15_000 < float(schedule.sigmas[-1]) < 25_000
-    assert float(schedule.sigmas[-2]) == pytest.approx(640, rel=0.01)
+    assert 15_000 < float(schedule.noise_to_signal[-1]) < 25_000
+    assert float(schedule.noise_to_signal[-2]) == pytest.approx(640, rel=0.01)
 
 
 @pytest.mark.parametrize("timesteps", range(2, 30))

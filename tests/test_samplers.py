@@ -165,7 +165,7 @@ def flow_error(sampler: str, steps: int) -> float:
     levels = [
         Level(int(t), schedule.alphas_bar[t])
         for t in spacings.log_snr(schedule, steps + 1).flip(0)
-        if schedule.sigmas[t] < 20
+        if schedule.noise_to_signal[t] < 20
     ]
     rule = SAMPLERS[sampler](schedule, settings)[1]
     seen: list[Tensor] = []
@@ -377,8 +377,8 @@ def test_dpmpp_starts_at_a_sigma_of_80_to_120_and_steps_evenly_in_log_snr(
     t = spacings.log_snr(schedule, 20)
     assert len(t) == 20 and bool((t.diff() > 0).all()) and int(t[0]) == 0
     if timesteps > 100:
-        assert 80 < float(schedule.sigmas[t[-1]]) < 120
-        steps = schedule.sigmas[t].log().diff()[5:]
+        assert 80 < float(schedule.noise_to_signal[t[-1]]) < 120
+        steps = schedule.noise_to_signal[t].log().diff()[5:]
         assert float(steps.max() / steps.min()) < 1.2
 
 

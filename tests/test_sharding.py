@@ -16,8 +16,8 @@ from ddpm_core.config import Config, Sample
 from ddpm_core.distributed import World
 from ddpm_core.errors import UserError
 from ddpm_core.generate import gather, plan
-from ddpm_core.generate.parts import Parts
 from ddpm_core.generate.sample import sample, stale
+from ddpm_core.generate.shard_store import ShardStore
 from ddpm_core.workspace import Workspace, samples_key, snapshot_key
 
 
@@ -63,8 +63,8 @@ def recipe(config: Config, workspace: Workspace) -> dict[str, object]:
     return plan.recipe(config, checkpoint, "fp32")
 
 
-def parts_of(config: Config, workspace: Workspace) -> Parts:
-    return Parts(workspace, recipe(config, workspace))
+def parts_of(config: Config, workspace: Workspace) -> ShardStore:
+    return ShardStore(workspace, recipe(config, workspace))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])

@@ -35,7 +35,7 @@ from ddpm_core.errors import UserError
 from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.training.ema import Ema
 from ddpm_core.training.execution import Execution, learning_rate
-from ddpm_core.training.explain import explained
+from ddpm_core.training.explain import translate_errors
 from ddpm_core.training.identity import differences, identity
 from ddpm_core.training.pruning import prunable
 from ddpm_core.training.runlog import RunLog, read_rows
@@ -237,18 +237,18 @@ def test_rows_that_a_full_disk_refuses_are_written_with_the_next(tmp_path: Path)
 def test_out_of_memory_names_what_to_change() -> None:
     config = params.load()
     told = r"batch_size 32 .* model.channels 32 .* raise microbatches"
-    with pytest.raises(UserError, match=told), explained(config):
+    with pytest.raises(UserError, match=told), translate_errors(config):
         torch.empty(1 << 60, dtype=torch.uint8)
-    with pytest.raises(UserError, match="Tried to allocate 2 GiB"), explained(config):
+    with pytest.raises(UserError, match="Tried to allocate 2 GiB"), translate_errors(config):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    with pytest.raises(RuntimeError, match="shapes differ"), explained(config):
+    with pytest.raises(RuntimeError, match="shapes differ"), translate_errors(config):
         raise RuntimeError("shapes differ")
 
 
 def test_a_compilation_that_fails_names_what_to_do() -> None:
     error = torch._dynamo.exc.BackendCompilerFailed(None, ImportError("main.so: too short"), None)
     with pytest.raises(UserError, match=r"too short.* train\.compile: false"):  # noqa: SIM117
-        with explained(params.load()):
+        with translate_errors(params.load()):
             raise error
 
 

@@ -15,7 +15,7 @@ from pydantic import Field, InstanceOf
 
 from ddpm_core.data.captions import CAPTION_BYTES
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.reading import Count, FileRecord, Shape, array_head, must_be_inside
+from ddpm_core.reading import Count, FileRecord, Schema, array_head, must_be_inside
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, Workspace
 
@@ -75,7 +75,7 @@ class PackedArray:
         return rows
 
 
-class Prepared(Shape):
+class Prepared(Schema):
     """The manifest of prepared data."""
 
     fingerprint: str

@@ -27,7 +27,7 @@ class Schedule:
     """The tables of a process, each float64 (T,) on the CPU, indexed by timestep 0..T-1.
 
     `alphas_bar_prev` begins with 1, the clean image's. `snr` is alpha_bar / (1 - alpha_bar);
-    `sigmas`, its inverse square root, is the noise beside a signal of scale 1.
+    `noise_to_signal`, its inverse square root, is the noise beside a signal of scale 1.
     `posterior_variance` is that of q(x_{t-1} | x_t, x0) (Ho et al. 2020, eq. 7), 0 at t = 0.
     """
 
@@ -37,7 +37,7 @@ class Schedule:
     alphas_bar: Tensor
     alphas_bar_prev: Tensor
     snr: Tensor
-    sigmas: Tensor
+    noise_to_signal: Tensor
     posterior_variance: Tensor
 
     @property
@@ -61,7 +61,7 @@ def make_schedule(name: str, timesteps: int) -> Schedule:
         alphas_bar=alphas_bar,
         alphas_bar_prev=alphas_bar_prev,
         snr=snr,
-        sigmas=snr.rsqrt(),
+        noise_to_signal=snr.rsqrt(),
         posterior_variance=posterior_variance(alphas_bar, alphas_bar_prev),
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddpm_core.diffusion.process import Schedule
 
-LARGEST_SIGMA = 120.0
+LARGEST_RATIO = 120.0
 
 
 def uniform(timesteps: int, steps: int) -> Tensor:
@@ -59,15 +59,15 @@ def log_snr(schedule: Schedule, steps: int) -> Tensor:
     """S timesteps in equal distances of ln sigma, each moved to the nearest timestep.
 
     sigma = sqrt((1 - alpha_bar) / alpha_bar), so half the log-SNR is -ln sigma (Lu et al. 2022,
-    "DPM-Solver", section 3.3). From t = 0 to the noisiest timestep of at most LARGEST_SIGMA:
+    "DPM-Solver", section 3.3). From t = 0 to the noisiest timestep of at most LARGEST_RATIO:
     beyond it a cosine schedule leaps (640 and 20,000 at T = 1,000). Where fewer than S timesteps
     lie below, it begins at S-1.
     """
-    last = max(int((schedule.sigmas <= LARGEST_SIGMA).sum()), steps, 2) - 1
-    log_sigma = schedule.sigmas[: last + 1].log()
-    wanted = log_sigma[0] + _linspace(float(log_sigma[-1] - log_sigma[0]), steps)
-    above = torch.searchsorted(log_sigma, wanted).clamp(1, last)
-    below_is_nearer = wanted - log_sigma[above - 1] < log_sigma[above] - wanted
+    last = max(int((schedule.noise_to_signal <= LARGEST_RATIO).sum()), steps, 2) - 1
+    log_ratio = schedule.noise_to_signal[: last + 1].log()
+    wanted = log_ratio[0] + _linspace(float(log_ratio[-1] - log_ratio[0]), steps)
+    above = torch.searchsorted(log_ratio, wanted).clamp(1, last)
+    below_is_nearer = wanted - log_ratio[above - 1] < log_ratio[above] - wanted
     return distinct(above - below_is_nearer.long())
 
 

@@ -6,7 +6,7 @@ extractors      what turns images into features; inception, in_domain, pixel_pca
 frozen, shared  the in-domain extractor on disk and in MLflow: one per data fingerprint
 reference       the training set's side of every score, kept between runs
 memorisation    nearest training images of samples, against those of held-out images
-judge           all scores of one set of images
+scorer           all scores of one set of images
 evaluate        the verb: every sampled checkpoint, its row, the files
 rows            rows of results.json, which of them compare, the best, the CSV files
 plots, report   what a person looks at

@@ -15,10 +15,10 @@ from ddpm_core.console import say, warn
 from ddpm_core.errors import UserError, require
 from ddpm_core.evaluation import memorisation, pictures
 from ddpm_core.evaluation.freshness import outlived, row_key, sampled
-from ddpm_core.evaluation.judge import Judge
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.outputs import write_outputs
 from ddpm_core.evaluation.rows import evidence, problem_row
+from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.generate.gather import Samples, open_samples
 from ddpm_core.generate.plan import chosen_steps
 from ddpm_core.ranking import Row, Scored, is_scored
@@ -41,16 +41,16 @@ def evaluate(config: Config, workspace: Workspace) -> list[Row]:
         )
     for package in ("jinja2", "matplotlib", "torch_fidelity"):  # before a classifier is trained
         require(package, "eval")
-    judge = Judge(config, workspace)
+    scorer = Scorer(config, workspace)
     rows, new = [], []
     for step in _steps(config, workspace):
-        row = _kept(judge, workspace, step)
+        row = _kept(scorer, workspace, step)
         if row is None:
-            row = _row(judge, workspace, step)
+            row = _row(scorer, workspace, step)
             new.append(row)
             workspace.write_json(f"{ROWS}/{step_name(step)}.json", row)
         rows.append(row)
-    first = write_outputs(config, workspace, judge, rows)
+    first = write_outputs(config, workspace, scorer, rows)
     _tell(rows, new, first)
     _track(config, workspace, [row for row in new if is_scored(row)])
     if not any(map(is_scored, rows)):
@@ -73,30 +73,30 @@ def _steps(config: Config, workspace: Workspace) -> list[int]:
     return sorted(expected.union(there))
 
 
-def _kept(judge: Judge, workspace: Workspace, step: int) -> Row | None:
+def _kept(scorer: Scorer, workspace: Workspace, step: int) -> Row | None:
     """The row of an earlier run, if nothing that it depends on has changed."""
     row = workspace.read_json(f"{ROWS}/{step_name(step)}.json", Scored)
     samples = workspace.read_json(f"{samples_key(step)}/{MANIFEST}")
     if not is_scored(row) or "samples_fingerprint" not in samples or outlived(workspace, step):
         return None
-    return row if row.get("key") == _key(judge, samples) else None
+    return row if row.get("key") == _key(scorer, samples) else None
 
 
-def _key(judge: Judge, samples: dict[str, Any]) -> str:
+def _key(scorer: Scorer, samples: dict[str, Any]) -> str:
     return row_key(
-        judge.settings,
+        scorer.settings,
         samples["samples_fingerprint"],
-        judge.train.fingerprint,
-        judge.holdout.fingerprint,
-        judge.extractor.fingerprint,
+        scorer.train.fingerprint,
+        scorer.holdout.fingerprint,
+        scorer.extractor.fingerprint,
     )
 
 
-def _row(judge: Judge, workspace: Workspace, step: int) -> Row:
+def _row(scorer: Scorer, workspace: Workspace, step: int) -> Row:
     try:
         samples = _opened(workspace, step)
-        _must_fit(samples, judge)
-        return _scored(judge, workspace, step, samples)
+        _must_fit(samples, scorer)
+        return _scored(scorer, workspace, step, samples)
     except UserError as error:
         return problem_row(step, str(error))
 
@@ -114,15 +114,15 @@ def _opened(workspace: Workspace, step: int) -> Samples:
         raise UserError(f"Its samples cannot be read: {error!r}.") from error
 
 
-def _must_fit(samples: Samples, judge: Judge) -> None:
+def _must_fit(samples: Samples, scorer: Scorer) -> None:
     """Raise UserError for samples of other data, or of another shape, than the prepared ones."""
-    theirs, ours = samples.evidence["data_fingerprint"], judge.train.fingerprint
+    theirs, ours = samples.evidence["data_fingerprint"], scorer.train.fingerprint
     if theirs != ours:
         raise UserError(
             f"Its samples are of a network trained on the data {theirs}; the prepared data are "
             f"{ours}. Train and sample again, or prepare those data."
         )
-    shape = (judge.train.image_size, judge.train.image_size, judge.train.channels)
+    shape = (scorer.train.image_size, scorer.train.image_size, scorer.train.channels)
     for shard in samples.shards:
         if shard.dtype != np.uint8 or shard.shape[1:] != shape:
             raise UserError(
@@ -131,27 +131,27 @@ def _must_fit(samples: Samples, judge: Judge) -> None:
             )
 
 
-def _scored(judge: Judge, workspace: Workspace, step: int, samples: Samples) -> Row:
-    scores = judge.score(samples.shards, f"step {step}")
+def _scored(scorer: Scorer, workspace: Workspace, step: int, samples: Samples) -> Row:
+    scores = scorer.score(samples.shards, f"step {step}")
     first = _first(samples, memorisation.EXAMINED)
     pictures.write_grid(workspace, step, first)
     memory = None
-    if judge.remembers:
-        memory, found = judge.memorisation(first)
-        pictures.write_neighbours(workspace, f"{step:08d}", first, found, judge.train)
+    if scorer.remembers:
+        memory, found = scorer.memorisation(first)
+        pictures.write_neighbours(workspace, f"{step:08d}", first, found, scorer.train)
     return {
         "step": step,
         **scores,
         "memorisation": memory,
         "evidence": evidence(
             samples.evidence,
-            judge.train.fingerprint,
-            judge.holdout.fingerprint,
-            len(judge.train),
-            judge.extractor,
+            scorer.train.fingerprint,
+            scorer.holdout.fingerprint,
+            len(scorer.train),
+            scorer.extractor,
         ),
         "problem": None,
-        "key": _key(judge, samples.evidence),
+        "key": _key(scorer, samples.evidence),
     }
 
 
@@ -182,7 +182,7 @@ def _track(config: Config, workspace: Workspace, rows: list[Row]) -> None:
     """Tell MLflow of new scores and of the report, which has them."""
     if not rows:
         return
-    from ddpm_core.evaluation.told import open_tracker, tell
+    from ddpm_core.evaluation.mlflow_log import open_tracker, tell
 
     tracker = open_tracker(config, workspace, rows[-1])
     tell(tracker, workspace)

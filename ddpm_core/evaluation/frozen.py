@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from ddpm_core.errors import Corrupt
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.in_domain import InDomain, Network
-from ddpm_core.reading import Shape, conforming, read_object, read_tensors
+from ddpm_core.reading import Schema, read_object, read_tensors, validated
 from ddpm_core.storage import sha256_of
 
 WEIGHTS = "extractor.safetensors"
 FACTS = "extractor.json"
 
 
-class Facts(Shape):
+class Facts(Schema):
     """What extractor.json must say of the network."""
 
     sha256: str
@@ -41,7 +41,7 @@ def save_extractor(trained: InDomain, folder: Path) -> None:
 def read_facts(folder: Path) -> dict[str, Any]:
     """The facts of a folder whose weights are those it was saved with. Raises Corrupt."""
     try:
-        facts = conforming(read_object(folder / FACTS, FACTS), Facts, FACTS)
+        facts = validated(read_object(folder / FACTS, FACTS), Facts, FACTS)
         whole = sha256_of(folder / WEIGHTS) == facts["sha256"]
     except (OSError, Corrupt) as error:
         raise Corrupt(f"The in-domain extractor in {folder} is damaged: {error!r}.") from error

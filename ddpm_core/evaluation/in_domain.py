@@ -24,7 +24,7 @@ from ddpm_core.console import progress
 from ddpm_core.data.dataset import Indices, PackedDataset
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.images import to_model
-from ddpm_core.models.undrawn import Conv2d, Linear
+from ddpm_core.models.uninitialized import Conv2d, Linear
 from ddpm_core.rng import Key, Purpose
 
 RECIPE = 1  # raised when the same images would give another extractor

@@ -6,8 +6,8 @@ from typing import Any
 
 from ddpm_core.config import Config
 from ddpm_core.evaluation import memorisation, pictures, plots
-from ddpm_core.evaluation.judge import Judge
 from ddpm_core.evaluation.report import render_report
+from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.evaluation.tables import best_csv, flat, results_csv
 from ddpm_core.precision import choose
 from ddpm_core.ranking import Row, best, ranked
@@ -18,11 +18,11 @@ LISTED = 20  # straddling images that are named
 
 
 def write_outputs(
-    config: Config, workspace: Workspace, judge: Judge, rows: list[Row]
+    config: Config, workspace: Workspace, scorer: Scorer, rows: list[Row]
 ) -> Row | None:
     """All files, from rows that are measured, the report last; the best row."""
-    pictures.write_real(workspace, judge.train)
-    results = _results(config, workspace, judge, rows)
+    pictures.write_real(workspace, scorer.train)
+    results = _results(config, workspace, scorer, rows)
     listed = ranked(rows, results["sample"])
     workspace.write_json(RESULTS, results)
     workspace.storage.write(f"{EVALUATION}/evaluation_results.csv", results_csv(rows).encode())
@@ -34,18 +34,18 @@ def write_outputs(
     return best(listed)
 
 
-def _results(config: Config, workspace: Workspace, judge: Judge, rows: list[Row]) -> Row:
+def _results(config: Config, workspace: Workspace, scorer: Scorer, rows: list[Row]) -> Row:
     """All that the report needs, and what others read of an evaluation."""
-    precision = choose(config.sample.precision, judge.device)
+    precision = choose(config.sample.precision, scorer.device)
     sample = config.sample.model_dump(mode="json") | {"precision": precision}
     row = best(rows, sample)
-    extractor = judge.extractor
+    extractor = scorer.extractor
     return {
         "rows": rows,
         "sample": sample,
         "best": row and {key: row[key] for key in ("step", "score_name", "score")},
         "settings": config.evaluate.model_dump(mode="json"),
-        "data": _data(judge),
+        "data": _data(scorer),
         "extractor": {
             **extractor.facts,
             "name": extractor.name,
@@ -53,13 +53,13 @@ def _results(config: Config, workspace: Workspace, judge: Judge, rows: list[Row]
             "fingerprint": extractor.fingerprint,
             "accuracy": extractor.accuracy,
         },
-        "straddling": _straddling(workspace, judge) if judge.remembers else None,
+        "straddling": _straddling(workspace, scorer) if scorer.remembers else None,
         "run": _run(config, workspace, row),
     }
 
 
-def _data(judge: Judge) -> dict[str, Any]:
-    train, holdout = judge.train, judge.holdout
+def _data(scorer: Scorer) -> dict[str, Any]:
+    train, holdout = scorer.train, scorer.holdout
     return {
         "fingerprint": train.fingerprint,
         "holdout_fingerprint": holdout.fingerprint,
@@ -73,12 +73,12 @@ def _data(judge: Judge) -> dict[str, Any]:
     }
 
 
-def _straddling(workspace: Workspace, judge: Judge) -> dict[str, Any] | None:
+def _straddling(workspace: Workspace, scorer: Scorer) -> dict[str, Any] | None:
     """Held-out images that training nearly has, of those looked at."""
-    images, held = judge.held_out
+    images, held = scorer.held_out
     if not len(images):
         return None
-    pictures.write_neighbours(workspace, "held-out", images, held, judge.train)
+    pictures.write_neighbours(workspace, "held-out", images, held, scorer.train)
     near = memorisation.straddling(held)
     return {
         "examined": len(images),

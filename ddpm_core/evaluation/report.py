@@ -87,7 +87,7 @@ def _page(results: dict[str, Any], pictures: Pictures) -> dict[str, Any]:
     row = best(scored)
     extractor = results["extractor"]
     return {
-        "verdict": verdict.judge(results),
+        "verdict": verdict.scorer(results),
         "caveats": verdict.caveats(results),
         "results": results,
         "best": row,

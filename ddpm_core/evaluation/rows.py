@@ -12,10 +12,10 @@ from pydantic import Field
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.metrics import metric_name
 from ddpm_core.ranking import Row, Rows
-from ddpm_core.reading import Shape
+from ddpm_core.reading import Schema
 
 
-class Extracted(Shape):
+class Extracted(Schema):
     """What is read of results.json's `extractor`."""
 
     fingerprint: str

@@ -36,7 +36,7 @@ class Verdict:
     trend: Answer | None = None
 
 
-def judge(results: dict[str, Any]) -> Verdict:
+def scorer(results: dict[str, Any]) -> Verdict:
     """The verdict on results.json."""
     rows, listed, others = _sorted(results)
     row = best(listed)

@@ -21,10 +21,10 @@ from ddpm_core.console import say
 from ddpm_core.errors import Corrupt
 from ddpm_core.generate import plan
 from ddpm_core.generate.conditions import Conditions
-from ddpm_core.generate.parts import Parts, npy
 from ddpm_core.generate.plan import Shard
+from ddpm_core.generate.shard_store import ShardStore, npy
 from ddpm_core.images import Pixels, enlarge, grid, png
-from ddpm_core.reading import Count, FileRecord, Shape, inside, is_plain, open_array
+from ddpm_core.reading import Count, FileRecord, Schema, inside, is_plain, open_array
 from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.workspace import Workspace, samples_key
 
@@ -34,7 +34,7 @@ LABELS = "labels.npy"
 LISTED = 8  # shards that are named
 
 
-class Gathered(Shape):
+class Gathered(Schema):
     """The manifest of gathered samples: their recipe (see plan.recipe), shards and files."""
 
     step: Count
@@ -132,7 +132,7 @@ def try_gather(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> 
     if waits:
         say(f"sample: step {recipe['step']} still waits for {waits}.")
         return False
-    parts = Parts(workspace, recipe)
+    parts = ShardStore(workspace, recipe)
     extras = _write_extras(config, workspace, recipe)
     names = [f"{shard.name}.npy" for shard in shards]
     _write_manifest(workspace, recipe, names, [*names, *(n for n in extras if n == LABELS)])
@@ -143,7 +143,7 @@ def try_gather(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> 
 
 def waiting(workspace: Workspace, recipe: dict[str, Any], shards: list[Shard]) -> str:
     """The shards that are not there whole, each with the reason if it is not merely missing."""
-    parts = Parts(workspace, recipe)
+    parts = ShardStore(workspace, recipe)
     found = [(shard.name, parts.problem(shard)) for shard in shards]
     told = [
         name if problem == "missing" else f"{name} ({problem})"

@@ -22,7 +22,7 @@ from ddpm_core.precision import autocast, choose
 from ddpm_core.rng import Purpose
 
 
-class Generator:
+class ImageSampler:
     """Draws numbered images from a network.
 
     `data` is the checkpoint's record of what it was trained on: classes, how many images each

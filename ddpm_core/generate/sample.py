@@ -21,9 +21,9 @@ from ddpm_core.devices import choose_device
 from ddpm_core.distributed import World
 from ddpm_core.errors import UserError
 from ddpm_core.generate import gather, plan
-from ddpm_core.generate.images import Generator
-from ddpm_core.generate.parts import Parts
+from ddpm_core.generate.images import ImageSampler
 from ddpm_core.generate.plan import Shard
+from ddpm_core.generate.shard_store import ShardStore
 from ddpm_core.precision import choose
 from ddpm_core.workspace import SAMPLES, Workspace, samples_key, snapshot_key
 
@@ -75,8 +75,8 @@ class Drawer:
         self._config = config
         self._world = world
         self._checkpoint = checkpoint
-        self._generator: Generator | None = None
-        self._parts = Parts(workspace, recipe)
+        self._sampler: ImageSampler | None = None
+        self._parts = ShardStore(workspace, recipe)
         self.recipe = recipe
 
     def share(self, shards: Sequence[Shard]) -> list[tuple[int, range]]:
@@ -106,21 +106,21 @@ class Drawer:
         size = self._config.sample.batch_size
         advice = f"sample.batch_size {size}: lower it, for all shards alike."
         if self._parts.chunk(number, len(images)) is None:
-            with memory.explained(advice), compiling.explained("sample.compile"):
+            with memory.translate_errors(advice), compiling.translate_errors("sample.compile"):
                 drawn = self._loaded().images(range(images.start, images.start + size))
             self._parts.write_chunk(number, drawn[: len(images)])
 
-    def _loaded(self) -> Generator:
-        if self._generator is None:
+    def _loaded(self) -> ImageSampler:
+        if self._sampler is None:
             model = self._checkpoint.load(self._config.sample.ema, self._world.device)
-            self._generator = Generator(
+            self._sampler = ImageSampler(
                 model,
                 self._checkpoint.data,
                 self._config.sample,
                 self._checkpoint.params.diffusion,
                 compiled=self.recipe.get("compiled", False),
             )
-        return self._generator
+        return self._sampler
 
 
 def _nothing(count: int) -> None:
@@ -184,7 +184,7 @@ def _stale(
 
 def _lack(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> str:
     """Which shards are missing of those that jobs have begun with, of whatever number."""
-    counts = Parts(workspace, recipe).counts()
+    counts = ShardStore(workspace, recipe).counts()
     lacks = []
     for of in counts:
         settings = config.sample.model_copy(update={"shards": of})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddpm_core.models.layers import JoinedLinear, attend
-from ddpm_core.models.undrawn import Embedding, Linear
+from ddpm_core.models.uninitialized import Embedding, Linear
 
 TEXT_BYTES = 64
 

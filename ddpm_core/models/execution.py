@@ -16,7 +16,7 @@ from torch import nn
 
 from ddpm_core.models import onednn
 from ddpm_core.models.layers import Derived, Upsample
-from ddpm_core.models.undrawn import Conv2d
+from ddpm_core.models.uninitialized import Conv2d
 
 Network = TypeVar("Network", bound=nn.Module)
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ddpm_core.models import onednn
 from ddpm_core.models.norms import Norm
-from ddpm_core.models.undrawn import Conv2d, Linear
+from ddpm_core.models.uninitialized import Conv2d, Linear
 
 EXPLICIT_LENGTH = 1024  # on CPUs attention written out is twice as fast, but takes length^2 memory
 

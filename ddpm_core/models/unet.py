@@ -24,7 +24,7 @@ from ddpm_core.models.layers import (
     Upsample,
 )
 from ddpm_core.models.norms import Norm
-from ddpm_core.models.undrawn import Conv2d
+from ddpm_core.models.uninitialized import Conv2d
 
 
 @dataclass(frozen=True)

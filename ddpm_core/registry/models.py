@@ -17,7 +17,7 @@ from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.masking import masked
 from ddpm_core.mlflow_run import connect, is_refusal, sqlite_path
 from ddpm_core.ranking import Scored
-from ddpm_core.reading import conforming, parse_object
+from ddpm_core.reading import parse_object, validated
 from ddpm_core.registry.package import CHECKPOINT
 from ddpm_core.tracking import reason
 
@@ -111,7 +111,7 @@ def row_of(version: Any, key: str) -> dict[str, Any]:
     """A row of results.json that a version carries as a tag; without it the empty one."""
     try:
         row = parse_object(str(version.tags.get(key, "")).encode(errors="replace"), f"tag {key}")
-        return conforming(row, Scored, f"tag {key}")
+        return validated(row, Scored, f"tag {key}")
     except Corrupt:
         return {}
 

@@ -12,10 +12,10 @@ from ddpm_core.checkpoint import Checkpoint, open_checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation.told import open_tracker
+from ddpm_core.evaluation.mlflow_log import open_tracker
 from ddpm_core.masking import masked
 from ddpm_core.ranking import Row, Rows, best
-from ddpm_core.reading import Shape
+from ddpm_core.reading import Schema
 from ddpm_core.registry.card import as_description, write_card
 from ddpm_core.registry.gate import COPIES, Champion, Decision, Unfit, best_of, decide, verdict
 from ddpm_core.registry.models import PROMOTED, Registry, asking, has_files, lost, rows_of
@@ -25,7 +25,7 @@ from ddpm_core.workspace import REGISTERED, RESULTS, RUN, SNAPSHOTS, Workspace, 
 KEPT = ("step", "score_name", "score", "evidence", "memorisation")  # of a row, with a version
 
 
-class Registered(Shape):
+class Registered(Schema):
     """What is read of registered.json beside all that the present is compared with."""
 
     version: str

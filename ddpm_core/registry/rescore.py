@@ -12,8 +12,8 @@ from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import progress
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.evaluation.judge import Judge
-from ddpm_core.generate.images import Generator
+from ddpm_core.evaluation.scorer import Scorer
+from ddpm_core.generate.images import ImageSampler
 from ddpm_core.images import Pixels
 from ddpm_core.ranking import Row
 from ddpm_core.registry.gate import Unfit
@@ -27,36 +27,36 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
     the score are no longer those of the candidate.
     """
     evidence = candidate["evidence"]
-    judge = Judge(config, workspace)
-    must_equal("data", judge.train.fingerprint, evidence["data"])
+    scorer = Scorer(config, workspace)
+    must_equal("data", scorer.train.fingerprint, evidence["data"])
     try:
         checkpoint = Checkpoint.open(folder)
     except Corrupt as error:
         raise Unfit(str(error)) from error
     shape = (checkpoint.data["image_size"], checkpoint.data["channels"])
-    if shape != (judge.train.image_size, judge.train.channels):
+    if shape != (scorer.train.image_size, scorer.train.channels):
         raise Unfit(
             f"it draws images of {shape[0]} pixels and {shape[1]} channels, the data have "
-            f"{judge.train.image_size} and {judge.train.channels}."
+            f"{scorer.train.image_size} and {scorer.train.channels}."
         )
-    must_equal("extractor", judge.extractor.fingerprint, evidence["extractor_fingerprint"])
-    must_equal("score", judge.score_name(int(evidence["count"])), candidate["score_name"])
+    must_equal("extractor", scorer.extractor.fingerprint, evidence["extractor_fingerprint"])
+    must_equal("score", scorer.score_name(int(evidence["count"])), candidate["score_name"])
     settings, count = as_candidate(config.sample, evidence, checkpoint), int(evidence["count"])
     try:
-        generator = Generator(
-            checkpoint.load(settings.ema, judge.device),
+        sampler = ImageSampler(
+            checkpoint.load(settings.ema, scorer.device),
             checkpoint.data,
             settings,
             checkpoint.params.diffusion,
-            compiled=compiling.wanted(settings.compile, judge.device, count * settings.steps),
+            compiled=compiling.wanted(settings.compile, scorer.device, count * settings.steps),
         )
     except UserError as error:  # such as a class that it does not know
         raise Unfit(str(error)) from error
-    with compiling.explained("sample.compile"):
-        images = draw(generator, count, settings.batch_size)
+    with compiling.translate_errors("sample.compile"):
+        images = draw(sampler, count, settings.batch_size)
     return {
         "step": checkpoint.step,
-        **judge.score([images], "the champion"),
+        **scorer.score([images], "the champion"),
         "evidence": {
             **evidence,
             "weights": checkpoint.weights_hash(settings.ema),
@@ -82,12 +82,12 @@ def as_candidate(own: Sample, evidence: dict[str, Any], checkpoint: Checkpoint) 
     return Sample.model_validate({**given, "ema": checkpoint.params.sample.ema})
 
 
-def draw(generator: Generator, count: int, batch_size: int) -> Pixels:
+def draw(sampler: ImageSampler, count: int, batch_size: int) -> Pixels:
     """Images 0 to `count` - 1, uint8 (n, H, W, C), in whole batches as `ddpm sample` draws them."""
     parts = []
     with progress("register: sampling the champion", count, "images") as advance:
         for start in range(0, count, batch_size):
-            images = generator.images(range(start, start + batch_size))[: count - start]
+            images = sampler.images(range(start, start + batch_size))[: count - start]
             parts.append(images)
             advance(len(images))
     return np.concatenate(parts)

@@ -14,7 +14,7 @@ from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.devices import choose_device
 from ddpm_core.errors import UserError
 from ddpm_core.generate.conditions import Conditions
-from ddpm_core.generate.images import Generator
+from ddpm_core.generate.images import ImageSampler
 from ddpm_core.images import Pixels, png
 from ddpm_core.registry.request import LARGEST, Request, read
 
@@ -50,12 +50,12 @@ class Served:
 
     def _images(self, request: Request, classes: list[str]) -> Iterable[dict[str, Any]]:
         checkpoint, settings, numbers = self._checkpoint, request.settings, request.numbers
-        generator = Generator(self._model, checkpoint.data, settings, checkpoint.params.diffusion)
+        sampler = ImageSampler(self._model, checkpoint.data, settings, checkpoint.params.diffusion)
         conditions = Conditions(self._model.config.conditioning, checkpoint.data, settings)
         labels = conditions.labels(numbers)
         for start in range(0, len(numbers), BATCH):
             for number, pixels in zip(
-                numbers[start:], generator.images(numbers[start : start + BATCH]), strict=False
+                numbers[start:], sampler.images(numbers[start : start + BATCH]), strict=False
             ):
                 yield {
                     "image": _encode(pixels, request.format),

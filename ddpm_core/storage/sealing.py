@@ -55,7 +55,7 @@ def listed(data: bytes, folder: str) -> dict[str, tuple[int, str]]:
 
 
 def _files(manifest: dict[str, Any], folder: str) -> dict[str, tuple[int, str]]:
-    files = reading.conforming(manifest, reading.Manifest, _told(folder))["files"]
+    files = reading.validated(manifest, reading.Manifest, _told(folder))["files"]
     for name in files:
         reading.must_be_inside(folder, name)
     return {name: (file["size"], file["sha256"]) for name, file in files.items()}

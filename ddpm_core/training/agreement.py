@@ -39,7 +39,7 @@ def check_agreement(state: TrainState, written: int) -> None:
         **{ema_name(e.decay): e.tensors for e in state.emas},
     }
     mine = torch.stack([checksum(tensors.values()) for tensors in groups.values()])
-    rows = [tuple(row) for row in state.world.gather(mine).cpu().tolist()]
+    rows = [tuple(row) for row in state.world.all_gather(mine).cpu().tolist()]
     if len(set(rows)) == 1:
         return
     files = [name for i, name in enumerate(groups) if len({row[i] for row in rows}) > 1]

@@ -10,7 +10,7 @@ from ddpm_core.config import Config
 
 
 @contextmanager
-def explained(config: Config) -> Iterator[None]:
+def translate_errors(config: Config) -> Iterator[None]:
     """Raises UserError in the place of an error of memory or of torch.compile."""
     train, model = config.train, config.model
     advice = (
@@ -18,5 +18,5 @@ def explained(config: Config) -> Iterator[None]:
         f"model.channels {model.channels} times {list(model.multipliers)}: raise microbatches "
         "(the result stays the same to rounding), or lower batch_size or channels."
     )
-    with memory.explained(advice), compiling.explained("train.compile"):
+    with memory.translate_errors(advice), compiling.translate_errors("train.compile"):
         yield

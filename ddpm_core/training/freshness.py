@@ -7,12 +7,12 @@ from typing import Any
 from ddpm_core.checkpoint import SETTINGS
 from ddpm_core.config import Config
 from ddpm_core.data.dataset import data_fingerprint
-from ddpm_core.reading import Shape
+from ddpm_core.reading import Schema
 from ddpm_core.training.identity import differences, identity
 from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
 
 
-class Identified(Shape):
+class Identified(Schema):
     """Settings with what makes a model what it is."""
 
     identity: dict[str, Any]

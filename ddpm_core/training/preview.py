@@ -6,23 +6,23 @@ import torch
 
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
 from ddpm_core.config import Config, Sample
-from ddpm_core.generate.images import Generator
+from ddpm_core.generate.images import ImageSampler
 from ddpm_core.images import enlarge, grid, png
 from ddpm_core.models.unet import UNet, UNetConfig
-from ddpm_core.training.snapshot import Parts
+from ddpm_core.training.snapshot import SnapshotContents
 
 GRID = "grid.png"
 STEPS = 20
 
 
-def preview(config: Config, device: torch.device, parts: Parts) -> dict[str, bytes]:
+def preview(config: Config, device: torch.device, contents: SnapshotContents) -> dict[str, bytes]:
     """`grid.png` with `train.grid` images of a snapshot's first average, or of its raw weights."""
-    settings, ema = parts.documents[SETTINGS], config.train.ema
+    settings, ema = contents.documents[SETTINGS], config.train.ema
     model = UNet(UNetConfig.from_dict(settings["network"]))
-    model.load_state_dict(dict(parts.tensors[ema_name(ema[0]) if ema else WEIGHTS]))
+    model.load_state_dict(dict(contents.tensors[ema_name(ema[0]) if ema else WEIGHTS]))
     model = model.to(device).eval().requires_grad_(False)
-    generator = Generator(model, settings["data"], _settings(config), config.diffusion)
-    return {GRID: png(enlarge(grid(generator.images(range(config.train.grid))), 512))}
+    sampler = ImageSampler(model, settings["data"], _settings(config), config.diffusion)
+    return {GRID: png(enlarge(grid(sampler.images(range(config.train.grid))), 512))}
 
 
 def _settings(config: Config) -> Sample:

@@ -9,21 +9,21 @@ from pydantic import Field
 
 from ddpm_core.checkpoint import SETTINGS
 from ddpm_core.console import warn
-from ddpm_core.reading import Manifest, Shape
+from ddpm_core.reading import Manifest, Schema
 from ddpm_core.storage import MANIFEST
 from ddpm_core.training.snapshot import OPTIMIZER
 from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
 
 
-class MadeTrain(Shape):
+class MadeTrain(Schema):
     milestone_every: Annotated[int, Field(ge=1)]
 
 
-class MadeParams(Shape):
+class MadeParams(Schema):
     train: MadeTrain
 
 
-class Made(Shape):
+class Made(Schema):
     """What config.json tells of how a snapshot was to be kept."""
 
     params: MadeParams

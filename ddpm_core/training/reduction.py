@@ -58,7 +58,7 @@ class Flat:
         tensors = _gradients(self._parameters)
         ends = [self._loss.reshape(1), stop_wish.reshape(1)]
         flat = torch.cat([*(t.reshape(-1) for t in tensors), *ends])
-        self._world.sum_(flat)
+        self._world.all_reduce_(flat)
         _spread(flat[:-2], tensors)
         stop_wish.copy_(flat[-1])
         return flat[-2]
@@ -98,7 +98,7 @@ class Exact:
 
     def finish(self, stop_wish: Tensor) -> Tensor:
         self._sums[-1] = stop_wish.to(torch.int64)
-        self._world.sum_(self._sums)
+        self._world.all_reduce_(self._sums)
         mean = self._sums[:-2].to(torch.float32) * 2.0**-FRACTION_BITS / self._batch_size
         mean = torch.where(self._sums[-2] > 0, torch.nan, mean)
         _spread(mean[:-1], _gradients(self._parameters))

@@ -19,8 +19,8 @@ from ddpm_core.training.execution import Execution
 from ddpm_core.training.freshness import Identified
 from ddpm_core.training.identity import differences, identity, train_fingerprint
 from ddpm_core.training.initial import initial_weights, network_config
-from ddpm_core.training.snapshot import Parts
-from ddpm_core.training.state import TrainState, from_parts
+from ddpm_core.training.snapshot import SnapshotContents
+from ddpm_core.training.state import TrainState, from_contents
 from ddpm_core.workspace import LOG, RUN, SNAPSHOTS, SUPERSEDED, Workspace, snapshot_key, step_name
 
 MOST_CAPTIONS = 1000  # kept with a checkpoint, for sampling without the data
@@ -49,28 +49,28 @@ def start(
         if (run := workspace.read_json(RUN)).get("identity") != settings["identity"]:
             workspace.write_json(RUN, {**run, "identity": settings["identity"]})
         at = choose_step(config, workspace, policy)
-    at = world.from_first(at)
+    at = world.broadcast(at)
     if at >= config.train.steps:
         say(f"train: up to date, at step {at} of {config.train.steps}.")
         return settings, None
-    parts = snapshot.read(workspace.path(snapshot_key(at))) if at else None
-    earlier = parts.documents[snapshot.STATE]["execution"] if parts else None
+    contents = snapshot.read(workspace.path(snapshot_key(at))) if at else None
+    earlier = contents.documents[snapshot.STATE]["execution"] if contents else None
     execution = Execution.choose(config.train, world.device, earlier)
     if world.rank == 0 and (lack := compiling.lacks(world.device, config.train.compile)):
         warn(lack)
-    if parts is None and not fresh:
+    if contents is None and not fresh:
         initial_weights(model, config)
     state = TrainState.create(config, world, execution, model)
-    if parts is not None:
-        fit(state, parts, f"The snapshot of step {at}")
+    if contents is not None:
+        fit(state, contents, f"The snapshot of step {at}")
         say(f"train: going on from step {at} of {config.train.steps}.")
     return settings, state
 
 
-def fit(state: TrainState, parts: Parts, name: str) -> None:
+def fit(state: TrainState, contents: SnapshotContents, name: str) -> None:
     """Set the state to what a snapshot holds. Raises Corrupt where that is another's."""
     try:
-        from_parts(state, parts)
+        from_contents(state, contents)
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise Corrupt(f"{name} does not fit its settings: {error!r:.300}.") from error
 

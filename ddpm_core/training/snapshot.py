@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from ddpm_core.checkpoint import SETTINGS, Settings
 from ddpm_core.console import warn
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.reading import Count, Shape, conforming, read_object, read_tensors
+from ddpm_core.reading import Count, Schema, read_object, read_tensors, validated
 from ddpm_core.storage import Unreachable, verify
 from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
 
@@ -30,14 +30,14 @@ STATE = "state.json"
 Tensors = Mapping[str, torch.Tensor]
 
 
-class Chosen(Shape):
+class Chosen(Schema):
     """Fields of execution.Execution."""
 
     precision: Literal["fp32", "bf16", "fp16"]
     compile: bool
 
 
-class Sums(Shape):
+class Sums(Schema):
     """Fields of state.Totals."""
 
     loss: float
@@ -47,7 +47,7 @@ class Sums(Shape):
     steps: Count
 
 
-class State(Shape):
+class State(Schema):
     """All of state.json that is used."""
 
     step: Count
@@ -58,7 +58,7 @@ class State(Shape):
 
 
 @dataclass(frozen=True)
-class Parts:
+class SnapshotContents:
     """All of a snapshot, on the host: tensors by file, plain data by file, other files."""
 
     tensors: Mapping[str, Tensors]
@@ -66,17 +66,17 @@ class Parts:
     files: Mapping[str, bytes]
 
 
-Draw = Callable[[Parts], Mapping[str, bytes]]
+Draw = Callable[[SnapshotContents], Mapping[str, bytes]]
 
 
-def write(workspace: Workspace, step: int, parts: Parts) -> None:
+def write(workspace: Workspace, step: int, contents: SnapshotContents) -> None:
     """Write a snapshot; it is there whole, or not at all. Raises OSError, SafetensorError."""
     with workspace.storage.new_folder(snapshot_key(step), {"step": step}) as folder:
-        for name, tensors in parts.tensors.items():
+        for name, tensors in contents.tensors.items():
             save_file(dict(tensors), folder / name)
-        for name, document in parts.documents.items():
+        for name, document in contents.documents.items():
             (folder / name).write_text(json.dumps(document, indent=1), encoding="utf-8")
-        for name, data in parts.files.items():
+        for name, data in contents.files.items():
             (folder / name).write_bytes(data)
     workspace.storage.forget(snapshot_key(step))
 
@@ -102,7 +102,7 @@ def newest_whole(workspace: Workspace, limit: int, end: int) -> tuple[int | None
     return None, skipped
 
 
-def read(folder: Path) -> Parts:
+def read(folder: Path) -> SnapshotContents:
     """The tensors and plain data of a snapshot: the files that were written, and no others.
 
     Raises Corrupt.
@@ -110,18 +110,18 @@ def read(folder: Path) -> Parts:
     files: Any = verify(folder)["files"]
     tensors = {n: read_tensors(folder / n) for n in files if n.endswith(".safetensors")}
     documents = {}
-    for name, shape in ((STATE, State), (SETTINGS, Settings)):
+    for name, schema in ((STATE, State), (SETTINGS, Settings)):
         told = f"{folder.name}/{name}"
         if name not in files:
             raise Corrupt(f"{folder.name} has no {name} among the files that were written.")
-        documents[name] = conforming(read_object(folder / name, told), shape, told)
-    return Parts(tensors, documents, {})
+        documents[name] = validated(read_object(folder / name, told), schema, told)
+    return SnapshotContents(tensors, documents, {})
 
 
-def _drawn(step: int, parts: Parts, draw: Draw) -> Mapping[str, bytes]:
+def _drawn(step: int, contents: SnapshotContents, draw: Draw) -> Mapping[str, bytes]:
     """What `draw` makes; nothing, and a warning, where it fails: a snapshot is worth more."""
     try:
-        return draw(parts)
+        return draw(contents)
     except Exception as error:
         warn(f"The snapshot of step {step} has no images; they could not be drawn: {error}")
         return {}
@@ -150,13 +150,13 @@ class Writer:
         self._failed: str | None = None
         self.newest = newest
 
-    def submit(self, step: int, parts: Parts, draw: Draw | None = None) -> None:
-        """Start writing, with the files that `draw` makes of the parts, in the background.
+    def submit(self, step: int, contents: SnapshotContents, draw: Draw | None = None) -> None:
+        """Start writing, with the files that `draw` makes of the contents, in the background.
 
         Raises UserError if the last two could not be written.
         """
         self.wait(final=False)
-        self._pending = step, self._pool.submit(self._write, step, parts, draw)
+        self._pending = step, self._pool.submit(self._write, step, contents, draw)
 
     def wait(self, final: bool = True) -> None:
         """Until all is on disk. Raises UserError where a final, or a second, snapshot failed."""
@@ -182,9 +182,9 @@ class Writer:
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _write(self, step: int, parts: Parts, draw: Draw | None) -> None:
+    def _write(self, step: int, contents: SnapshotContents, draw: Draw | None) -> None:
         if draw:
-            parts = replace(parts, files={**parts.files, **_drawn(step, parts, draw)})
+            contents = replace(contents, files={**contents.files, **_drawn(step, contents, draw)})
         self._may_write()
-        write(self._workspace, step, parts)
+        write(self._workspace, step, contents)
         self._written(step)

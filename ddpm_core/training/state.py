@@ -18,7 +18,7 @@ from ddpm_core.models.execution import prepare_model
 from ddpm_core.models.unet import UNet
 from ddpm_core.training.ema import Ema
 from ddpm_core.training.execution import Execution, make_optimizer
-from ddpm_core.training.snapshot import NOISE_LEVELS, OPTIMIZER, STATE, Parts
+from ddpm_core.training.snapshot import NOISE_LEVELS, OPTIMIZER, STATE, SnapshotContents
 from ddpm_core.training.throughput import Stopwatch
 
 
@@ -101,7 +101,7 @@ class TrainState:
         )
 
 
-def to_parts(state: TrainState, settings: dict[str, Any]) -> Parts:
+def to_contents(state: TrainState, settings: dict[str, Any]) -> SnapshotContents:
     """A copy of the state on the host, as a snapshot keeps it."""
     names = {id(p): name for name, p in state.model.named_parameters()}
     optimizer = {
@@ -123,18 +123,18 @@ def to_parts(state: TrainState, settings: dict[str, Any]) -> Parts:
         "history": state.history,
     }
     host = {name: {k: _host(t) for k, t in group.items()} for name, group in tensors.items()}
-    return Parts(host, {STATE: document, SETTINGS: settings}, {})
+    return SnapshotContents(host, {STATE: document, SETTINGS: settings}, {})
 
 
-def from_parts(state: TrainState, parts: Parts) -> None:
+def from_contents(state: TrainState, contents: SnapshotContents) -> None:
     """Set the state to what a snapshot holds."""
-    document = parts.documents[STATE]
-    state.model.load_state_dict(dict(parts.tensors[WEIGHTS]))
-    _load_optimizer(state, parts.tensors[OPTIMIZER])
+    document = contents.documents[STATE]
+    state.model.load_state_dict(dict(contents.tensors[WEIGHTS]))
+    _load_optimizer(state, contents.tensors[OPTIMIZER])
     for ema in state.emas:
-        ema.load(dict(parts.tensors[ema_name(ema.decay)]))
-    if NOISE_LEVELS in parts.tensors:
-        state.noise_levels.load_state_dict(dict(parts.tensors[NOISE_LEVELS]))
+        ema.load(dict(contents.tensors[ema_name(ema.decay)]))
+    if NOISE_LEVELS in contents.tensors:
+        state.noise_levels.load_state_dict(dict(contents.tensors[NOISE_LEVELS]))
     state.scaler.load_state_dict(document["scaler"])
     state.step = int(document["step"])
     state.history = [float(value) for value in document["history"]]

@@ -22,12 +22,12 @@ from ddpm_core.training import resume, snapshot
 from ddpm_core.training.agreement import check_agreement
 from ddpm_core.training.batches import next_batch
 from ddpm_core.training.execution import learning_rate
-from ddpm_core.training.explain import explained
+from ddpm_core.training.explain import translate_errors
 from ddpm_core.training.initial import check_data_fits, check_init_stays
 from ddpm_core.training.preview import preview
 from ddpm_core.training.records import keeping_records
 from ddpm_core.training.runlog import RunLog
-from ddpm_core.training.state import Totals, TrainState, to_parts, widest
+from ddpm_core.training.state import Totals, TrainState, to_contents, widest
 from ddpm_core.training.step import step
 from ddpm_core.training.stopping import ASKED, StopRequest
 from ddpm_core.training.throughput import Throughput
@@ -77,7 +77,7 @@ def train(
     check_data_fits(config, data)
     check_init_stays(config, workspace)
     with (
-        explained(config),
+        translate_errors(config),
         leaving_together(world),
         hold_first(workspace, world) as lease,
         StopRequest(world) as stop,  # who waits for the lease has nothing to save, and ends at once
@@ -203,7 +203,7 @@ def time_of_all(run: Run, now: float) -> dict[str, float]:
     world, limit = run.world, run.config.train.snapshot_seconds
     overdue = limit is not None and now - run.snapshot_at >= limit
     mine = torch.cat([run.state.watch.take(), torch.tensor([overdue])])
-    everyone = world.gather(mine.to(world.device, widest(world.device))).cpu().double()
+    everyone = world.all_gather(mine.to(world.device, widest(world.device))).cpu().double()
     run.overdue = bool(everyone[0, -1])
     size, steps = run.config.train.batch_size, run.state.totals.steps - run.before
     images = [steps * len(replace(world, rank=rank).share(size)) for rank in range(world.size)]
@@ -241,7 +241,7 @@ def take_snapshot(run: Run) -> None:
         milestone = at % train.milestone_every == 0 or at == train.steps
         draw = partial(preview, run.config, run.world.device) if milestone and train.grid else None
         run.writer.wait(final=False)  # before the copy, so that there are never two
-        run.writer.submit(at, to_parts(run.state, {**run.settings, "step": at}), draw)
+        run.writer.submit(at, to_contents(run.state, {**run.settings, "step": at}), draw)
     run.state.watch.mark("snapshot")
 
 

@@ -30,7 +30,7 @@ from ddpm_core.workspace import Workspace
 Scores = dict[str, Any]  # metric -> number, or None where it is not measured
 
 
-class Judge:
+class Scorer:
     """The data set, the extractor and the references; each is opened when first needed."""
 
     def __init__(self, config: Config, workspace: Workspace) -> None:

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from ddpm_core.errors import Corrupt
 from ddpm_core.generate.plan import Shard
 from ddpm_core.images import Pixels
-from ddpm_core.reading import Count, Shape
+from ddpm_core.reading import Count, Schema
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import Workspace, samples_key
 
 DIGEST = 32  # bytes of SHA-256 before the pixels of a chunk
 
 
-class Record(Shape):
+class Record(Schema):
     """What stands beside a shard, in shard-III-of-NNN.json."""
 
     samples_fingerprint: str
@@ -35,7 +35,7 @@ class Record(Shape):
     sha256: str
 
 
-class Parts:
+class ShardStore:
     """The chunks and shards of one recipe (see plan.recipe)."""
 
     def __init__(self, workspace: Workspace, recipe: dict[str, Any]) -> None:
