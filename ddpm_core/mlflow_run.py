@@ -5,6 +5,8 @@ Each call may raise whatever the network or the server raises; ddpm_core.trackin
 
 from __future__ import annotations
 
+import getpass
+import hashlib
 import json
 import logging
 import math
@@ -12,9 +14,12 @@ import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ddpm_core
+from ddpm_core import __version__
 from ddpm_core.errors import UserError, require
 from ddpm_core.logtail import Row
 from ddpm_core.masking import masked
@@ -83,6 +88,8 @@ def _id(experiment: Any) -> str:
 
 
 TOKEN = "ddpm.token"  # the tag of a run by which whoever made it finds it again
+EVIDENCE = "ddpm.evidence"  # the tag of a run that says which scores are in it
+PARENT = "mlflow.parentRunId"  # by which the UI shows a run below another
 
 
 class MlflowRun:
@@ -96,6 +103,9 @@ class MlflowRun:
         self._last = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         self._history: dict[str, list[Any]] = {}
         self._datasets = {given.dataset.digest for given in run.inputs.dataset_inputs}
+        self._experiment = run.info.experiment_id
+        self._evidence = run.data.tags.get(EVIDENCE)
+        self._measured: dict[str, MlflowRun] = {}
 
     @classmethod
     def open(cls, uri: str, experiment: str, name: str, known: str | None, token: str) -> MlflowRun:
@@ -109,8 +119,13 @@ class MlflowRun:
             return cls(client, known)
         place = find_experiment(client, uri, experiment)
         made = client.search_runs([place], f"tags.`{TOKEN}` = '{token}'", max_results=1)
-        run = made[0] if made else client.create_run(place, run_name=name, tags={TOKEN: token})
+        tags = {TOKEN: token, **_origin()}
+        run = made[0] if made else client.create_run(place, run_name=name, tags=tags)
         return cls(client, str(run.info.run_id))
+
+    def experiment(self) -> str:
+        """The name of the experiment that it is in."""
+        return str(self.client.get_experiment(self._experiment).name)
 
     @property
     def is_bare(self) -> bool:
@@ -130,6 +145,39 @@ class MlflowRun:
         for batch in _batches(metrics, METRIC_BATCH):
             self.client.log_batch(self.run_id, metrics=batch)
             self._last.update({metric.key: metric.step for metric in batch})
+
+    def scores(
+        self, evidence: Mapping[str, Any], step: int, milliseconds: int, values: Mapping[str, float]
+    ) -> None:
+        """Send what was measured of a checkpoint, into the run that has scores of this evidence."""
+        self._measured_by(evidence).metrics(step, milliseconds, values)
+
+    def report(self, path: str, folder: str | None, evidence: Mapping[str, Any]) -> None:
+        """Send a file about scores of this evidence."""
+        self._measured_by(evidence).artifact(path, folder)
+
+    def _measured_by(self, evidence: Mapping[str, Any]) -> MlflowRun:
+        """This run for the first evidence that it is told of, and one below it for any other.
+
+        So no curve mixes two ways of sampling, and each run's params are those of its scores.
+        """
+        key = hashlib.sha256(json.dumps(evidence, sort_keys=True).encode()).hexdigest()[:16]
+        if self._evidence is None:
+            self.tags({EVIDENCE: key})
+            self._evidence = key
+        if key == self._evidence:
+            return self
+        if key not in self._measured:
+            place, mine = [self._experiment], f"tags.`{PARENT}` = '{self.run_id}'"
+            found = self.client.search_runs(place, f"{mine} and tags.`{EVIDENCE}` = '{key}'")
+            if not found:
+                tags = {PARENT: self.run_id, EVIDENCE: key}
+                name = _measurement(evidence)
+                found = [self.client.create_run(self._experiment, run_name=name, tags=tags)]
+            self._measured[key] = run = MlflowRun(self.client, str(found[0].info.run_id))
+            run.params(evidence)
+            run.end("FINISHED")
+        return self._measured[key]
 
     def metrics(self, step: int, milliseconds: int, values: Mapping[str, float]) -> None:
         """Send values of one step, but none that the server has for that step already."""
@@ -190,6 +238,30 @@ class MlflowRun:
     def end(self, status: str) -> None:
         """FINISHED, FAILED or KILLED."""
         self.client.set_terminated(self.run_id, status)
+
+
+def _origin() -> dict[str, str]:
+    """Who made a run and by which version, where the UI looks for them."""
+    tags = {
+        "mlflow.source.name": "ddpm",
+        "mlflow.source.type": "LOCAL",
+        "ddpm.version": __version__,
+    }
+    with suppress(KeyError, OSError, ImportError):  # a pod's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    place = Path(ddpm_core.__file__).parents[1]
+    if (place / ".git").exists():
+        utilities = require("mlflow.utils.git_utils", "tracking")
+        if commit := utilities.get_git_commit(str(place)):
+            tags["mlflow.source.git.commit"] = commit
+    return tags
+
+
+def _measurement(evidence: Mapping[str, Any]) -> str:
+    """A run's name: "ddim, 50 steps, 500 images, seed 1"."""
+    sampler = evidence.get("sampler") or {}
+    said = f"{sampler.get('sampler')}, {sampler.get('steps')} steps"
+    return f"{said}, {evidence.get('count')} images, seed {evidence.get('seed')}"
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

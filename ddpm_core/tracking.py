@@ -29,7 +29,8 @@ INTERVAL = 1.0  # seconds between two looks at the log
 LONGEST_PAUSE = 30.0  # seconds between two attempts to reach a server that is away
 
 Entry = list[Any]  # [method of MlflowRun, *arguments], plain data
-SENT = ("params", "tags", "metrics", "dataset", "artifact")  # methods that entries may name
+SENDS = ("artifact", "report")  # methods that send a file, whose path is their first argument
+SENT = ("params", "tags", "metrics", "scores", "dataset", *SENDS)  # that entries may name
 
 # What the network says of a server, and what that means to a person.
 MEANINGS = {
@@ -105,8 +106,16 @@ class Tracker:
         self._put("tags", dict(tags))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Values that are not in log.jsonl, such as scores, at the step they belong to."""
+        """Values that are not in log.jsonl, at the step they belong to."""
         self._put("metrics", step, int(time.time() * 1000), dict(values))
+
+    def scores(self, evidence: Mapping[str, Any], step: int, values: Mapping[str, float]) -> None:
+        """What was measured of the checkpoint of a step; each evidence has a run of its own."""
+        self._put("scores", dict(evidence), step, int(time.time() * 1000), dict(values))
+
+    def report(self, path: Path, folder: str | None, evidence: Mapping[str, Any]) -> None:
+        """A file about scores of this evidence, read when it is sent."""
+        self._put("report", str(path), folder, dict(evidence))
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
         """A file, read when it is sent."""
@@ -131,10 +140,11 @@ class Tracker:
         except (OSError, UserError) as error:
             console.warn(f"What MLflow lacks could not be noted in {RUN}: {error}")
         if lacking or unsent:
+            what = [f"{lacking} rows of {self._log.path.name}"] * bool(lacking)
+            what += [f"{len(unsent)} entries such as settings, scores and files"] * bool(unsent)
             console.warn(
-                f"MLflow at {masked(self._uri)} still lacks {lacking} rows of {self._log.path.name}"
-                f" and {len(unsent)} other entries. They are kept, and the next command on this "
-                "workspace sends them."
+                f"MLflow at {masked(self._uri)} still lacks {' and '.join(what)}. They are kept, "
+                "and the next command on this workspace sends them."
             )
         self._thread = None
 
@@ -201,6 +211,11 @@ class Tracker:
             token = uuid4().hex
             self._note(token=token)
         run = MlflowRun.open(self._uri, self._experiment, name, known.get("run_id"), token)
+        if known and (place := run.experiment()) != self._experiment:
+            console.warn(
+                f"MLflow's run of this workspace is in the experiment {place!r} and stays there; "
+                f"tracking.experiment is {self._experiment!r} now."
+            )
         self._log.offset = 0
         training = self._identity or known.get("training")
         self._note(run_id=run.run_id, training=training, behind=True)  # until it is closed
@@ -249,7 +264,7 @@ def _sendable(entries: Any, root: str) -> list[Entry]:
         if isinstance(entry, list)
         and len(entry) > 1
         and entry[0] in SENT
-        and (entry[0] != "artifact" or _below(entry[1], root))
+        and (entry[0] not in SENDS or _below(entry[1], root))
     ]
 
 

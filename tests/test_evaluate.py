@@ -441,3 +441,28 @@ def test_a_run_that_was_deleted_is_made_again_with_the_scores_of_before(tmp_path
     assert made.data.params["prepare.image_size"] == "8"
     history = connect(uri).get_metric_history(runs[1], "fd_in_domain_100")
     assert sorted((m.step, m.value) for m in history) == [(s, rows[s]["score"]) for s in rows]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_mlflow_keeps_what_was_sampled_otherwise_in_a_run_of_its_own(tmp_path: Path) -> None:
+    from ddpm_core.mlflow_run import PARENT, connect
+
+    uri = put_store(tmp_path / "mlflow.db")
+    run = Run(tmp_path, tracking={"uri": uri, "experiment": "otherwise"})
+    run.put_data(images=run.images[:550], labels=run.labels[:550])
+    scores = {}
+    for steps in (4, 9, 4):
+        run.put_samples(200, steps, sampler={"sampler": "ddim", "steps": steps})
+        scores[steps] = run.evaluate()[200]["score"]
+    client = connect(uri)
+    place = client.get_experiment_by_name("otherwise").experiment_id
+    mine = run.workspace.read_json(RUN)["mlflow"]["run_id"]
+    below = client.search_runs([place], f"tags.`{PARENT}` = '{mine}'")
+    assert [one.info.run_name for one in below] == ["ddim, 9 steps, 100 images, seed 1"]
+    assert below[0].data.params["sampler.steps"] == "9"
+    for run_id, steps in ((mine, 4), (below[0].info.run_id, 9)):
+        history = client.get_metric_history(run_id, "fd_in_domain_100")
+        assert [(m.step, m.value) for m in history] == [(200, scores[steps])]
+        assert "evaluation/report.html" in {
+            file.path for file in client.list_artifacts(run_id, "evaluation")
+        }

@@ -337,6 +337,7 @@ def test_a_run_json_neither_calls_what_it_likes_nor_sends_files_from_elsewhere(
         ["artifact", str(tmp_path / "secret"), None],
         ["artifact", str(run / "../secret"), None],
         ["artifact", 3, None],
+        ["report", str(tmp_path / "secret"), None, {}],
         "artifact",
         [],
         ["tags", {"a": "b"}],

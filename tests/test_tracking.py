@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import getpass
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 from mlflow_server import QUIET, Server, free_port, put_store, shared_server, wait_until
 
-from ddpm_core import params
+from ddpm_core import __version__, params
 from ddpm_core.config import Config
 from ddpm_core.logtail import Log
 from ddpm_core.masking import masked
@@ -173,6 +174,28 @@ def test_a_run_that_was_made_without_an_answer_is_found_and_not_made_again(
     assert_follows(server.uri, workspace)
 
 
+def test_a_run_says_who_made_it_and_by_which_version(server: Server, workspace: Workspace) -> None:
+    Tracker.open(config(server.uri), workspace).close()
+    tags = connect(server.uri).get_run(run_id(workspace)).data.tags
+    assert tags["mlflow.user"] == getpass.getuser()
+    assert (tags["mlflow.source.name"], tags["ddpm.version"]) == ("ddpm", __version__)
+    if Path(__file__).parents[1].joinpath(".git").exists():
+        assert len(tags["mlflow.source.git.commit"]) == 40
+
+
+def test_a_run_stays_in_its_experiment_and_whoever_asks_for_another_is_told(
+    server: Server, workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Tracker.open(config(server.uri), workspace).close()
+    first = run_id(workspace)
+    assert not capsys.readouterr().err
+    given = config(server.uri)
+    tracking = given.tracking.model_copy(update={"experiment": "another"})
+    Tracker.open(given.model_copy(update={"tracking": tracking}), workspace).close()
+    assert run_id(workspace) == first
+    assert "in the experiment 'tests' and stays there" in capsys.readouterr().err
+
+
 def test_params_tags_scores_and_files(server: Server, workspace: Workspace) -> None:
     given = config(server.uri, train={"steps": 7})
     grid = workspace.path("grid.png")
@@ -306,7 +329,8 @@ def test_a_server_killed_in_the_middle_gets_each_row_once_when_it_is_back(
     (tmp_path / "short").mkdir()
     short = Workspace.open(str(tmp_path / "short"))
     run_during_an_outage(config(server.uri), short)
-    assert "still lacks 20 rows of log.jsonl and 2 other entries" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "still lacks 20 rows of log.jsonl and 2 entries such as settings" in told
     server.start()
     log_rows(workspace, range(201, 301))
     tracker.close()

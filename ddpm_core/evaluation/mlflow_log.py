@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ddpm_core.config import Config
 from ddpm_core.evaluation.rows import named_metrics
-from ddpm_core.ranking import Row, Rows, is_scored
+from ddpm_core.ranking import SAME, Row, Rows, is_scored, ranked
 from ddpm_core.tracking import Tracker
 from ddpm_core.workspace import EVALUATION, RESULTS, Workspace
 
@@ -26,9 +28,16 @@ def open_tracker(config: Config, workspace: Workspace, row: Row) -> Tracker:
 
 
 def tell(tracker: Tracker, workspace: Workspace) -> None:
-    """Each score at the step of its checkpoint, once, and the report."""
-    rows = workspace.read_json(RESULTS, Rows).get("rows", [])
+    """Each score at the step of its checkpoint, once, and the report, beside those it ranks."""
+    results = workspace.read_json(RESULTS, Rows)
+    rows = results.get("rows", [])
     for row in sorted(filter(is_scored, rows), key=lambda row: int(row["step"])):
-        tracker.metrics(int(row["step"]), named_metrics(row))
-    for name in FILES:
-        tracker.artifact(workspace.path(f"{EVALUATION}/{name}"), EVALUATION)
+        tracker.scores(_evidence(row), int(row["step"]), named_metrics(row))
+    for row in ranked(rows, results.get("sample", {}))[-1:]:
+        for name in FILES:
+            tracker.report(workspace.path(f"{EVALUATION}/{name}"), EVALUATION, _evidence(row))
+
+
+def _evidence(row: Row) -> dict[str, Any]:
+    """What the scores of one curve have in common."""
+    return {name: row["evidence"].get(name) for name in (*SAME, "seed")}
