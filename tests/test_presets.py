@@ -19,7 +19,7 @@ PRESETS = sorted(FOLDER.glob("*.yaml"))
 
 def test_every_source_system_has_a_preset() -> None:
     expected = {"animals10", "cifar10", "digits", "dtd", "dtd-10", "sysu-shape"}
-    assert {path.stem for path in PRESETS} == expected
+    assert expected <= {path.stem for path in PRESETS}
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -31,15 +31,11 @@ def test_a_preset_is_valid(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_has_whatever_the_stages_name(path: Path) -> None:
-    """dvc repro refuses a params.yaml that lacks a section or value that dvc.yaml names."""
+def test_a_preset_has_every_section_that_the_stages_name(path: Path) -> None:
+    """dvc repro refuses a params.yaml that lacks one."""
     stages = yaml.safe_load((FOLDER.parent / "dvc.yaml").read_text())["stages"]
-    given = yaml.safe_load(path.read_text())
-    for name in {name for stage in stages.values() for name in stage["params"]}:
-        value = given
-        for key in name.split("."):
-            assert key in value, f"{path.name} lacks {name}"
-            value = value[key]
+    named = {name for stage in stages.values() for name in stage["params"]}
+    assert named <= set(yaml.safe_load(path.read_text()))
 
 
 def test_the_digits_preset_is_the_default_written_out() -> None:
