@@ -161,11 +161,8 @@ class S3Storage:
             warn(f"Uploads that were cut short are not swept: {error}")
 
     def read_tagged(self, key: str) -> Tagged | None:
-        bucket, name = self._quick, self._name(key)
         try:
-            with bucket.told(name):
-                found = bucket.client.get_object(Bucket=bucket.name, Key=name)
-                data = bytes(found["Body"].read())
+            found, data = self._quick.answer(self._name(key))
         except FileNotFoundError:
             return None
         # Both times are the server's: clocks of other machines don't matter.
