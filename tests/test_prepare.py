@@ -104,6 +104,21 @@ def held_out(tmp_path: Path, root: Path) -> set[bytes]:
     return {image.tobytes() for image in data.images[:]}
 
 
+def test_another_size_or_way_to_a_square_holds_the_same_pictures_out(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["."], each=40)
+    for number, path in enumerate(sorted(root.iterdir())):  # a caption to know each of them by
+        write(path.with_suffix(".txt"), f"picture {number}")
+
+    def held(place: str, **settings: Any) -> list[bytes]:
+        data = prepared(tmp_path / place, root, split="holdout", holdout=0.3, **settings)
+        assert data.captions is not None
+        return [bytes(row) for row in data.captions]
+
+    first = held("1")
+    assert 0 < len(first) < 40
+    assert held("2", image_size=16, resize="pad", background="red", channels=1) == first
+
+
 def test_about_the_share_asked_for_is_held_out() -> None:
     digests = [np.random.default_rng(n).bytes(32) for n in range(4000)]
     chosen = hold_out(digests, ["a"] * 4000, [None] * 4000, 0.1)
