@@ -53,7 +53,8 @@ def test_what_training_says_of_its_progress_and_its_end_is_understood(
     assert count == 1 and sentence.startswith("There are no prepared data")
 
     workspace = Workspace.open("workspace")
-    put_data(workspace, *(of_all[:20] for of_all in digits(8)), held_out=4)
+    images, labels = digits(8)
+    put_data(workspace, images[:20], labels[:20], held_out=4)
     went_on = said()
     assert heard([*failed, *went_on]).ends() == {}, went_on
 
