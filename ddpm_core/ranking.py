@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from ddpm_core.config import Sample
+from ddpm_core.config.results import as_sampled
 from ddpm_core.reading import Count, Schema
 
 Row = dict[str, Any]
@@ -79,9 +80,15 @@ class Rows(Schema):
 def differences(a: Row, b: Row) -> list[str]:
     """What differs between two rows so that their scores don't compare: of SAME, or `score`."""
     first, second = a["evidence"], b["evidence"]
-    found = [name for name in SAME if first.get(name) != second.get(name)]
+    found = [name for name in SAME if _meant(first, name) != _meant(second, name)]
     # A name says the features and the number too: where these are equal, it is another score.
     return found or ["score"] * (a["score_name"] != b["score_name"])
+
+
+def _meant(evidence: Mapping[str, Any], name: str) -> Any:
+    """A part of SAME; a sampler's settings as they would be told today."""
+    value = evidence.get(name)
+    return as_sampled(value) if name == "sampler" and isinstance(value, dict) else value
 
 
 def is_scored(row: Row) -> bool:

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ddpm_core.config.deciding import deciding, flat
 from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
+
+# Settings of `sample` that are not the sampler's: which images are wanted, how many, and how they
+# are cut, drawn and stored. Every other one tells scores and images apart.
+_NOT_OF_SAMPLER = {
+    "checkpoints",
+    "count",
+    "batch_size",
+    "seed",
+    "shards",
+    "png",
+    "precision",
+    "compile",
+}
 
 
 class Sample(Section):
@@ -41,6 +56,10 @@ class Sample(Section):
     shards: Positive = 1
     png: bool = Field(False, description="also single PNG files")
 
+    def of_sampler(self) -> dict[str, Any]:
+        """The settings that the chosen sampler draws by, as plain data."""
+        return _used(self.model_dump(mode="json", exclude=_NOT_OF_SAMPLER))
+
     def guidance_lacks(self, conditioning: str, label_drop: float) -> str:
         """The setting of a training that guidance can't work with; empty where it can, or is none.
 
@@ -51,6 +70,19 @@ class Sample(Section):
         if conditioning == "none":
             return "model.conditioning"
         return "" if label_drop else "train.label_drop"
+
+
+SAMPLER_DEFAULTS: dict[str, Any] = Sample().model_dump(mode="json", exclude=_NOT_OF_SAMPLER)
+
+
+def as_sampled(record: Mapping[str, Any]) -> dict[str, Any]:
+    """An earlier `of_sampler` as it would be written today: what it lacks had its default."""
+    return _used({**SAMPLER_DEFAULTS, **record})
+
+
+def _used(given: Mapping[str, Any]) -> dict[str, Any]:
+    used = deciding(flat(given, "sample."))
+    return {name.removeprefix("sample."): value for name, value in used.items()}
 
 
 class Evaluate(Section):

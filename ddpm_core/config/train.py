@@ -91,6 +91,10 @@ class Train(Section):
             return None
         return duration(self.snapshot_every)
 
+    def is_milestone(self, step: int) -> bool:
+        """Whether the snapshot of a step is kept for evaluation; that of the last step is one."""
+        return step % self.milestone_every == 0 or step == self.steps
+
     @model_validator(mode="after")
     def _settings_fit(self) -> Self:
         mistakes = []
