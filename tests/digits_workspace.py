@@ -93,10 +93,10 @@ def put_samples(
         "image_size": images.shape[1],
         "channels": images.shape[3],
         "classes": list("0123456789"),
+        "content": [file["sha256"] for file in files.values()],
         **recipe,
     }
-    content = [file["sha256"] for file in files.values()]
-    manifest = {**facts, "samples_fingerprint": fingerprint([facts, content]), "shards": names}
+    manifest = {**facts, "samples_fingerprint": fingerprint(facts), "shards": names}
     (folder / MANIFEST).write_text(json.dumps({**manifest, "files": files}))
     return folder
 
