@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from program import ddpm, environment, write_params
+from typer.testing import CliRunner
 
 from ddpm_core import chain, params
+from ddpm_core.cli import app
 from ddpm_core.workspace import Workspace
 
 
@@ -64,6 +66,19 @@ def test_what_is_missing_is_said_with_what_to_do(
     said = ddpm(tmp_path, *arguments, status=1)
     assert told in said
     assert "Traceback" not in said
+
+
+def test_what_is_to_be_done_first_is_told_for_the_same_settings(tmp_path: Path) -> None:
+    given = ["-p", "a b.yaml", "-w", "runs/x", "-S", "train.steps=5"]
+    write_params(tmp_path).rename(tmp_path / "a b.yaml")
+    said = ddpm(tmp_path, "train", *given, status=1)
+    assert "run `ddpm prepare -p 'a b.yaml' -w runs/x -S train.steps=5` first" in said
+
+
+def test_help_is_whole_where_a_terminal_is_narrow() -> None:
+    for arguments in ([], ["bench"]):
+        said = CliRunner().invoke(app, [*arguments, "--help"], terminal_width=80).output
+        assert "Commands:" in said and "..." not in said.partition("Commands:")[2], said
 
 
 def test_a_log_file_has_no_escape_codes_and_no_carriage_returns(tmp_path: Path) -> None:
