@@ -18,7 +18,7 @@ from ddpm_core.freshness import CHECKS, check
 from ddpm_core.generate import sample as generate
 from ddpm_core.registry import register as registry
 from ddpm_core.training import launcher
-from ddpm_core.workspace import EVALUATION, SAMPLES, SNAPSHOTS, Workspace
+from ddpm_core.workspace import REPORT, SAMPLES, SNAPSHOTS, Workspace
 
 VERBS = {verb: check(verb) for verb in CHECKS}
 
@@ -49,7 +49,7 @@ def run(
             say(f"{verb}: {reason.rstrip('.')}.")
             action()
     ask = shlex.join(["ddpm", "status", *arguments[1:]])
-    say(f"Done. Look at {workspace.shown(EVALUATION)}/report.html, or run: {ask}")
+    say(f"Done. Look at {workspace.shown(REPORT)}, or run: {ask}")
 
 
 def status(config: Config, workspace: Workspace) -> str:
