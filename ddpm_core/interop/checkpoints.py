@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ddpm_core import params
+from ddpm_core import __version__, params
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, open_checkpoint
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
@@ -39,6 +39,7 @@ def import_checkpoint(folder: Path, output: Path) -> str:
         "train": {"ema": []},
     }
     settings = {
+        "ddpm": __version__,
         "step": 0,
         "params": params.validate(given).dump(),
         "network": asdict(network),

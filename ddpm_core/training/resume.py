@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ddpm_core import compiling
+from ddpm_core import __version__, compiling
 from ddpm_core.checkpoint import SETTINGS, Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
@@ -81,6 +81,7 @@ def settings_of(config: Config, data: PackedDataset) -> dict[str, Any]:
     if config.model.conditioning == "text":
         captions = caption_counts(data)[:MOST_CAPTIONS]
     return {
+        "ddpm": __version__,
         "params": config.dump(),
         "network": asdict(network_config(config, data)),
         "data": {
@@ -187,7 +188,7 @@ def damaged(workspace: Workspace, steps: list[int], after: int) -> list[int]:
                 Checkpoint.open(workspace.path(snapshot_key(step)))
             except Unreachable:
                 raise
-            except (UserError, OSError):
+            except (Corrupt, OSError):
                 broken.append(step)
     return broken
 
