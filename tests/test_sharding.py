@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import threading
@@ -214,6 +215,22 @@ def test_a_shard_replaced_at_the_last_moment_is_not_taken_for_ours(
     sample(config, workspace, ALONE)
     with pytest.raises(Corrupt, match=r"shard-000-of-001.npy is missing or was changed"):
         gather.open_samples(workspace, STEP)
+
+
+def test_a_manifest_that_names_other_settings_than_its_fingerprint_is_not_believed(
+    config: Config, workspace: Workspace, images: np.ndarray
+) -> None:
+    sample(config, workspace, ALONE)
+    manifest = folder(workspace) / "manifest.json"
+    written = manifest.read_text()
+    for change in ({"seed": 7}, {"sampler": {**json.loads(written)["sampler"], "steps": 50}}):
+        manifest.write_text(json.dumps({**json.loads(written), **change}))
+        with pytest.raises(Corrupt, match="its fingerprint is not of the settings that it names"):
+            gather.open_samples(workspace, STEP)
+        assert not gather.complete(workspace, recipe(config, workspace))
+    sample(config, workspace, ALONE)
+    assert manifest.read_text() == written
+    assert np.array_equal(gathered(workspace), images)
 
 
 def test_a_grid_that_was_cut_is_made_again(config: Config, workspace: Workspace) -> None:

@@ -32,6 +32,8 @@ GRID, GRID_FILE = 64, "grid.png"  # images in the file
 SINGLES = "png"
 LABELS = "labels.npy"
 LISTED = 8  # shards that are named
+# Of a manifest, what the fingerprint does not stand for; all else are facts of plan.recipe.
+_BESIDE = {"png", "samples_fingerprint", "shards", "files", "pictures"}
 
 
 class Gathered(Schema):
@@ -79,6 +81,11 @@ def open_samples(workspace: Workspace, step: int) -> Samples:
         raise Corrupt(f"The checkpoint of step {step} has no complete samples: run `ddpm sample`.")
     folder = workspace.path(key)
     again = f"remove {key} and run `ddpm sample`."
+    if not _is_recipe(evidence):
+        raise Corrupt(
+            f"{key}/{MANIFEST} was changed, or is of another version: its fingerprint is not of "
+            f"the settings that it names: {again}"
+        )
     for name, file in evidence["files"].items():
         path = inside(folder, name)
         if not path.is_file() or sha256_of(path) != file["sha256"]:
@@ -110,7 +117,7 @@ def complete(workspace: Workspace, recipe: dict[str, Any], thorough: bool = Fals
     """
     key, storage = samples_key(recipe["step"]), workspace.storage
     found = workspace.read_json(f"{key}/{MANIFEST}", Gathered)
-    if found.get("samples_fingerprint") != recipe["samples_fingerprint"]:
+    if found.get("samples_fingerprint") != recipe["samples_fingerprint"] or not _is_recipe(found):
         return False
     size = storage.size(f"{key}/{GRID_FILE}")
     if size is None or size != found.get("pictures", {}).get(GRID_FILE, size):
@@ -123,6 +130,12 @@ def complete(workspace: Workspace, recipe: dict[str, Any], thorough: bool = Fals
         if thorough and storage.checksum(f"{key}/{name}") != file["sha256"]:
             return False
     return True
+
+
+def _is_recipe(evidence: dict[str, Any]) -> bool:
+    """Whether what a manifest says of the images is what its fingerprint stands for."""
+    facts = {name: value for name, value in evidence.items() if name not in _BESIDE}
+    return plan.fingerprint_of(facts) == str(evidence["samples_fingerprint"])
 
 
 def try_gather(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> bool:

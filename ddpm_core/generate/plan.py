@@ -124,8 +124,12 @@ def recipe(
         "classes": checkpoint.data["classes"],
         **({"compiled": True} if compiled else {}),
     }
-    decisive = {**facts, "sampler": unlike(sampler, SAMPLER_DEFAULTS)}
-    return {**facts, "png": settings.png, "samples_fingerprint": fingerprint(decisive)}
+    return {**facts, "png": settings.png, "samples_fingerprint": fingerprint_of(facts)}
+
+
+def fingerprint_of(facts: dict[str, Any]) -> str:
+    """What stands for the facts of a recipe: settings at their defaults don't count."""
+    return fingerprint({**facts, "sampler": unlike(facts["sampler"], SAMPLER_DEFAULTS)})
 
 
 def must_suit(
