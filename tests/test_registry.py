@@ -26,7 +26,7 @@ from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.evaluate import evaluate
 from ddpm_core.generate.sample import sample
 from ddpm_core.mlflow_run import connect
-from ddpm_core.ranking import Row, differences
+from ddpm_core.ranking import Row, differences, with_checksum
 from ddpm_core.registry import card as card_of
 from ddpm_core.registry import models
 from ddpm_core.registry.models import Registry, download
@@ -73,8 +73,12 @@ class Project:
 
     def register(self, *rows: Row, **sections: Any) -> dict[str, Any]:
         """Register the best of these rows."""
-        self.workspace.write_json(RESULTS, {"rows": list(rows)})
+        self.put(*rows)
         return register(self.config(**sections), self.workspace)
+
+    def put(self, *rows: Row) -> None:
+        """Write results.json with these rows."""
+        self.workspace.write_json(RESULTS, {"rows": [with_checksum(row) for row in rows]})
 
     def champion(self) -> Any:
         return connect(self.uri).get_model_version_by_alias(self.name, "champion")
@@ -109,7 +113,7 @@ def test_the_first_checkpoint_becomes_a_version_and_the_champion(
     project: Project, rows: list[Row]
 ) -> None:
     worse = rows[1]
-    project.workspace.write_json(RESULTS, {"rows": [worse]})
+    project.put(worse)
     assert stale(project.config(), project.workspace) == "nothing is registered yet"
     assert register_by_itself(project) == (
         f"{project.name} version 1, step {worse['step']}. Promoted: there was no champion.\n"
@@ -258,7 +262,7 @@ def test_a_champion_that_is_found_to_copy_later_is_told_and_gives_way(
     project = Project(tmp_path, "digits-found-out", store)
     assert project.register(rows[0])["promoted"]
     found_out = {**rows[0], "memorisation": {"verdict": "copies"}}
-    project.workspace.write_json(RESULTS, {"rows": [found_out]})
+    project.put(found_out)
     assert "differs in memorisation" in str(stale(project.config(), project.workspace))
     record = project.register(found_out)
     assert (record["version"], record["promoted"]) == ("1", False)
@@ -438,7 +442,7 @@ def test_a_version_of_the_same_number_in_a_newer_registry_is_another(
     connect(store).delete_registered_model(project.name)
     project.register(rows[1])
     assert str(project.champion().version) == record["version"]
-    project.workspace.write_json(RESULTS, {"rows": [rows[0]]})
+    project.put(rows[0])
     project.workspace.write_json("registered.json", record)
     assert "MLflow has no longer version 1" in str(stale(project.config(), project.workspace))
 

@@ -18,6 +18,7 @@ from PIL import Image, ImageFont
 from ddpm_core.config import Sample
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import plots, verdict
+from ddpm_core.evaluation.caveats import caveats
 from ddpm_core.evaluation.chart import Line, chart, log_ticks, tick_labels, ticks
 from ddpm_core.evaluation.pictures import FOLDER, small
 from ddpm_core.evaluation.report import render_report
@@ -237,7 +238,7 @@ def test_what_was_sampled_by_the_present_settings_is_ranked(
     assert [r["step"] for r in ranked(rows, sampled(count=7))] == [10, 20]  # nothing is of these
     found = {**results(rows), "sample": sampled(**settings)}
     assert verdict.judge(found).headline == "Step 30 is compared with no other checkpoint."
-    assert "Step 10, 20: measured with another" in " ".join(verdict.caveats(found))
+    assert "Step 10, 20: measured with another" in " ".join(caveats(found))
 
 
 def test_another_seed_stays_in_the_list() -> None:
@@ -400,7 +401,7 @@ def test_what_was_not_measured_is_not_said_to_be_absent() -> None:
 
 def test_caveats_name_small_numbers_features_and_what_is_not_ranked() -> None:
     rows = [*RUN, row(900, 1.0, count=1000)]
-    text = " ".join(verdict.caveats(results(rows)))
+    text = " ".join(caveats(results(rows)))
     assert "of 500 images is too high" in text and "are not FID" in text
     assert "98\N{NO-BREAK SPACE}% of held-out ones right" in text
     assert "Step 900: measured with another number of images" in text
@@ -408,13 +409,13 @@ def test_caveats_name_small_numbers_features_and_what_is_not_ranked() -> None:
 
 def test_checkpoints_that_could_not_be_scored_are_told_where_it_is_seen(tmp_path: Path) -> None:
     lacking = [problem_row(900, "Its samples are damaged."), problem_row(1000, "It has none.")]
-    told = verdict.caveats(results([*RUN, *lacking]))[0]
+    told = caveats(results([*RUN, *lacking]))[0]
     assert told == "Steps 900, 1,000 could not be scored. Step 900: Its samples are damaged."
-    one = verdict.caveats(results([*RUN, lacking[1]]))[0]
+    one = caveats(results([*RUN, lacking[1]]))[0]
     assert one == "Step 1,000 could not be scored: It has none."
     many = [problem_row(1000 + i, "It has none.") for i in range(25)]
-    assert "1,009 and 15 more could not" in verdict.caveats(results([*RUN, *many]))[0]
-    assert not any("could not be scored" in text for text in verdict.caveats(results(RUN)))
+    assert "1,009 and 15 more could not" in caveats(results([*RUN, *many]))[0]
+    assert not any("could not be scored" in text for text in caveats(results(RUN)))
     assert told in page(tmp_path, results([*RUN, *lacking])).text
 
 
@@ -528,8 +529,8 @@ def test_a_kernel_distance_without_deviation_has_no_band_and_says_so(tmp_path: P
             drawn.append(np.asarray(picture.convert("L")))
     differing = np.flatnonzero((drawn[0] != drawn[1]).any(0))
     assert len(differing) > 0 and differing.max() < 60  # the caption, and nothing of the curve
-    assert "KID of 500 images has no deviation" in " ".join(verdict.caveats(results(rows)))
-    assert "KID of" not in " ".join(verdict.caveats(results(RUN)))
+    assert "KID of 500 images has no deviation" in " ".join(caveats(results(rows)))
+    assert "KID of" not in " ".join(caveats(results(RUN)))
     lines = list(csv.DictReader(io.StringIO(results_csv(rows))))
     assert [line["kid_std"] for line in lines] == ["", ""]
     assert "kid_std_in_domain_500" not in named_metrics(rows[0])

@@ -131,7 +131,7 @@ def _told(facts: dict[str, Any], pictures: Pictures) -> list[str]:
     if copies["in_both_splits"]:
         notes.append(
             f"{copies['in_both_splits']:,} held-out pictures are also among those for training, "
-            "as the folders of the source say: memorisation will be overstated."
+            "as the folders of the source say: evaluation compares with the others alone."
         )
     if not facts["holdout_count"]:
         notes.append("No picture is held out: evaluation has no floor and no memorisation check.")

@@ -52,6 +52,12 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 def load_extractor(folder: Path, device: torch.device | None = None) -> Extractor:
     """The extractor of a folder, on a device (the CPU if none). Raises Corrupt."""
+    trained, fingerprint = load(folder)
+    return trained.extractor(fingerprint, device or torch.device("cpu"))
+
+
+def load(folder: Path) -> tuple[InDomain, str]:
+    """The network of a folder and its facts, and the fingerprint. Raises Corrupt."""
     facts = read_facts(folder)
     tensors = read_tensors(folder / WEIGHTS)
     head = tensors.get("head.weight")
@@ -63,4 +69,4 @@ def load_extractor(folder: Path, device: torch.device | None = None) -> Extracto
     except RuntimeError as error:
         raise Corrupt(f"The in-domain extractor in {folder} is damaged: {error}.") from error
     fingerprint = str(facts.pop("sha256"))[:16]
-    return InDomain(network, facts).extractor(fingerprint, device or torch.device("cpu"))
+    return InDomain(network.eval(), facts), fingerprint

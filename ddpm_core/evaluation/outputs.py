@@ -6,6 +6,7 @@ from typing import Any
 
 from ddpm_core.config import Config
 from ddpm_core.evaluation import memorisation, pictures, plots
+from ddpm_core.evaluation.freshness import OUTPUTS
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.evaluation.tables import best_csv, flat, results_csv
@@ -31,6 +32,9 @@ def write_outputs(
     for name, picture in plots.draw(listed).items():
         workspace.storage.write(f"{EVALUATION}/{name}", picture)
     render_report(workspace)
+    # Last: results without sizes are of an evaluation that did not end.
+    sizes = {name: workspace.storage.size(name) for name in OUTPUTS}
+    workspace.write_json(RESULTS, {**results, "sizes": sizes})
     return best(listed)
 
 

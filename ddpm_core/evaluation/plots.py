@@ -9,6 +9,7 @@ from typing import Any
 from ddpm_core.errors import require
 from ddpm_core.evaluation.chart import label, log_ticks, spans
 from ddpm_core.evaluation.metrics import count_label, metric_name
+from ddpm_core.evaluation.rows import samples_of
 from ddpm_core.ranking import Row, best, best_inception
 
 FIRST = 25  # checkpoints in the pictures of the beginning
@@ -78,7 +79,8 @@ def _figure(rows: Sequence[Row], metric: str, suffix: str = "") -> tuple[Any, An
 def _title(rows: Sequence[Row], metric: str) -> str:
     if not rows:
         return metric
-    space, count = rows[0]["evidence"]["space"], rows[0]["evidence"]["count"]
+    measure = {"kid": "kid_mean", "precision and recall": "precision"}.get(metric, metric)
+    space, count = rows[0]["evidence"]["space"], samples_of(rows[0], measure)
     if " " in metric:
         features = space.replace("_", "-") or "Inception"
         return f"{metric}, {features} features, {count_label(count)} images"

@@ -11,11 +11,12 @@ from PIL import Image
 
 from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.evaluation import verdict
+from ddpm_core.evaluation.caveats import caveats
 from ddpm_core.evaluation.chart import Chart, Line, chart
 from ddpm_core.evaluation.extractors import SPACES
 from ddpm_core.evaluation.metrics import count_label, metric_name
 from ddpm_core.evaluation.pictures import FOLDER
-from ddpm_core.evaluation.rows import Results
+from ddpm_core.evaluation.rows import Results, samples_of
 from ddpm_core.ranking import Row, best, best_inception, is_scored, ranked
 from ddpm_core.workspace import EVALUATION, RESULTS, Workspace
 
@@ -26,11 +27,18 @@ LARGEST = 20_000_000  # pixels of a picture of ours, and some
 
 
 def render_report(workspace: Workspace) -> Path:
-    """Write evaluation/report.html anew; its path. Raises UserError where nothing is scored."""
+    """Write evaluation/report.html anew, and its size into results.json where sizes are; its path.
+
+    Raises UserError where nothing is scored.
+    """
     results = workspace.read_json(RESULTS, Results)
     if not results.get("rows"):
         raise UserError(f"Nothing is scored in {workspace.uri} yet: run `ddpm evaluate` first.")
-    workspace.storage.write(REPORT, render(results, Pictures(workspace)).encode())
+    page = render(results, Pictures(workspace)).encode()
+    workspace.storage.write(REPORT, page)
+    sizes = results.get("sizes")
+    if sizes and sizes.get(REPORT) != len(page):  # else it would count as cut
+        workspace.write_json(RESULTS, {**results, "sizes": {**sizes, REPORT: len(page)}})
     return workspace.path(REPORT)
 
 
@@ -87,8 +95,8 @@ def _page(results: dict[str, Any], pictures: Pictures) -> dict[str, Any]:
     row = best(scored)
     extractor = results["extractor"]
     return {
-        "verdict": verdict.scorer(results),
-        "caveats": verdict.caveats(results),
+        "verdict": verdict.judge(results),
+        "caveats": caveats(results),
         "results": results,
         "best": row,
         "rows": rows,
@@ -114,13 +122,14 @@ def _pairs(results: dict[str, Any], row: Row | None, pictures: Pictures) -> dict
 
 def charts(rows: list[Row]) -> list[Chart]:
     """The curves: distance, kernel distance, precision and recall, inception score."""
-    space, count = rows[0]["evidence"]["space"], rows[0]["evidence"]["count"]
+    space = rows[0]["evidence"]["space"]
     drawn = []
-    for key, name, good in (
-        ("fd", metric_name("fd", space, count), "lower"),
-        ("kid_mean", metric_name("kid", space, count), "lower"),
-        ("is_mean", metric_name("is", space, count), "higher"),
+    for key, metric, good in (
+        ("fd", "fd", "lower"),
+        ("kid_mean", "kid", "lower"),
+        ("is_mean", "is", "higher"),
     ):
+        name = metric_name(metric, space, samples_of(rows[0], key))
         lines, floor = _lines(rows, key)
         mark = (best_inception if key == "is_mean" else best)(rows)
         step = int(mark["step"]) if mark else None
@@ -128,14 +137,14 @@ def charts(rows: list[Row]) -> list[Chart]:
             drawn.append(chart(name, f"{good} is better", lines, floor, step))
     shares = [Line(name, _points(rows, name)) for name in ("precision", "recall")]
     if all(line.points for line in shares):
-        title = f"precision and recall, {count_label(count)} images"
+        title = f"precision and recall, {count_label(samples_of(rows[0], 'precision'))} images"
         drawn.insert(2, chart(title, "higher is better", shares, None, None, top=1.0))
     return drawn
 
 
 def _lines(rows: list[Row], key: str) -> tuple[list[Line], tuple[str, float] | None]:
     """A score's line; with the floor of held-out images, and a line of as many samples."""
-    count, n = rows[0]["evidence"]["count"], rows[0]["floor_count"]
+    count, n = samples_of(rows[0], key), rows[0]["floor_count"]
     lines = [Line(f"{count:,} samples", _points(rows, key))]
     if not lines[0].points:
         return [], None

@@ -14,7 +14,7 @@ from ddpm_core.console import say
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.mlflow_log import open_tracker
 from ddpm_core.masking import masked
-from ddpm_core.ranking import Row, Rows, best
+from ddpm_core.ranking import Row, Rows, best, must_be_as_measured
 from ddpm_core.reading import Schema
 from ddpm_core.registry.card import as_description, write_card
 from ddpm_core.registry.gate import COPIES, Champion, Decision, Unfit, best_of, decide, verdict
@@ -94,8 +94,9 @@ def stale(config: Config, workspace: Workspace) -> str | None:
 
 
 def best_row(workspace: Workspace) -> Row:
-    """What results.json says of the best checkpoint."""
+    """What results.json says of the best checkpoint. Raises UserError for a changed score."""
     results = workspace.read_json(RESULTS, Rows)
+    must_be_as_measured(results.get("rows", []))
     row = best(results.get("rows", []), results.get("sample", {}))
     if row is None:
         raise UserError(
