@@ -16,6 +16,7 @@ import typer
 from ddpm_core import __version__, command
 from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load
 from ddpm_core.errors import UserError, require
+from ddpm_core.template import presets, template
 from ddpm_core.workspace import Workspace
 
 app = typer.Typer(
@@ -182,6 +183,20 @@ def check_data(
     from ddpm_core.data.check import check_data
 
     check_data(source)
+
+
+@verb
+def params(
+    preset: Annotated[
+        str | None,
+        typer.Argument(help=f"{', '.join(presets())}. Default: the built-in settings."),
+    ] = None,
+) -> None:
+    """Print a params file with every setting explained.
+
+    To start from: ddpm params dtd-10 > params.yaml
+    """
+    typer.echo(template(preset), nl=False)
 
 
 @verb
