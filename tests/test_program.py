@@ -146,8 +146,12 @@ def test_ctrl_c_while_the_program_is_loading_is_no_traceback(tmp_path: Path) -> 
 
 def test_status_says_what_is_stale_and_why(tmp_path: Path) -> None:
     write_params(tmp_path)
-    assert "prepare" in ddpm(tmp_path, "status")
+    long = f"{tmp_path}/{'nothing' * 20}"
+    said = ddpm(tmp_path, "status", "-w", long).splitlines()
+    assert said[0] == f"workspace {long}"
+    assert "Nothing of a run is there yet" in said[1]
     ddpm(tmp_path, "prepare")
+    assert "Nothing of a run" not in ddpm(tmp_path, "status")
     ddpm(tmp_path, "train", "-S", "train.steps=6")
     assert "at step 6 of 12" in ddpm(tmp_path, "status")
     assert "train.optimizer.lr: 0.001 -> 0.1" in ddpm(
