@@ -17,8 +17,9 @@ from strangers import ALONE, CPU, STEP, Strangers
 from ddpm_core.config import Config, Sample
 from ddpm_core.distributed import World
 from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.evaluation.evaluate import evaluate
 from ddpm_core.generate import gather, plan
-from ddpm_core.generate.sample import sample, stale
+from ddpm_core.generate.sample import Drawer, sample, stale
 from ddpm_core.generate.shard_store import ShardStore
 from ddpm_core.storage import LocalStorage
 from ddpm_core.workspace import Workspace, samples_key, snapshot_key
@@ -256,6 +257,50 @@ def test_what_the_sampler_does_not_use_draws_nothing_again(
     ]
     assert config.sample.sampler == "dpmpp"
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+def test_a_checkpoint_that_training_removes_meanwhile_is_left_out_of_all(
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    workspace = Workspace.open(str(tmp_path))
+    for step in (4, 8):
+        write_checkpoint(workspace.path(snapshot_key(step)), step=step)
+    train = config.train.model_copy(update={"milestone_every": 4})
+    every = with_sample(config, checkpoints="all", count=2, batch_size=2)
+    every = every.model_copy(update={"train": train})
+    draw = Drawer.draw
+
+    def pruned(drawer: Drawer, *arguments: Any) -> None:
+        if drawer.recipe["step"] == 4:
+            workspace.storage.remove(snapshot_key(4))
+        draw(drawer, *arguments)
+
+    monkeypatch.setattr(Drawer, "draw", pruned)
+    sample(every, workspace, ALONE)
+    told = "The checkpoint of step 4 was removed while it was sampled"
+    assert told in capsys.readouterr().err.replace("\n", " ")
+    assert gather.open_samples(workspace, 8)
+    write_checkpoint(workspace.path(snapshot_key(4)), step=4)
+    with pytest.raises(UserError, match=f"{told}: run `ddpm sample` again"):
+        sample(with_sample(every, checkpoints=(4, 8)), workspace, ALONE)
+
+
+def test_what_a_killed_sample_or_evaluate_left_goes_with_the_next(
+    config: Config, workspace: Workspace
+) -> None:
+    for verb, place in ((sample, "samples"), (evaluate, "evaluation")):
+        left = workspace.path(f"{place}/.reference.0123abcd.ddpm-staged")
+        left.mkdir(parents=True)
+        if verb is sample:
+            sample(config, workspace, ALONE)
+        else:
+            shutil.rmtree(workspace.path("samples"))
+            with pytest.raises(UserError, match="no samples"):
+                evaluate(config, workspace)
+        assert not left.exists()
 
 
 def test_a_batch_that_memory_can_not_hold_names_what_to_change(

@@ -42,6 +42,7 @@ def evaluate(config: Config, workspace: Workspace) -> list[Row]:
     A checkpoint without whole samples becomes a row with the problem; samples without a checkpoint
     are left out. Raises UserError where no checkpoint can be scored.
     """
+    workspace.storage.sweep_staged()
     if not sampled(workspace):
         raise UserError(
             f"There are no samples in {workspace.uri} of a checkpoint that is there: run "

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ddpm_core.console import progress, warn
@@ -20,7 +19,7 @@ from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.metrics import Moments
 from ddpm_core.evaluation.statistics import BATCH, KEPT, Features, extract, shuffled
 from ddpm_core.images import Pixels
-from ddpm_core.reading import parse_object, read_tensors_and_metadata
+from ddpm_core.reading import parse_object, read_tensors_and_metadata, save_tensors
 from ddpm_core.storage import verify
 from ddpm_core.workspace import EVALUATION, Workspace, fingerprint
 
@@ -119,7 +118,7 @@ def _save(reference: Reference, folder: Path) -> None:
             tensors[f"{name}.mean"] = features.moments.mean
             tensors[f"{name}.covariance"] = features.moments.covariance
             counts[name] = features.moments.count
-    save_file(tensors, folder / _FILE, {"counts": json.dumps(counts)})
+    save_tensors(tensors, folder / _FILE, {"counts": json.dumps(counts)})
 
 
 def load(folder: Path, extractor: Extractor) -> Reference:
