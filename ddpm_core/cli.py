@@ -17,7 +17,7 @@ from ddpm_core import __version__, command
 from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load
 from ddpm_core.errors import UserError, require
 from ddpm_core.template import presets, template
-from ddpm_core.workspace import Workspace
+from ddpm_core.workspace import REPORT, Workspace
 
 app = typer.Typer(
     name="ddpm",
@@ -211,7 +211,7 @@ def methods() -> None:
 def report(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
     """Rewrite report.html from existing scores."""
     config = load(p, w, s, trained=True)
-    from ddpm_core.evaluation.report import REPORT, render_report
+    from ddpm_core.evaluation.report import render_report
 
     workspace = Workspace.open(config.workspace)
     render_report(workspace)

@@ -18,12 +18,12 @@ from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.freshness import OUTPUTS
 from ddpm_core.evaluation.frozen import load_extractor
 from ddpm_core.evaluation.pixel_pca import flatten
-from ddpm_core.evaluation.report import REPORT, render_report
+from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.evaluation.shared import ACCURACY, FOLDER
 from ddpm_core.registry.register import best_row
 from ddpm_core.storage import LocalStorage, Unreachable
-from ddpm_core.workspace import METRICS, RESULTS, Workspace, samples_key
+from ddpm_core.workspace import METRICS, REPORT, RESULTS, Workspace, samples_key
 
 HELD_OUT, TRAINED = 20, 60
 

@@ -16,6 +16,7 @@ from ddpm_core.data.arrays import Scratch, fingerprint, new_digest, write_rows
 from ddpm_core.data.captions import encode, is_cut
 from ddpm_core.data.dataset import PREFIX
 from ddpm_core.data.split import duplicates, hold_out
+from ddpm_core.workspace import CONTACT
 
 Indices = NDArray[np.int64]
 
@@ -120,7 +121,7 @@ class _Writer:
             rows.append((f"{title} ({count:,})", np.concatenate(tiles)))
         hidden = len(np.unique(labels)) - len(rows)
         more = f"and {hidden:,} more classes" if hidden else ""
-        contact.sheet(rows, more).save(self.folder / "contact.png")
+        contact.sheet(rows, more).save(self.folder / Path(CONTACT).name)
 
 
 def _told(facts: dict[str, Any], pictures: Pictures) -> list[str]:

@@ -15,11 +15,12 @@ from ddpm_core.reading import Manifest
 from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.workspace import (
     DATA,
-    EVALUATION,
     METRICS,
+    REPORT,
     RESULTS,
     SAMPLES,
     SNAPSHOTS,
+    TABLE,
     Workspace,
     fingerprint,
     samples_key,
@@ -30,7 +31,7 @@ RECIPE = 4  # raised when the same samples would give other scores
 
 
 # The files that an evaluation is asked for; their sizes stand in results.json.
-OUTPUTS = (f"{EVALUATION}/report.html", f"{EVALUATION}/evaluation_results.csv", METRICS)
+OUTPUTS = (REPORT, TABLE, METRICS)
 
 
 def row_key(settings: Evaluate, samples: str, data: str, holdout: str, extractor: str) -> str:

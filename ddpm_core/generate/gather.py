@@ -26,9 +26,9 @@ from ddpm_core.generate.shard_store import ShardStore, facts_of, npy
 from ddpm_core.images import Pixels, enlarge, grid, png
 from ddpm_core.reading import Count, FileRecord, Schema, inside, is_plain, open_array
 from ddpm_core.storage import MANIFEST, sha256_of
-from ddpm_core.workspace import Workspace, samples_key
+from ddpm_core.workspace import GRID, Workspace, samples_key
 
-GRID, GRID_FILE = 64, "grid.png"  # images in the file
+SHOWN = 64  # images in the grid
 SINGLES = "png"
 LABELS = "labels.npy"
 LISTED = 8  # shards that are named
@@ -119,8 +119,8 @@ def complete(workspace: Workspace, recipe: dict[str, Any], thorough: bool = Fals
     found = workspace.read_json(f"{key}/{MANIFEST}", Gathered)
     if found.get("samples_fingerprint") != recipe["samples_fingerprint"] or not _is_recipe(found):
         return False
-    size = storage.size(f"{key}/{GRID_FILE}")
-    if size is None or size != found.get("pictures", {}).get(GRID_FILE, size):
+    size = storage.size(f"{key}/{GRID}")
+    if size is None or size != found.get("pictures", {}).get(GRID, size):
         return False
     if recipe["png"] and not (found.get("png") and len(_singles(workspace, key)) == found["count"]):
         return False
@@ -186,8 +186,8 @@ def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) 
     The contents of the first two, by name.
     """
     key = samples_key(recipe["step"])
-    first = np.stack(list(islice(_images(config, workspace, key), GRID)))
-    made = {GRID_FILE: png(enlarge(grid(first), 512))}
+    first = np.stack(list(islice(_images(config, workspace, key), SHOWN)))
+    made = {GRID: png(enlarge(grid(first), 512))}
     checkpoint = look_at_checkpoint(workspace, recipe["step"])
     conditions = Conditions(checkpoint.network["conditioning"], checkpoint.data, config.sample)
     labels = conditions.labels(range(config.sample.count))
@@ -235,6 +235,6 @@ def _write_manifest(
         **recipe,
         "shards": list(files),
         "files": {**files, **{name: facts_of(made[name]) for name in made if name == LABELS}},
-        "pictures": {GRID_FILE: len(made[GRID_FILE])},
+        "pictures": {GRID: len(made[GRID])},
     }
     workspace.write_json(f"{samples_key(recipe['step'])}/{MANIFEST}", manifest)
