@@ -125,9 +125,8 @@ def test_the_first_checkpoint_becomes_a_version_and_the_champion(
     assert float(version.tags[worse["score_name"]]) == pytest.approx(worse["score"], rel=1e-5)
     assert f"**{worse['score_name']}: {worse['score']:.4g}**" in version.description
     assert stale(project.config(), project.workspace) is None
-    assert "differs in name" in str(
-        stale(project.config(register={"name": "other"}), project.workspace)
-    )
+    told = stale(project.config(register={"name": "other"}), project.workspace)
+    assert told == "register.name: another one now than was registered"
 
 
 def register_by_itself(project: Project) -> str:
@@ -263,7 +262,8 @@ def test_a_champion_that_is_found_to_copy_later_is_told_and_gives_way(
     assert project.register(rows[0])["promoted"]
     found_out = {**rows[0], "memorisation": {"verdict": "copies"}}
     project.put(found_out)
-    assert "differs in memorisation" in str(stale(project.config(), project.workspace))
+    told = str(stale(project.config(), project.workspace))
+    assert told.startswith("the verdict on copies of training images: another one now")
     record = project.register(found_out)
     assert (record["version"], record["promoted"]) == ("1", False)
     assert record["why"] == (
