@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.font_manager import findfont
-from PIL import Image, ImageFont
+from PIL import Image, ImageColor, ImageFont
 
 from ddpm_core.config import Sample
 from ddpm_core.errors import UserError
@@ -449,6 +449,32 @@ def test_near_copies_are_told_with_how_many_were_looked_at(tmp_path: Path) -> No
     assert text.count("9 of 1,500") == 2 and text.count("1 of 180") == 2  # captions and table
 
 
+def test_equal_precision_and_recall_are_both_seen(tmp_path: Path) -> None:
+    found = page(tmp_path, results([row(200, 30.0, recall=0.8), row(400, 12.0, recall=0.8)]))
+    groups = [str(group["class"]) for group in found.all("g")]
+    assert ["s0", "s1 dashed"] in [groups[i : i + 2] for i in range(len(groups))]
+    levels = [str(line["class"]) for line in found.all("line")]
+    assert "floor s0" in levels and "floor s1" in levels
+    assert "180 held-out real images, precision: 0.8" in " ".join(found.text.split())
+
+    rows = [row(step, 9.0, recall=0.8, floor=None) for step in (200, 400)]
+    with Image.open(io.BytesIO(plots.draw(rows)["PrecisionRecall_vs_TrainingSteps.png"])) as drawn:
+        line = np.asarray(drawn.convert("RGB"))[138:152].reshape(-1, 3)
+    for color in (plots.BLUE, plots.ORANGE):
+        assert (line == ImageColor.getrgb(color)).all(axis=1).sum() > 100
+
+
+def test_the_source_is_told_in_words_and_its_checksums_are_folded(tmp_path: Path) -> None:
+    found = results(RUN)
+    state = {"files": 184, "sha256": "a" * 64}
+    found["data"]["source"] = {"uri": "photos/", "listing_sha256": "b" * 64, "state": state}
+    html = render_report(workspace_of(tmp_path, found)).read_text(encoding="utf-8")
+    seen, folded = html.split("<summary>Checksums of the source</summary>")
+    assert "files looked at" in Page(seen).text and "184" in Page(seen).text
+    assert not re.search("[ab]{64}", seen) and "a" * 64 in folded and "b" * 64 in folded
+    assert not re.search("listing_sha256|state\\.", html)
+
+
 def test_every_picture_says_what_it_shows(tmp_path: Path) -> None:
     found = page(tmp_path, results(RUN))
     alternatives = [image.get("alt") or "" for image in found.all("img")]
@@ -561,7 +587,7 @@ def test_logarithmic_ticks_enclose(low: float, high: float) -> None:
 
 def test_a_chart_keeps_its_lines_in_the_picture() -> None:
     lines = [Line("a", [(200, 134.0), (400, 3.0)]), Line("b", [(200, 140.0), (400, 5.0)])]
-    drawn = chart("fd", "lower is better", lines, ("real", 2.0), 400)
+    drawn = chart("fd", "lower is better", lines, [("real", 2.0)], 400)
     assert drawn.remark.endswith("logarithmic") and drawn.mark is not None
     for dot in [dot for line in drawn.lines for dot in line.dots]:
         assert drawn.edges["left"] <= dot.x <= drawn.edges["right"]
@@ -583,7 +609,7 @@ def test_the_numbers_at_an_axis_are_in_the_picture(
 ) -> None:
     """In the widest of usual fonts, at the size of a narrow page."""
     font = ImageFont.truetype(findfont("DejaVu Sans"), 14.5)
-    drawn = chart("fd", "", [Line("a", list(zip(steps, values, strict=True)))], None, None)
+    drawn = chart("fd", "", [Line("a", list(zip(steps, values, strict=True)))], [], None)
     for _, text in drawn.y_ticks:
         assert font.getlength(text) <= drawn.edges["left"] - 6, text
     for x, text in drawn.x_ticks:
