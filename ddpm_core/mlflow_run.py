@@ -5,6 +5,8 @@ Each call may raise whatever the network or the server raises; ddpm_core.trackin
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import math
@@ -14,6 +16,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from ddpm_core.errors import UserError, require
 from ddpm_core.logtail import Row
@@ -23,6 +26,11 @@ REQUEST_TIMEOUT = 10  # seconds; MLflow itself waits 120
 PARAM_LENGTH, TAG_LENGTH = 6000, 8000  # what a server takes
 REFUSALS = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 METRIC_BATCH, PARAM_BATCH = 1000, 100
+
+# Whose exceptions are no word of MLflow's, nor of a library that it stands on.
+OWN = ("builtins", "ddpm_core", "torch", "numpy", "pydantic")
+UNREACHABLE = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH)
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 KIND = "mlflow.experimentKind"  # whether the UI speaks of training or of language models
 
@@ -34,6 +42,10 @@ def connect(uri: str) -> Any:
 
     The import takes seconds, and a new SQLite store as long again.
     """
+    try:
+        urlsplit(uri)
+    except ValueError as error:
+        raise UserError(f"tracking.uri: {masked(uri)!r} given, which is none: {error}.") from error
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     mlflow = require("mlflow", "tracking")
     for name in ("mlflow", "alembic"):
@@ -233,6 +245,17 @@ def is_refusal(error: Exception) -> bool:
     return getattr(error, "error_code", "") in REFUSALS
 
 
+def is_mlflows(error: Exception) -> bool:
+    """Whether MLflow says so, or the way to it.
+
+    Else it is a mistake of this program, or a trouble of this machine such as a full disk.
+    """
+    if type(error).__module__.partition(".")[0] not in OWN:
+        return True
+    away = (ConnectionError, TimeoutError, ModuleNotFoundError)  # the last of a database's driver
+    return isinstance(error, away) or getattr(error, "errno", None) in UNREACHABLE
+
+
 def _create_store(mlflow: Any, path: Path) -> None:
     """Make a SQLite store whole or not at all.
 
@@ -246,5 +269,18 @@ def _create_store(mlflow: Any, path: Path) -> None:
         path.hardlink_to(staging)
     except FileExistsError:
         return
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        _rename_new(staging, path)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def _rename_new(staging: Path, path: Path) -> None:
+    """Rename to a name that is free, on a file system without links: one process at a time."""
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            staging.rename(path)
+        Path(lock.name).unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.frozen import load, read_facts, save_extractor
 from ddpm_core.evaluation.in_domain import InDomain
 from ddpm_core.reading import Count, Schema
-from ddpm_core.tracking import reason
+from ddpm_core.tracking import may_pass, reason
 from ddpm_core.workspace import EVALUATION, Workspace
 
 FOLDER = f"{EVALUATION}/extractor"
@@ -204,6 +204,8 @@ def _with_client(config: Config, action: Callable[[Any, str], T]) -> T:
         except UserError as error:
             raise Away(str(error)) from error
         except Exception as error:  # whatever the network or the server raises
+            if not may_pass(error):
+                raise
             if attempt == ATTEMPTS:
                 raise Away(reason(error)) from error
             time.sleep(PAUSE)

@@ -202,7 +202,7 @@ def publish(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str) -
         version = registry.find(wanted) or made
         if number(version) != number(made):
             registry.remove(made)
-    if version.model_id not in (None, uri.removeprefix("models:/")):
+    if version.source != uri and version.source.startswith("models:/"):
         registry.discard(uri)
     return version
 
