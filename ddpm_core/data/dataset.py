@@ -210,7 +210,7 @@ def _manifest(workspace: Workspace) -> dict[str, Any]:
         raise UserError(f"There are no prepared data in {workspace.uri}: run `ddpm prepare` first.")
     if was_changed(manifest):
         raise Corrupt(
-            f"{DATA}/{MANIFEST} was changed after the data were prepared, and may stand for others: "
+            f"{DATA}/{MANIFEST} was changed after it was written, and may stand for other data: "
             "run `ddpm prepare` again."
         )
     missing = workspace.damage(DATA, manifest)
