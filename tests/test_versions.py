@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from digits_workspace import digits, make_config, put_data
 from models import write_checkpoint
+from mutations import reseal
 
 from ddpm_core import __version__
 from ddpm_core.checkpoint import SETTINGS, Checkpoint, look_at_checkpoint
 from ddpm_core.data.dataset import open_dataset
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.generate import plan
-from ddpm_core.storage import seal
 from ddpm_core.training import resume
 from ddpm_core.workspace import Workspace, snapshot_key
 
@@ -30,7 +30,7 @@ def written(folder: Path, change: Callable[[Settings], object], made: str | None
     settings.update({} if made is None else {"ddpm": made})
     change(settings)
     (folder / SETTINGS).write_text(json.dumps(settings))
-    seal(folder)
+    reseal(folder)
 
 
 def test_a_checkpoint_says_which_version_wrote_it(tmp_path: Path) -> None:
