@@ -163,6 +163,8 @@ def test_methods_are_listed_with_formula_and_source(tmp_path: Path) -> None:
     said = ddpm(tmp_path, "methods")
     for name in ("train.loss.weighting", "min_snr", "cosine", "dpmpp", "quadratic_official"):
         assert name in said
+    for name in ("train.loss.kind", "huber", "adamw", "Uses train.loss.gamma and train.loss.k."):
+        assert name in said
     for author in ("Ho et al.", "Nichol", "Hang et al.", "Lu et al.", "Song et al."):
         assert author in said
 
