@@ -78,8 +78,9 @@ class Norm(nn.GroupNorm):
     ) -> tuple[Tensor, Tensor]:
         """a and b, (B, 1, C), of the norm a x + b, from sums of x - pivot and of its squares.
 
-        The sums are (2, B, C), `pivot` (B, C) is any value near x. With m and r the mean and 1 / standard deviation of a
-        group of x + shift, a = r weight and b = bias + (shift - m) a. Changes `totals`.
+        The sums are (2, B, C), `pivot` (B, C) is any value near x. With m and r the mean and
+        1 / standard deviation of a group of x + shift, a = r weight and b = bias + (shift - m) a.
+        Changes `totals`.
         """
         _, batch, channels = totals.shape
         grouped = self.num_groups, channels // self.num_groups
