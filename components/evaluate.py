@@ -22,16 +22,17 @@ def evaluate(
     """
     from ddpm_core.console import telling
     from ddpm_core.evaluation.evaluate import evaluate
+    from ddpm_core.workspace import REPORT, RESULTS
     from ddpm_kube import artifacts, steps
 
     with telling("evaluate"):
         config, place = steps.opened(settings)
         evaluate(config, place)
         facts, numbers, rows = artifacts.scores(place)
-        page = place.storage.read("evaluation/report.html").decode()
+        page = place.storage.read(REPORT).decode()
         artifacts.put(report, page, facts)
         artifacts.put(table, rows, facts)
         artifacts.put_metrics(metrics, numbers, place)
-        verdict = steps.gate(place.read_json("evaluation/results.json"), worst)
+        verdict = steps.gate(place.read_json(RESULTS), worst)
     print(verdict)
     return verdict

@@ -27,7 +27,7 @@ def prepare(
     """
     from ddpm_core.console import telling
     from ddpm_core.data.prepare import prepare
-    from ddpm_core.workspace import Workspace
+    from ddpm_core.workspace import CONTACT, Workspace
     from ddpm_kube import artifacts, steps
 
     with telling("prepare"):
@@ -36,6 +36,6 @@ def prepare(
         manifest = prepare(config, place)
         facts = artifacts.data_facts(place, manifest)
         artifacts.put_json(data, manifest, facts)
-        sheet = artifacts.picture(place, "data/contact.png")
+        sheet = artifacts.picture(place, CONTACT)
         artifacts.put_page(contact, "Prepared images", facts, [("Some of every class", sheet)])
     return steps.text_of(config)

@@ -14,7 +14,7 @@ def sample(settings: str, part: str, samples: Output[Dataset], grid: Output[HTML
         part: `STEP:I/N`, one of plan's.
     """
     from ddpm_core.console import telling
-    from ddpm_core.workspace import samples_key
+    from ddpm_core.workspace import GRID, samples_key
     from ddpm_kube import artifacts, steps
 
     with telling("sample"):
@@ -22,5 +22,5 @@ def sample(settings: str, part: str, samples: Output[Dataset], grid: Output[HTML
         step = steps.draw(config, place, part)
         facts = artifacts.samples_facts(place, step, part)
         artifacts.put_json(samples, facts, facts)
-        drawn = artifacts.picture(place, f"{samples_key(step)}/grid.png")
+        drawn = artifacts.picture(place, f"{samples_key(step)}/{GRID}")
         artifacts.put_page(grid, f"Samples of step {step}", facts, [("The first 64", drawn)])

@@ -25,7 +25,7 @@ def train(
         run_id: KFP's id of the run: the job is named after it.
     """
     from ddpm_core.console import telling
-    from ddpm_core.workspace import snapshot_key
+    from ddpm_core.workspace import GRID, snapshot_key
     from ddpm_kube import artifacts, steps
 
     with telling("train"):
@@ -35,6 +35,6 @@ def train(
         facts = artifacts.model_facts(place, step)
         artifacts.put_json(model, facts, facts)
         artifacts.put_metrics(metrics, artifacts.last_row(place), place)
-        drawn = artifacts.picture(place, f"{snapshot_key(step)}/grid.png")
+        drawn = artifacts.picture(place, f"{snapshot_key(step)}/{GRID}")
         artifacts.put_page(preview, f"Training, step {step}", facts, [("Its average", drawn)])
     return step

@@ -18,7 +18,7 @@ from ddpm_core.freshness import CHECKS, check
 from ddpm_core.generate import sample as generate
 from ddpm_core.registry import register as registry
 from ddpm_core.training import launcher
-from ddpm_core.workspace import EVALUATION, SAMPLES, SNAPSHOTS, Workspace
+from ddpm_core.workspace import DATA, REPORT, SAMPLES, SNAPSHOTS, Workspace
 
 VERBS = {verb: check(verb) for verb in CHECKS}
 
@@ -49,14 +49,12 @@ def run(
             say(f"{verb}: {reason.rstrip('.')}.")
             action()
     ask = shlex.join(["ddpm", "status", *arguments[1:]])
-    say(f"Done. Look at {workspace.shown(EVALUATION)}/report.html, or run: {ask}")
+    say(f"Done. Look at {workspace.shown(REPORT)}, or run: {ask}")
 
 
 def status(config: Config, workspace: Workspace) -> str:
     """A table of the verbs: up to date, or why not; and what is stored."""
-    table = Table(
-        "verb", "state", title=f"workspace {printable(workspace.uri)}", title_justify="left"
-    )
+    table = Table("verb", "state")
     blocked = False
     for verb, stale in VERBS.items():
         try:
@@ -66,11 +64,14 @@ def status(config: Config, workspace: Workspace) -> str:
         blocked = blocked or reason is not None
         table.add_row(verb, "up to date" if reason is None else printable(reason))
     snapshots, samples = workspace.steps(SNAPSHOTS), workspace.steps(SAMPLES)
+    where = f"workspace {printable(workspace.uri)}"  # above the table, which would cut it
+    if not snapshots and not workspace.storage.names(DATA):
+        where += "\nNothing of a run is there yet; -w names another workspace."
     console = Console(width=100)
     with console.capture() as capture:
         console.print(table)
         console.print(f"snapshots: {_listed(snapshots)}; samples: {_listed(samples)}")
-    return capture.get().rstrip()
+    return f"{where}\n{capture.get().rstrip()}"
 
 
 def _listed(steps: list[int]) -> str:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, InstanceOf
 
-from ddpm_core import params
 from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.reading import (
@@ -27,6 +26,7 @@ from ddpm_core.reading import (
 )
 from ddpm_core.storage import MANIFEST, verify
 from ddpm_core.storage.sealing import listed
+from ddpm_core.versions import of_another_version, read_params
 from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key, step_name
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class Settings(Schema):
     """All of config.json that is used."""
 
     step: Count
+    ddpm: str | None = None  # the version that wrote it
     params: dict[str, Any]
     network: Network
     data: Data
@@ -97,7 +98,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Read a folder. Raises Corrupt where a file is missing or is not what was written."""
+        """Read a folder. Raises Corrupt where a file is missing or is not what was written.
+
+        Raises UserError where it is whole, and another version's.
+        """
         files: Any = verify(folder)["files"]
         name = f"{folder.name}/{SETTINGS}"
         if SETTINGS not in files:
@@ -112,14 +116,13 @@ class Checkpoint:
     def _of(cls, folder: Path, checksums: dict[str, str], settings: dict[str, Any]) -> Checkpoint:
         name = f"{folder.name}/{SETTINGS}"
         _must_agree(settings["network"], settings["data"], name)
-        try:
-            validated = params.validate(settings["params"], f" in {name}")
-        except UserError as error:
-            raise Corrupt(f"{error!s:.1000}") from error
+        made = settings.get("ddpm")
+        if unknown := sorted(settings["network"].keys() - Network.model_fields.keys()):
+            raise of_another_version(name, f"has a network with {', '.join(unknown)}.", made)
         return cls(
             folder=folder,
             step=settings["step"],
-            params=validated,
+            params=read_params(settings["params"], name, made),
             network=settings["network"],
             data=settings["data"],
             train_fingerprint=settings["train_fingerprint"],

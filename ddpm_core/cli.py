@@ -16,7 +16,8 @@ import typer
 from ddpm_core import __version__, command
 from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load
 from ddpm_core.errors import UserError, require
-from ddpm_core.workspace import Workspace
+from ddpm_core.template import presets, template
+from ddpm_core.workspace import REPORT, Workspace
 
 app = typer.Typer(
     name="ddpm",
@@ -35,7 +36,7 @@ verb = functools.partial(command.verb, to=app)
 
 @verb
 def prepare(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
-    """Turn a source of images into packed arrays: square, checked, split, fingerprinted."""
+    """Decode, check, split and pack the images."""
     from ddpm_core.data.prepare import prepare
 
     config = load(p, w, s)
@@ -50,10 +51,13 @@ def train(
     resume: Annotated[
         str, typer.Option(help="auto: set snapshots of other settings aside; strict: refuse.")
     ] = "auto",
-    from_step: Annotated[int | None, typer.Option(help="Go on from this snapshot.")] = None,
+    from_step: Annotated[
+        int | None,
+        typer.Option(help="Resume from this step's snapshot; later ones move to superseded/."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, and stop.")] = False,
 ) -> None:
-    """Train, or go on training, to train.steps."""
+    """Train, or go on training, up to train.steps."""
     config = load(p, w, s)
     if resume not in ("auto", "strict"):
         raise UserError(f"--resume {resume}: auto or strict is needed.")
@@ -71,7 +75,7 @@ def sample(
         str | None, typer.Option(metavar="I/N", help="Draw shard I of N alone; I from 0.")
     ] = None,
 ) -> None:
-    """Draw images from checkpoints."""
+    """Draw images from the chosen checkpoints."""
     config = load(p, w, s, trained=True)
     from ddpm_core.distributed import world
     from ddpm_core.generate.plan import parse_shard
@@ -89,7 +93,7 @@ def sample(
 
 @verb
 def evaluate(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
-    """Score the sampled checkpoints, and write tables, plots and a report."""
+    """Score the samples; write tables, plots, a report."""
     config = load(p, w, s, trained=True)
     from ddpm_core.evaluation.evaluate import evaluate
 
@@ -98,7 +102,10 @@ def evaluate(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = N
 
 @verb
 def register(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
-    """Make the best checkpoint a version of the registered model, champion if it is the best."""
+    """Register the best checkpoint; promote if better.
+
+    It becomes a version of the registered model, and the champion where it beats the last.
+    """
     config = load(p, w, s, trained=True)
     from ddpm_core.registry.register import register
 
@@ -116,7 +123,10 @@ def serve(
         typer.Option(min=0.1, metavar="SECONDS", help="How often to look for a new champion."),
     ] = 15.0,
 ) -> None:
-    """Answer requests for images over HTTP with the champion, and with the next one once it is."""
+    """Serve the champion over HTTP.
+
+    The next champion answers as soon as there is one; no request is lost.
+    """
     config = load(p, None, s, trained=True)
     require("uvicorn", "tracking")
     from ddpm_core.registry.server import serve
@@ -126,7 +136,7 @@ def serve(
 
 @verb
 def run(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
-    """All five verbs, skipping what is up to date."""
+    """Do all five verbs, skipping what is up to date."""
     config = load(p, w, s)
     from ddpm_core import chain
 
@@ -135,7 +145,7 @@ def run(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) 
 
 @verb
 def status(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
-    """What the workspace holds, what is stale, and why."""
+    """Tell what the workspace holds, what is stale, and why."""
     config = load(p, w, s)
     from ddpm_core import chain
 
@@ -149,9 +159,12 @@ def wait(
     w: WorkspaceOption = None,
     s: SetOption = None,
     limit: Annotated[str, typer.Option(help="Give up after: 90s, 5m, 2h, 1d.")] = "2h",
-    interval: Annotated[str, typer.Option(help="Between two looks.")] = "5s",
+    interval: Annotated[str, typer.Option(help="Time between two checks.")] = "5s",
 ) -> None:
-    """Wait until the output of VERB is in the workspace, whole and of these settings."""
+    """Block until a verb's output is up to date.
+
+    It is when it is in the workspace, whole and of these settings.
+    """
     config = load(p, w, s)
     from ddpm_core.durations import duration
     from ddpm_core.waiting import wait
@@ -163,15 +176,32 @@ def wait(
 def check_data(
     source: Annotated[str, typer.Argument(help="A folder of images, or any prepare.source.")],
 ) -> None:
-    """What a folder of images holds, and what is wrong with it, before it is prepared."""
+    """Report what an image source holds.
+
+    Says also what is wrong with it, before it is prepared.
+    """
     from ddpm_core.data.check import check_data
 
     check_data(source)
 
 
 @verb
+def params(
+    preset: Annotated[
+        str | None,
+        typer.Argument(help=f"{', '.join(presets())}. Default: the built-in settings."),
+    ] = None,
+) -> None:
+    """Print a params file with every setting explained.
+
+    To start from: ddpm params dtd-10 > params.yaml
+    """
+    typer.echo(template(preset), nl=False)
+
+
+@verb
 def methods() -> None:
-    """The methods that can be chosen in params, each with its formula and source."""
+    """List the selectable methods with formula and source."""
     from ddpm_core.methods import describe
 
     typer.echo(describe())
@@ -179,9 +209,9 @@ def methods() -> None:
 
 @verb
 def report(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
-    """Write evaluation/report.html anew from the scores at hand."""
+    """Rewrite report.html from existing scores."""
     config = load(p, w, s, trained=True)
-    from ddpm_core.evaluation.report import REPORT, render_report
+    from ddpm_core.evaluation.report import render_report
 
     workspace = Workspace.open(config.workspace)
     render_report(workspace)
@@ -196,7 +226,7 @@ def destroy(
     images: Annotated[int, typer.Option(min=1, max=16, help="How many images.")] = 4,
     output: Annotated[Path, typer.Option("--output", "-o")] = Path("destroy.gif"),
 ) -> None:
-    """An animation of images being destroyed by the forward process, a row per schedule."""
+    """Animate the forward process, a row per schedule."""
     config = load(p, w, s, trained=True)
     from ddpm_core.generate.destroy import destroy_prepared
 
@@ -208,7 +238,10 @@ def import_diffusers(
     folder: Annotated[Path, typer.Argument(help="A folder of diffusers' DDPMPipeline.")],
     output: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
 ) -> None:
-    """Make a checkpoint of a diffusers pipeline, for train.init or sampling."""
+    """Convert a diffusers pipeline to a checkpoint.
+
+    The folder may be sampled, or be where a training starts: train.init.
+    """
     from ddpm_core.interop.checkpoints import import_checkpoint
 
     typer.echo(import_checkpoint(folder, output))
@@ -222,7 +255,7 @@ def export_diffusers(
     s: SetOption = None,
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: newest.")] = None,
 ) -> None:
-    """Write a checkpoint as a folder that diffusers.DDPMPipeline loads."""
+    """Convert a checkpoint to a diffusers pipeline."""
     config = load(p, w, s, trained=True)
     from ddpm_core.interop.checkpoints import export_checkpoint
 
@@ -234,14 +267,19 @@ def scaling(
     p: ParamsOption = None,
     s: SetOption = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="The most; default: GPUs, or up to 4 cores.")
+        int | None,
+        typer.Option(
+            min=1, help="Largest number to measure. Default: all GPUs, else up to 4 cores."
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Of each; half of them to warm up.")] = 30,
+    steps: Annotated[
+        int, typer.Option(help="Steps per measurement; the first half is warm-up.")
+    ] = 30,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the numbers here too.")
     ] = None,
 ) -> None:
-    """Train with 1 to N workers, and tell speed-up, efficiency and communication."""
+    """Train with 1 to N workers; tell speed-up and its costs."""
     config = load(p, None, s)
     from ddpm_core.training.scaling import document, scaling, table
 
@@ -276,10 +314,9 @@ def join_commands() -> None:
 
 def main() -> None:
     """The installed program."""
-    # The first process of a container has no default action: SIGTERM would do nothing, and the
-    # pod would last until the end of its grace period.
-    if os.getpid() == 1:
-        signal.signal(signal.SIGTERM, _leave)
+    # By default a process ends at once, and its temporary folders stay; the first one of a
+    # container has no default action, and would last until the end of its grace period.
+    signal.signal(signal.SIGTERM, _leave)
     # Threads that spin while they wait take the cores from each other as soon as anything else
     # runs: on two cores beside one busy process a training step took 4 times as long. Those that
     # sleep at once, with 0, wake late: on two quiet cores it took 1.7 times as long.

@@ -50,7 +50,8 @@ def telling(who: str) -> Iterator[None]:
         raise
     except OSError as error:  # a full disk, a file of another's
         place = f": {error.filename}" if error.filename else ""
-        say(f"{who}: {error.strerror or error}{place}.")
+        notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+        say(f"{who}: {error.strerror or error}{place}.{notes}")
         raise SystemExit(1) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -80,6 +81,8 @@ def _unknown(path: str, model: type[BaseModel]) -> str:
     names = list(fields_of(model))
     close = difflib.get_close_matches(key, names, n=1) or _elsewhere(key, parent)
     hint = f"did you mean {close[0]}?" if close else f"known here are {', '.join(names)}"
+    if re.fullmatch("[0-9]+", key):  # {steps: 20,000} are two keys
+        hint = "write a number without commas, as in 20_000"
     return f"{path}: unknown key{f' in {parent}' if parent else ''}; {hint}"
 
 
@@ -104,16 +107,37 @@ def _own_sentences(path: str, message: str) -> Iterable[str]:
 
 def _allowed(item: Any, description: str | None) -> str:
     """What a setting may be; a pattern is for programs, so people read the field's description."""
-    if "pattern" in item["type"]:
+    kind, given = item["type"], item["input"]
+    if "pattern" in kind:
         return description or f"a text that matches {item['ctx']['pattern']}"
-    if item["type"] == "too_short":
+    if kind == "too_short":
         return f"a list of at least {item['ctx']['min_length']}"
-    if item["type"] == "string_type":
-        return "a text" if isinstance(item["input"], list | dict) else "a text in quotes"
+    if kind == "string_type":
+        if given is None:
+            return "a text in quotes, where it is null or begins with #,"
+        return "a text" if isinstance(given, list | dict) else "a text in quotes"
+    if kind == "bool_type":
+        bare = isinstance(given, str) and given.lower() in ("true", "false")
+        return "true or false, without quotes," if bare else "true or false"
+    if kind == "tuple_type" and isinstance(given, str | int | float):
+        return f"a list, as in [{given}],"
     message = str(item["msg"]).removeprefix("Input should be ").replace("a valid tuple", "a list")
-    return message[0].lower() + message[1:]
+    how = _number_is(given) if kind in ("int_type", "float_type") else ""
+    return message[0].lower() + message[1:] + how
+
+
+def _number_is(given: Any) -> str:
+    """How a number is written that was given as a text."""
+    text = str(given) if isinstance(given, str) else ""
+    if re.fullmatch(r"[-+]?0[0-9_]+", text):
+        return " that does not begin with 0"  # YAML 1.1 takes it for an octal one
+    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+", text):
+        return f" without commas, as in {text.replace(',', '_')},"
+    return " without quotes" if re.fullmatch(r"[-+]?\d+(\.\d*)?", text) else ""
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
+    """A value as a person may have written it."""
+    named = {None: "null", True: "true", False: "false"}
+    text = named[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

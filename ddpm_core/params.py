@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def load(
     `model` and `diffusion`, which only train.
     """
     given = yaml_text.read(path, "params file", _NEEDED) if path is not None else {}
-    origin = f" in {path}" if path is not None else ""
+    origin = f" in {path}" if given else ""
     return _resolve(given, overrides, workspace, origin, trained)
 
 
@@ -48,11 +48,27 @@ def _resolve(
     origin: str,
     trained: bool = False,
 ) -> Config:
-    given = _filled(given, Config)
-    mistakes = [mistake for item in overrides if (mistake := override(given, item))]
+    mistakes, options = list[str](), dict[str, str]()
+    alone, given = not given, _filled(given, Config)
+    for item in overrides:
+        path = _new(given, item.partition("=")[0].strip())
+        if mistake := override(given, item):
+            mistakes.append(mistake)
+        else:
+            options[path] = "-S"
     if workspace is not None:
-        given["workspace"] = workspace
-    return _absolute(validate(given, origin, mistakes, trained))
+        given["workspace"], options["workspace"] = workspace, "-w"
+    return _absolute(validate(given, origin, mistakes, trained, {} if alone else options))
+
+
+def _new(given: Any, path: str) -> str:
+    """The beginning of a dotted path that `given` does not have yet; all of it where it has."""
+    keys = path.split(".")
+    for number, key in enumerate(keys, 1):
+        given = given.get(key) if isinstance(given, dict) else None
+        if given is None:
+            return ".".join(keys[:number])
+    return path
 
 
 def _filled(given: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
@@ -66,12 +82,17 @@ def _filled(given: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
 
 
 def validate(
-    given: dict[str, Any], origin: str = "", mistakes: Sequence[str] = (), trained: bool = False
+    given: dict[str, Any],
+    origin: str = "",
+    mistakes: Sequence[str] = (),
+    trained: bool = False,
+    options: Mapping[str, str] | None = None,
 ) -> Config:
     """The Config of plain data, or a UserError that lists all mistakes, each with its path.
 
-    `mistakes` were found before. Settings are compared with each other once each is right by
-    itself, so what is wrong is left out for another look at the rest.
+    `origin` is where they stand, as in " in params.yaml", apart from the paths that `options` set:
+    {path: option}. `mistakes` were found before. Settings are compared with each other once each
+    is right by itself, so what is wrong is left out for another look at the rest.
     """
     lines, left_out, rest = list(mistakes), list[str](), given
     while True:
@@ -90,9 +111,25 @@ def validate(
             rest = _without(rest, path)
     if not lines:
         return config
-    lines = list(dict.fromkeys(lines))
+    raise UserError(_listed(list(dict.fromkeys(lines)), origin, options or {}))
+
+
+def _listed(lines: list[str], origin: str, options: Mapping[str, str]) -> str:
+    """All mistakes, and whether the file is to blame or an option."""
+    if origin:
+        marked = [_marked(line, options) for line in lines]
+        elsewhere = all(a != b or a.startswith("-S ") for a, b in zip(lines, marked, strict=True))
+        with_options = f" with {', '.join(sorted(set(options.values())))}" if options else ""
+        lines, origin = marked, "" if elsewhere else origin + with_options
     noun = "mistake" if len(lines) == 1 else "mistakes"
-    raise UserError(f"{len(lines)} {noun}{origin}:\n" + "\n".join(f"  {line}" for line in lines))
+    return f"{len(lines)} {noun}{origin}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _marked(line: str, options: Mapping[str, str]) -> str:
+    """A mistake, with the option that set what it begins with."""
+    path = re.split(r"[:\[]", line, maxsplit=1)[0]
+    by = [option for start, option in options.items() if f"{path}.".startswith(f"{start}.")]
+    return f"{line} (given by {by[0]})" if by else line
 
 
 def _leave_out(location: tuple[int | str, ...], given: dict[str, Any]) -> list[str]:
@@ -147,13 +184,18 @@ def override(given: dict[str, Any], item: str) -> str | None:
 
 
 def _literal(keys: Sequence[str], text: str) -> bool:
-    """Whether a value is a text as it stands, so that #808080 is a color and no comment."""
+    """Whether a value is a text as it stands, so that #808080 is a color and no comment.
+
+    null is none in quotes alone: elsewhere it means that there is nothing, here as in a file.
+    """
     model: type[BaseModel] | None = Config
     for key in keys[:-1]:
         field = fields_of(model).get(key) if model else None
         model = section_of(field) if field else None
     field = fields_of(model).get(keys[-1]) if model else None
-    return field is not None and field.annotation is str and text.strip()[:1] not in ("'", '"')
+    if field is None or field.annotation is not str:
+        return False
+    return text.strip() != "null" and text.strip()[:1] not in ("'", '"')
 
 
 def _absolute(config: Config) -> Config:

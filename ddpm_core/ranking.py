@@ -12,7 +12,10 @@ from typing import Any
 from pydantic import Field
 
 from ddpm_core.config import Sample
+from ddpm_core.config.results import as_sampled
+from ddpm_core.errors import UserError
 from ddpm_core.reading import Count, Schema
+from ddpm_core.workspace import fingerprint
 
 Row = dict[str, Any]
 
@@ -42,6 +45,7 @@ class Memorisation(Schema):
     count: Count = 0
     copies: Count = 0
     share_below: float | None = None
+    expected_below: float | None = None
     p_value: float | None = None
 
 
@@ -56,8 +60,11 @@ class Scored(Schema):
     floor: dict[str, float | None] | None = None
     at_floor: dict[str, float | None] | None = None
     floor_count: Count | None = None
+    kid_count: Count | None = None
+    prdc_count: Count | None = None
     problem: None = None
     key: str | None = None
+    checksum: str | None = None
 
 
 class Unscored(Schema):
@@ -79,13 +86,40 @@ class Rows(Schema):
 def differences(a: Row, b: Row) -> list[str]:
     """What differs between two rows so that their scores don't compare: of SAME, or `score`."""
     first, second = a["evidence"], b["evidence"]
-    found = [name for name in SAME if first.get(name) != second.get(name)]
+    found = [name for name in SAME if _meant(first, name) != _meant(second, name)]
     # A name says the features and the number too: where these are equal, it is another score.
     return found or ["score"] * (a["score_name"] != b["score_name"])
 
 
+def _meant(evidence: Mapping[str, Any], name: str) -> Any:
+    """A part of SAME; a sampler's settings as they would be told today."""
+    value = evidence.get(name)
+    return as_sampled(value) if name == "sampler" and isinstance(value, dict) else value
+
+
 def is_scored(row: Row) -> bool:
     return row.get("score") is not None and math.isfinite(row["score"])
+
+
+def with_checksum(row: Row) -> Row:
+    """A row with the checksum of its content."""
+    content = {name: value for name, value in row.items() if name != "checksum"}
+    return {**content, "checksum": fingerprint(content)}
+
+
+def is_as_measured(row: Row) -> bool:
+    """Whether a row is as evaluate has written it: changed by nobody, and not damaged."""
+    return bool(with_checksum(row)["checksum"] == row.get("checksum"))
+
+
+def must_be_as_measured(rows: Iterable[Row]) -> None:
+    """Raise UserError for the first row with a score that is not as evaluate has written it."""
+    for row in filter(is_scored, rows):
+        if not is_as_measured(row):
+            raise UserError(
+                f"The score of step {row['step']} was changed or damaged since it was measured, or "
+                "is of an older version: run `ddpm evaluate`."
+            )
 
 
 def wanted(settings: Sample, results: Mapping[str, Any]) -> dict[str, Any]:

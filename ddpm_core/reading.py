@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 LARGEST_JSON = 16 * 2**20  # bytes; as Python objects they are some twenty times as many
 LARGEST_HEADER = 16 * 2**20  # bytes of the header of a safetensors file
 _UNREADABLE = (errno.ELOOP, errno.EACCES, errno.ENXIO, errno.ENAMETOOLONG)
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _NPY = b"\x93NUMPY\x01\x00"
 _NPY_HEADER = re.compile(
     rb"\{'descr': '([<|][biuf][1248])', 'fortran_order': False, "
@@ -172,6 +173,28 @@ def open_array(path: Path) -> NDArray[Any]:
         raise Corrupt(f"{path.name} cannot be read as an array: {error}.") from error
 
 
+def save_tensors(
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a file that `read_tensors` reads. Raises OSError.
+
+    safetensors tells of a full disk as of damage, and lets nobody but the owner read the file.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    try:
+        save_file(dict(tensors), path, dict(metadata) if metadata else None)
+    except SafetensorError as error:
+        number = _OS_ERROR.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    path.chmod(mode)
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, on the CPU. Raises Corrupt."""
     return read_tensors_and_metadata(path)[0]
@@ -193,7 +216,9 @@ def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], Mapping[st
             return {key: opened.get_tensor(key) for key in opened.keys()}, metadata  # noqa: SIM118
     except (Corrupt, MemoryError):
         raise
-    except Exception as error:  # safetensors, torch and the disk have families of their own
+    except OSError as error:
+        raise Corrupt(f"{name} cannot be read: {error.strerror}.") from error
+    except Exception as error:  # safetensors and torch have families of their own
         raise Corrupt(f"{name} is damaged: {error!s:.300}.") from error
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -21,7 +22,8 @@ from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 from ddpm_core.logtail import Log
 from ddpm_core.masking import masked
-from ddpm_core.mlflow_run import MlflowRun, is_active, is_refusal
+from ddpm_core.mlflow_client import is_active, is_mlflows, is_refusal
+from ddpm_core.mlflow_run import MlflowRun
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, LOG, RUN, Workspace
 
@@ -174,6 +176,9 @@ class Tracker:
                 pause = INTERVAL
             except Exception as error:
                 self._run = None
+                if not may_pass(error):
+                    self._gives_up(error)
+                    return
                 self._has_failed(error)
                 pause = min(LONGEST_PAUSE, pause * 2)
             if last:
@@ -196,9 +201,15 @@ class Tracker:
             try:
                 getattr(run, method)(*arguments)
             except Exception as error:
-                if not is_refusal(error) or not is_active(run.client, run.run_id):
+                if is_refusal(error) and is_active(run.client, run.run_id):
+                    console.warn(f"MLflow refuses an entry, which is left out: {reason(error)}")
+                elif may_pass(error):
                     raise
-                console.warn(f"MLflow refuses an entry, which is left out: {reason(error)}")
+                else:
+                    console.warn(
+                        f"What MLflow was to be told by {method!r} is no such thing, and is left "
+                        f"out ({type(error).__name__}: {reason(error)})."
+                    )
             self._queue.popleft()
 
     def _open(self) -> MlflowRun:
@@ -247,6 +258,15 @@ class Tracker:
                 "what MLflow lacks is sent later."
             )
 
+    def _gives_up(self, error: Exception) -> None:
+        if not self._silent:
+            console.warn(
+                f"MLflow is told nothing more, by a mistake of this program "
+                f"({type(error).__name__}: {reason(error)}). The work goes on, and {LOG} has all "
+                "rows. Please report what follows."
+            )
+            traceback.print_exception(error)
+
     def _has_answered(self) -> None:
         if not self._silent:
             self._outage.ends(f"MLflow at {masked(self._uri)} is back and has got what it lacked.")
@@ -273,6 +293,11 @@ def _below(path: Any, root: str) -> bool:
         return Path(path).resolve().is_relative_to(Path(root).resolve())
     except (TypeError, ValueError, OSError, RuntimeError):
         return False
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether to try again helps: MLflow is away, or a store on this disk; no mistake of ours."""
+    return is_mlflows(error) or isinstance(error, OSError | UserError)
 
 
 def reason(error: Exception) -> str:

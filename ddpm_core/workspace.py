@@ -20,8 +20,12 @@ SUPERSEDED = "superseded"
 LOG = "log.jsonl"
 METRICS = "metrics.json"
 RESULTS = f"{EVALUATION}/results.json"
+REPORT = f"{EVALUATION}/report.html"
+TABLE = f"{EVALUATION}/evaluation_results.csv"
+CONTACT = f"{DATA}/contact.png"
 RUN = "run.json"
 REGISTERED = "registered.json"
+GRID = "grid.png"  # in a folder of a snapshot or of samples
 
 _STEP = re.compile(r"step-(\d{8,})")
 

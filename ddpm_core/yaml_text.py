@@ -60,7 +60,7 @@ class _Loader(yaml.SafeLoader):
         named: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for pair in own:
             if (name := self._name(pair[0])) in named:
-                raise _wrong(f"key {name!r} stands twice", node)
+                raise _wrong(f"key {name!r} stands twice", pair[0])
             named[name] = pair
         for _, given in [pair for pair in node.value if pair[0].tag == _MERGE]:
             for base in given.value if isinstance(given, yaml.SequenceNode) else [given]:
@@ -78,12 +78,19 @@ def _wrong(problem: str, node: yaml.Node) -> yaml.YAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
-# YAML 1.1, which PyYAML reads, takes 1e-3 for a text: a number here needs no dot.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+# Numbers as people mean them. YAML 1.1, which PyYAML reads, takes 1e-3 for a text, 0123 for the
+# octal 83 and 1:30 for 90 of base 60: here the first is a number, the others are texts.
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$",
+    "tag:yaml.org,2002:float": r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$"
+    r"|[-+]?\d+[eE][-+]?\d+$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), list("-+.0123456789"))
 
 
 def read(path: Path, what: str, needed: str) -> dict[str, Any]:
@@ -109,12 +116,40 @@ def parse(content: str, name: str, needed: str) -> dict[str, Any]:
     try:
         given = _load(content)
     except yaml.YAMLError as error:
-        raise UserError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{name} is not valid YAML: {_told(error, content)}") from error
     if given is None:
         return {}
     if not isinstance(given, dict):
         raise UserError(f"{name} holds a {type(given).__name__}; {needed} are needed.")
     return given
+
+
+# The beginning of what PyYAML says, and the same for people.
+_PLAIN = {
+    "expected <block end>": "its indentation does not suit the lines above it",
+    "found unexpected end of stream": "a quote that nothing closes",
+    "mapping values are not allowed": "a colon where none can be; a text that has one needs quotes",
+}
+
+
+def _told(error: yaml.YAMLError, content: str) -> str:
+    """What is wrong with a text, and in which line."""
+    if isinstance(error, yaml.reader.ReaderError):
+        line = content.count("\n", 0, error.position) + 1
+        return f"line {line}: the character {chr(error.character)!r} is not allowed."
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return f"{error}."
+    last = error.problem_mark.line
+    first = error.context_mark.line if error.context_mark else last
+    lines = content.splitlines()[first : last + 1]
+    if lines and re.match(r"\s*\t", lines[-1]):
+        return f"line {last + 1}: a tab; YAML takes spaces only."
+    problem = str(error.problem)
+    told = next((told for said, told in _PLAIN.items() if problem.startswith(said)), problem)
+    since = f", {error.context} that begins in line {first + 1}" if first < last else ""
+    told = f"line {last + 1}: {told}{since}."
+    colors = re.findall(r"[:,\[{]\s*(#[0-9a-fA-F]{3,8})\b", "\n".join(lines))
+    return f"{told} After # all is a comment: quote {colors[0]!r}." if colors else told
 
 
 def value(content: str) -> Any:

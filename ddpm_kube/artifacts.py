@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from ddpm_core.workspace import (
     DATA,
-    EVALUATION,
     LOG,
     METRICS,
+    REPORT,
     RESULTS,
     Workspace,
     samples_key,
@@ -146,7 +146,7 @@ def scores(workspace: Workspace) -> tuple[Facts, Facts, str]:
     rows, best = results["rows"], results["best"]
     facts = {
         "workspace": workspace.uri,
-        "report": workspace.shown(f"{EVALUATION}/report.html"),
+        "report": workspace.shown(REPORT),
         "data_fingerprint": results["data"]["fingerprint"],
         "extractor": results["extractor"]["name"],
         "extractor_fingerprint": results["extractor"]["fingerprint"],

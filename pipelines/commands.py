@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
+from compiling import compiled
 
 from ddpm_core import yaml_text
 from ddpm_core.command import SetOption
@@ -18,8 +18,6 @@ from ddpm_core.errors import UserError
 from ddpm_kube import options, steps
 
 LARGEST = 10_000  # bytes that KFP takes as the inputs of a run
-GPU = "nvidia.com/gpu"
-DRAWERS = ("exec-sample", "exec-evaluate", "exec-register")  # the last one the champion anew
 COMPILED = Path(__file__).resolve().parent / "ddpm.yaml"
 
 app = typer.Typer(
@@ -135,39 +133,6 @@ def submit(
         run_id = server.create(context.obj, image, gpu, experiment, name, inputs)
         if wait:
             raise SystemExit(follow(server, run_id))
-
-
-def compiled(pipeline: Any, target: Path, image: str | None = None, gpu: bool = False) -> None:
-    """Write the pipeline as KFP takes it, the same text each time; `image` in place of IMAGE.
-
-    The PyTorchJob's workers have the image of the pod that starts them; their GPUs are an input.
-    """
-    from kfp import compiler
-
-    compiler.Compiler().compile(pipeline, str(target))
-    if image or gpu:
-        spec, platform = yaml.safe_load_all(target.read_text(encoding="utf-8"))
-        executors = spec["deploymentSpec"]["executors"]
-        on_cluster = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-        for name, executor in executors.items():
-            if image:
-                executor["container"]["image"] = image
-            if gpu and name in DRAWERS:
-                give_gpu(executor["container"], on_cluster[name])
-        target.write_text(yaml.safe_dump_all([spec, platform]), encoding="utf-8")
-
-
-def give_gpu(container: dict[str, Any], pod: dict[str, Any]) -> None:
-    """One, the memory of a CUDA process, and the cores to compile a network for it."""
-    container["resources"] |= {
-        "accelerator": {"count": "1", "resourceCount": "1", "resourceType": GPU, "type": GPU},
-        "cpuLimit": 8.0,
-        "resourceCpuLimit": "8",
-        "memoryLimit": 17.179869184,
-        "resourceMemoryLimit": "16Gi",
-    }
-    container["env"].append({"name": "TORCHINDUCTOR_COMPILE_THREADS", "value": "8"})
-    pod["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
 
 
 def given(

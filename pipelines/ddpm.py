@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # `components` lies beside this folder and is not installed
     sys.path.insert(0, str(ROOT))
 
-from pods import VOLUME, place  # noqa: E402
+from pods import PARALLEL, VOLUME, place  # noqa: E402
 
 from components.evaluate import evaluate  # noqa: E402
 from components.finish import finish  # noqa: E402
@@ -23,8 +23,7 @@ from components.prepare import prepare  # noqa: E402
 from components.register import register  # noqa: E402
 from components.sample import sample  # noqa: E402
 from components.train import train  # noqa: E402
-
-PARALLEL_PODS = 4  # sampling pods at once
+from ddpm_kube.steps import PASS  # noqa: E402
 
 
 @dsl.pipeline(name="score", description="Samples of each checkpoint, their scores, and the best.")
@@ -34,16 +33,17 @@ def score(settings: str, worst: float, model: dsl.Input[dsl.Model]) -> None:
     planned = plan(settings=settings, model=model)
     place(planned, cpu="50m", memory="512Mi", hours=1, retries=1, uses=("s3",))
 
-    with dsl.ParallelFor(planned.output, name="sampling", parallelism=PARALLEL_PODS) as part:
+    with dsl.ParallelFor(planned.output, name="sampling", parallelism=PARALLEL) as part:
         drawn = sample(settings=settings, part=part)
-        place(drawn, cpu="200m", memory="512Mi", limit="4Gi", hours=24, retries=2, uses=("s3",))
+        drawing = ("s3", "gpu")
+        place(drawn, cpu="200m", memory="512Mi", limit="4Gi", hours=24, retries=2, uses=drawing)
 
     samples = dsl.Collected(drawn.outputs["samples"])
     scored = evaluate(settings=settings, worst=worst, samples=samples)
-    tracked = ("s3", "mlflow")
+    tracked = ("s3", "mlflow", "gpu")  # `register` may draw the champion's images anew
     place(scored, cpu="200m", memory="1Gi", limit="6Gi", hours=24, retries=1, uses=tracked)
 
-    with dsl.If(scored.outputs["Output"] == "pass", name="gate"):
+    with dsl.If(scored.outputs["Output"] == PASS, name="gate"):
         made = register(settings=settings)
         place(made, cpu="100m", memory="1Gi", limit="4Gi", hours=12, retries=1, uses=tracked)
 

@@ -3,11 +3,13 @@
 from kfp import dsl, kubernetes
 
 HOUR = 3600
+PARALLEL = 4  # sampling pods at once
 CORES = "1"  # of a pod, at most: sampling pods are many, a PyTorchJob's workers have their own
 
 # Fixed names: KFP can't mount a claim that a parameter names only where the workspace is a path.
 CLAIM, VOLUME = "ddpm-workspace", "/workspace"
 PARAMS = "/etc/ddpm"
+USES = "ddpm.io/uses-"  # begins the label of what a pod uses
 # Of the Secrets; a pod starts without those that are not there.
 S3_KEYS = (
     "AWS_ENDPOINT_URL",
@@ -31,8 +33,8 @@ def place(
     """Where and how a task's pod runs.
 
     `cpu` and `memory` are requested, `limit` is that of memory. `uses` names what the network
-    policies open; with mlflow the pod gets its password too. The pod runs as uid 1000; that its
-    root is read-only cannot be said to KFP.
+    policies open; with mlflow the pod gets its password too, with gpu a GPU where `compile --gpu`
+    asks for them. The pod runs as uid 1000; that its root is read-only cannot be said to KFP.
     """
     # A cache hit would be told by the inputs alone, and serve what is gone from the workspace; the
     # verbs look into it, and skip what is up to date.
@@ -56,4 +58,4 @@ def place(
     kubernetes.empty_dir_mount(task, volume_name="tmp", mount_path="/tmp")
     kubernetes.empty_dir_mount(task, volume_name="shm", mount_path="/dev/shm", medium="Memory")
     for used in uses:
-        kubernetes.add_pod_label(task, f"ddpm.io/uses-{used}", "true")
+        kubernetes.add_pod_label(task, f"{USES}{used}", "true")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from compiling import compiled
+
 from ddpm_core.console import Outage, say
 from ddpm_core.errors import UserError
 
@@ -56,8 +58,6 @@ class Server:
         inputs: dict[str, Any],
     ) -> str:
         """Start a run of the pipeline; its id."""
-        from commands import compiled
-
         with tempfile.TemporaryDirectory(prefix="ddpm-submit-") as folder:
             package = Path(folder) / "ddpm.yaml"
             compiled(pipeline, package, image, gpu)

@@ -15,8 +15,9 @@ from sklearn.datasets import load_digits
 
 from ddpm_core import params
 from ddpm_core.config import Config
+from ddpm_core.generate.plan import fingerprint_of
 from ddpm_core.storage import MANIFEST, sha256_of
-from ddpm_core.workspace import DATA, Workspace, fingerprint, samples_key, snapshot_key
+from ddpm_core.workspace import DATA, Workspace, samples_key, snapshot_key
 
 Pixels = NDArray[np.uint8]
 HELD_OUT = 180
@@ -93,10 +94,10 @@ def put_samples(
         "image_size": images.shape[1],
         "channels": images.shape[3],
         "classes": list("0123456789"),
+        "content": [file["sha256"] for file in files.values()],
         **recipe,
     }
-    content = [file["sha256"] for file in files.values()]
-    manifest = {**facts, "samples_fingerprint": fingerprint([facts, content]), "shards": names}
+    manifest = {**facts, "samples_fingerprint": fingerprint_of(facts), "shards": names}
     (folder / MANIFEST).write_text(json.dumps({**manifest, "files": files}))
     return folder
 

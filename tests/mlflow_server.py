@@ -46,7 +46,7 @@ def answers(url: str) -> bool:
 @functools.cache
 def _new_store() -> bytes:
     """What MLflow makes of an absent SQLite store, which takes it seconds."""
-    from ddpm_core.mlflow_run import connect
+    from ddpm_core.mlflow_client import connect
 
     with tempfile.TemporaryDirectory(prefix="ddpm-store-") as folder:
         connect(f"sqlite:///{folder}/mlflow.db")

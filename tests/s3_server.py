@@ -106,6 +106,7 @@ class Gate:
         self._open: set[socket.socket] = set()
         self._listener: socket.socket | None = None
         self._port = 0
+        self._spoiled, self._times = "", 0
         self.open()
         self.endpoint = f"http://127.0.0.1:{self._port}"
 
@@ -126,18 +127,30 @@ class Gate:
                 one.close()
         self._open.clear()
 
+    def spoil(self, how: str, times: int) -> None:
+        """Of the next answers none arrives: it is a `drop`, a `cut` in its body, or `hang`s."""
+        self._spoiled, self._times = how, times
+
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = listener.accept()
                 far = socket.create_connection(self._target)
                 self._open |= {near, far}
-                for pair in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass, args=pair, daemon=True).start()
+                for answers, pair in enumerate([(near, far), (far, near)]):
+                    arguments = (*pair, bool(answers))
+                    threading.Thread(target=self._pass, args=arguments, daemon=True).start()
 
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+    def _pass(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(2**16):
+                if answers and self._times:
+                    self._times -= 1
+                    if self._spoiled == "hang":
+                        return
+                    if self._spoiled == "cut":
+                        target.sendall(data[: data.find(b"\r\n\r\n") + 5])
+                    break
                 target.sendall(data)
         for one in (source, target):
             with contextlib.suppress(OSError):

@@ -31,6 +31,7 @@ from ddpm_core.interop.diffusers import WEIGHTS, import_folder
 from ddpm_core.lease import LEASE, read
 from ddpm_core.logtail import Log
 from ddpm_core.models.unet import UNet
+from ddpm_core.ranking import with_checksum
 from ddpm_core.registry.register import best_row
 from ddpm_core.storage import Tagged
 from ddpm_core.training import freshness, resume, snapshot
@@ -221,7 +222,7 @@ class Strangers:
         self.workspace.write_json(
             RESULTS,
             {
-                "rows": [row, problem],
+                "rows": [with_checksum(row), problem],
                 "best": {"step": STEP, "score": 1.5},
                 "extractor": {"fingerprint": "e", "space": "s", "accuracy": None},
                 "settings": {},

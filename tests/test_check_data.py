@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pictures import encoded, flat, noise, prepared, rejected, write, write_classes
 from PIL import Image
+from rich.cells import cell_len
 
 from ddpm_core import params
 from ddpm_core.data import decode
@@ -58,6 +59,13 @@ def test_a_name_with_a_new_line_stays_on_its_line(tmp_path: Path) -> None:
     told = lines(check_data(root))
     assert not [line for line in told if "\n" in line]
     assert "  a\\nb/c\\nd.png: empty" in " ".join(told)
+
+
+def test_counts_stand_below_each_other_whatever_the_script_of_the_names() -> None:
+    names = {"cat": 3, "\u81ea\u52d5\u8eca\u30fb\u98db\u884c\u6a5f": 4, "": 5}
+    text = lines(DataReport("raw", splits={"train": names}))
+    table = [line for line in text if line.endswith(("train", " 3", " 4", " 5"))]
+    assert len(table) == 4 and len({cell_len(line) for line in table}) == 1
 
 
 def test_imbalance_and_what_prepare_would_refuse_are_told(mixed: Path) -> None:

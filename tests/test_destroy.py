@@ -10,9 +10,18 @@ import pytest
 from PIL import Image
 
 from ddpm_core.data.prepare import prepare
-from ddpm_core.diffusion.process import make_schedule
+from ddpm_core.diffusion.process import SCHEDULES, make_schedule
 from ddpm_core.errors import UserError
-from ddpm_core.generate.destroy import FRAMES, HELD, MOMENTS, destroy, destroy_prepared, noisy
+from ddpm_core.generate.destroy import (
+    FRAMES,
+    HELD,
+    MOMENTS,
+    TILE,
+    destroy,
+    destroy_prepared,
+    noisy,
+)
+from ddpm_core.generate.sheet import GAP
 from ddpm_core.images import Pixels
 from ddpm_core.params import validate
 from ddpm_core.workspace import Workspace
@@ -172,4 +181,5 @@ def test_prepared_images_are_destroyed_by_every_schedule_that_their_steps_allow(
         told = destroy_prepared(config, workspace, 3, tmp_path / "x.gif")
         assert "x.gif" in told and "x.png" in told
         heights.append(frames(tmp_path / "x.gif")[0].shape[0])
-    assert heights[1] - heights[0] == 136
+    # Of 20 steps the schedule of the settings is shown, of more all of them, a row each.
+    assert heights[1] - heights[0] == (len(SCHEDULES) - 1) * (TILE + GAP)

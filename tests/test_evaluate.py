@@ -10,17 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from digits_workspace import HELD_OUT, Pixels, digits, make_config, put_data, put_samples
+from digits_workspace import HELD_OUT, digits, make_config, put_samples
 from digits_workspace import put_snapshot as snapshot
+from evaluated import Run
 from mlflow_server import put_store, shared_server
 from PIL import Image
 
-from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import in_domain
-from ddpm_core.evaluation.evaluate import evaluate
-from ddpm_core.evaluation.freshness import stale
-from ddpm_core.workspace import METRICS, RUN, Workspace, samples_key, snapshot_key
+from ddpm_core.workspace import METRICS, RUN, samples_key, snapshot_key
 
 PICTURES = (
     "FID_vs_TrainingSteps.png",
@@ -30,44 +28,6 @@ PICTURES = (
     "KID_vs_TrainingSteps.png",
     "PrecisionRecall_vs_TrainingSteps.png",
 )
-
-
-class Run:
-    """A workspace of 8x8 digits whose checkpoints draw ever cleaner ones."""
-
-    def __init__(self, root: Path, **sections: Any) -> None:
-        self.config = make_config(root, prepare={"image_size": 8}, **sections)
-        self.workspace = Workspace.open(self.config.workspace)
-        self.images, self.labels = digits(8)
-
-    def put_data(self, **data: Any) -> str:
-        return put_data(self.workspace, **{"images": self.images, "labels": self.labels, **data})
-
-    def put_samples(self, step: int, noise: float, count: int = 100, **recipe: Any) -> Path:
-        data = self.workspace.read_json("data/manifest.json")["fingerprint"]
-        snapshot(self.workspace, step)
-        drawn = noisy(self.images[400 : 400 + count], noise)
-        return put_samples(self.workspace, step, drawn, data, **recipe)
-
-    def results(self) -> dict[str, Any]:
-        return self.workspace.read_json("evaluation/results.json")
-
-    def evaluate(self, **settings: Any) -> dict[int, dict[str, Any]]:
-        changed = self.config.evaluate.model_copy(update=settings)
-        config = self.config.model_copy(update={"evaluate": changed})
-        return {row["step"]: row for row in evaluate(config, self.workspace)}
-
-    def stale(self, config: Config | None = None) -> str | None:
-        return stale(config or self.config, self.workspace)
-
-    def row_times(self) -> list[int]:
-        folder = self.workspace.path("evaluation/rows")
-        return [path.stat().st_mtime_ns for path in sorted(folder.iterdir())]
-
-
-def noisy(images: Pixels, deviation: float) -> Pixels:
-    noise = np.random.default_rng(int(deviation)).normal(0, deviation, images.shape)
-    return (images + noise).round().clip(0, 255).astype(np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -412,7 +372,7 @@ def test_mlflow_has_each_score_at_the_step_of_its_checkpoint(tmp_path: Path) -> 
         run.put_samples(step, step / 20)
     rows = run.evaluate()
     run.evaluate()
-    from ddpm_core.mlflow_run import connect
+    from ddpm_core.mlflow_client import connect
 
     client, run_id = connect(uri), run.workspace.read_json(RUN)["mlflow"]["run_id"]
     history = client.get_metric_history(run_id, "fd_in_domain_100")
@@ -423,7 +383,7 @@ def test_mlflow_has_each_score_at_the_step_of_its_checkpoint(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("hasty")
 def test_a_run_that_was_deleted_is_made_again_with_the_scores_of_before(tmp_path: Path) -> None:
-    from ddpm_core.mlflow_run import connect
+    from ddpm_core.mlflow_client import connect
 
     uri = put_store(tmp_path / "mlflow.db")
     run = Run(tmp_path, tracking={"uri": uri})
@@ -445,7 +405,8 @@ def test_a_run_that_was_deleted_is_made_again_with_the_scores_of_before(tmp_path
 
 @pytest.mark.usefixtures("hasty")
 def test_mlflow_keeps_what_was_sampled_otherwise_in_a_run_of_its_own(tmp_path: Path) -> None:
-    from ddpm_core.mlflow_run import PARENT, connect
+    from ddpm_core.mlflow_client import connect
+    from ddpm_core.mlflow_run import PARENT
 
     uri = put_store(tmp_path / "mlflow.db")
     run = Run(tmp_path, tracking={"uri": uri, "experiment": "otherwise"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from scored import row
 
@@ -34,6 +35,13 @@ def test_an_equal_or_higher_score_is_not(score: float) -> None:
     decision = gate(row(score), row(11.0))
     assert not decision.promote
     assert "is not below the 11 of the champion" in decision.why
+
+
+def test_scores_that_are_nearly_equal_are_told_in_digits_that_differ() -> None:
+    assert "fd_500 268.31 is below the 268.34 of" in gate(row(268.312), row(268.338)).why
+    assert "fd_500 268.3 is not below the 268.3 of" in gate(row(268.312), row(268.312)).why
+    beside = float(np.nextafter(268.312, 300))
+    assert "fd_500 268.312 is below the 268.3120000000001 of" in gate(row(268.312), row(beside)).why
 
 
 def test_the_first_version_is_the_champion() -> None:

@@ -203,7 +203,7 @@ def test_a_class_conditional_export_says_how_labels_are_passed(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"channels": 32}, "Layer up.0.block.norm1 has 16 groups for 64 channels"),
+        ({"channels": 32}, r"model.channels 32 the layers are normed in \[8, 16\] groups"),
         ({"multipliers": (1, 2), "heads": 2, "attention": (8,)}, "heads is 2 at layers of"),
         ({"multipliers": (2, 2)}, "first multiplier is 1"),
         ({"conditioning": "text"}, "conditioned on text"),

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from digits_workspace import digits, put_data
 from kubernetes.client.exceptions import ApiException
+from program import write_params
 from urllib3.exceptions import ReadTimeoutError
 from worker_logs import POD, SENTENCE, Answer, followed, followed_until, pods, stamped
 
+from ddpm_core import cli
+from ddpm_core.workspace import Workspace
 from ddpm_kube import answers, launch, logs
 from ddpm_kube.feed import View
 from ddpm_kube.logs import Logs
@@ -22,6 +28,42 @@ from ddpm_kube.logs import Logs
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "AGAIN", 0.05)
     monkeypatch.setattr(answers, "PAUSES", (0.001, 0.001))
+
+
+# What is understood
+
+
+def test_what_training_says_of_its_progress_and_its_end_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The words are the program's, which knows nothing of who reads them."""
+    monkeypatch.chdir(tmp_path)
+
+    write_params(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ddpm", "train", "-S", "train.steps=2"])
+
+    def said() -> list[str]:
+        with suppress(SystemExit):
+            cli.main()
+        return capsys.readouterr().err.splitlines()
+
+    failed = [*said(), "x] failed (exitcode: 1) local_rank: 0"]
+    ended = heard(failed)
+    ((_, sentence), count) = ended.ends().popitem()
+    assert count == 1 and sentence.startswith("There are no prepared data")
+
+    workspace = Workspace.open("workspace")
+    images, labels = digits(8)
+    put_data(workspace, images[:20], labels[:20], held_out=4)
+    went_on = said()
+    assert heard([*failed, *went_on]).ends() == {}, went_on
+
+
+def heard(written: list[str]) -> Logs:
+    log, _ = followed(lambda previous: stamped(written))
+    log.follow(pods("c1", state="terminated"))
+    log.finish(30)
+    return log
 
 
 # Each line once

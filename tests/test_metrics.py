@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import scipy.linalg
@@ -105,10 +103,6 @@ def test_inception_score_of_sure_and_even_classes_is_nearly_their_number() -> No
     logits = 100.0 * torch.eye(10)[torch.arange(5000) % 10]
     mean, deviation = inception_score(logits)
     assert 9.8 < mean < 10.0 and deviation < 0.1
-
-
-def test_inception_score_of_fewer_images_than_splits_is_a_number() -> None:
-    assert all(map(math.isfinite, inception_score(torch.randn(3, 4, generator=_generator()))))
 
 
 def _generator() -> torch.Generator:

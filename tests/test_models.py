@@ -284,6 +284,20 @@ def test_the_norm_for_channels_last_is_group_norm(shifted: bool, active: bool) -
     assert constant.isfinite().all()
 
 
+@pytest.mark.parametrize("shifted", [True, False])
+def test_the_norm_for_channels_last_keeps_its_digits_far_from_zero(shifted: bool) -> None:
+    norm = Norm(24, active=False)
+    torch.nn.init.ones_(norm.weight)
+    torch.nn.init.zeros_(norm.bias)
+    x = 1000 + normals("x", (2, 24, 5, 7))
+    shift = normals("shift", (2, 24)) if shifted else None
+    moved = x.double() if shift is None else x.double() + shift[:, :, None, None]
+    expected = torch.nn.functional.group_norm(moved, norm.num_groups, eps=norm.eps)
+    with torch.no_grad():
+        output = norm(x.to(memory_format=torch.channels_last), shift)
+    assert torch.allclose(output.double(), expected, atol=1e-3)
+
+
 def test_the_norm_of_a_batch_beyond_the_cache_is_that_of_its_images() -> None:
     norm = Norm(24)
     x, shift = normals("x", (5, 24, 96, 96)), normals("shift", (5, 24))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ddpm_core.diffusion.noise_levels import (
     TIMESTEP_SAMPLERS,
     WEIGHTINGS,
     NoiseLevels,
+    NoiseLevelSettings,
     Statistics,
     make_noise_levels,
 )
@@ -32,8 +34,14 @@ def uniforms(count: int) -> Tensor:
 
 
 def weights(weighting: str, prediction: str, **settings: float) -> Tensor:
-    levels = make_noise_levels("uniform", weighting, SCHEDULE, prediction, **settings)
-    return levels.weight(ALL_T).double()
+    return made(weighting, prediction, **settings).weight(ALL_T).double()
+
+
+def made(
+    weighting: str, prediction: str, schedule: process.Schedule = SCHEDULE, **settings: float
+) -> NoiseLevels:
+    chosen = NoiseLevelSettings(weighting=weighting, **settings)
+    return make_noise_levels(chosen, schedule, prediction)
 
 
 def near(a: Tensor, b: Tensor) -> bool:
@@ -46,7 +54,7 @@ def near(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("timesteps", [2, 21, 1000])
 def test_every_timestep_is_drawn_equally_often(timesteps: int) -> None:
     schedule = make_schedule("cosine", timesteps)
-    drawn = make_noise_levels("uniform", "uniform", schedule, "v").draw(uniforms(200_000))
+    drawn = made("uniform", "v", schedule).draw(uniforms(200_000))
     assert drawn.dtype == torch.int64
     assert stats.chisquare(torch.bincount(drawn, minlength=timesteps).numpy()).pvalue > 1e-3
 
@@ -60,7 +68,7 @@ def test_the_histogram_follows_any_probability_and_zero_is_never() -> None:
 
 def test_the_ends_of_the_unit_interval_are_timesteps() -> None:
     edge = torch.tensor([0.0, 1.0 - 2.0**-24, 1.0])
-    levels = make_noise_levels("uniform", "uniform", SCHEDULE, "v")
+    levels = made("uniform", "v")
     assert levels.draw(edge).tolist() == [0, 999, 999]
 
 
@@ -110,8 +118,7 @@ def test_a_weighting_is_one_objective_for_all_predictions(weighting: str) -> Non
 def test_weights_are_finite_and_positive(
     weighting: str, prediction: str, schedule: str, timesteps: int
 ) -> None:
-    made = make_schedule(schedule, timesteps)
-    weight = make_noise_levels("uniform", weighting, made, prediction).weights
+    weight = made(weighting, prediction, make_schedule(schedule, timesteps)).weights
     assert torch.isfinite(weight).all() and bool((weight > 0).all())
 
 
@@ -120,14 +127,14 @@ def test_an_image_without_noise_or_noise_without_image_gets_the_limit() -> None:
     ends = process.Schedule(
         "ends", snr, snr, snr, snr, snr=snr, noise_to_signal=snr, posterior_variance=snr
     )
-    noise = make_noise_levels("uniform", "min_snr", ends, "noise").weights
+    noise = made("min_snr", "noise", ends).weights
     assert noise.tolist() == pytest.approx([0.0, 1.0, 1.0], abs=1e-12)
-    v = make_noise_levels("uniform", "p2", ends, "v").weights
+    v = made("p2", "v", ends).weights
     assert v.tolist() == pytest.approx([0.0, 0.25, 0.0], abs=1e-12)
 
 
 def test_the_mean_weight_of_min_snr_under_the_draw_is_that_of_theory() -> None:
-    levels = make_noise_levels("uniform", "min_snr", SCHEDULE, "v")
+    levels = made("min_snr", "v")
     drawn = levels.weight(levels.draw(uniforms(100_000))).double()
     expected = float((levels.probability * levels.weights).sum())
     assert float(drawn.mean()) == pytest.approx(expected, abs=5 * float(drawn.std()) / 1e5**0.5)
@@ -148,13 +155,13 @@ def test_the_state_goes_through_a_snapshot(tmp_path: Path) -> None:
 
 def test_the_state_of_another_process_is_refused() -> None:
     state = NoiseLevels(torch.full((10,), 0.1), torch.ones(10)).state_dict()
-    levels = make_noise_levels("uniform", "uniform", SCHEDULE, "v")
+    levels = made("uniform", "v")
     with pytest.raises(ValueError, match=r"saved noise levels are .*\(10,\).*here .*\(1000,\)"):
         levels.load_state_dict(state)
 
 
 def test_static_levels_learn_nothing() -> None:
-    levels = make_noise_levels("uniform", "min_snr", SCHEDULE, "v").to("cpu")
+    levels = made("min_snr", "v").to("cpu")
     before = {name: tensor.clone() for name, tensor in levels.state_dict().items()}
     levels.update(Statistics(t=ALL_T, error=torch.ones(1000)))
     assert not levels.adaptive
@@ -162,18 +169,20 @@ def test_static_levels_learn_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("settings", "prediction", "sentence"),
     [
-        (("uniform", "snr", SCHEDULE, "v"), "weighting: 'snr' given; known are uniform, min_snr"),
-        (("even", "p2", SCHEDULE, "v"), "timesteps: 'even' given; known are uniform"),
-        (("uniform", "p2", SCHEDULE, "eps"), "prediction: 'eps' given; known are noise, x0, v"),
-        (("uniform", "p2", SCHEDULE, "v", -1.0), "gamma: -1.0 given; a number above 0"),
-        (("uniform", "p2", SCHEDULE, "v", None, 0.0), "k: 0.0 given; a number above 0"),
+        ({"weighting": "snr"}, "v", "weighting: 'snr' given; known are uniform, min_snr"),
+        ({"sampler": "even"}, "v", "timesteps sampler: 'even' given; known are uniform"),
+        ({}, "eps", "prediction: 'eps' given; known are noise, x0, v"),
+        ({"gamma": -1.0}, "v", "gamma: -1.0 given; a number above 0"),
+        ({"k": 0.0}, "v", "k: 0.0 given; a number above 0"),
     ],
 )
-def test_nonsense_is_refused_in_a_sentence(arguments: tuple[object, ...], sentence: str) -> None:
+def test_nonsense_is_refused_in_a_sentence(
+    settings: dict[str, Any], prediction: str, sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
-        make_noise_levels(*arguments)  # type: ignore[arg-type]
+        make_noise_levels(NoiseLevelSettings(**settings), SCHEDULE, prediction)
 
 
 @pytest.mark.parametrize("entry", [*WEIGHTINGS.values(), *TIMESTEP_SAMPLERS.values()])

@@ -98,12 +98,34 @@ def test_nothing_is_told_of_what_was_left_out() -> None:
         ("steps=3", "known here are seed"),
         ("image_size=3", "did you mean prepare.image_size?"),
         ("device=gpu", "device: 'gpu' given; auto, cpu, mps, cuda or cuda:N is needed"),
+        ("train.flip='true'", "'true' given; true or false, without quotes, is needed"),
+        ("train.flip=1", "train.flip: 1 given; true or false is needed"),
+        ("sample.classes=bicycle", "'bicycle' given; a list, as in [bicycle], is needed"),
+        ("train.ema=0.99", "train.ema: 0.99 given; a list, as in [0.99], is needed"),
+        ("train.steps=0123", "'0123' given; a valid integer that does not begin with 0 is needed"),
+        ("train.steps=20,000", "a valid integer without commas, as in 20_000, is needed"),
+        ("train={steps: 20,000}", "train.000: unknown key in train; write a number without commas"),
+        ("train.steps='5'", "'5' given; a valid integer without quotes is needed"),
+        ("prepare.source=null", "prepare.source: null given; a text in quotes"),
     ],
 )
 def test_a_mistake_is_told_in_words_of_the_params_file(override: str, told: str) -> None:
     with pytest.raises(UserError, match="1 mistake") as caught:
         params.load(None, [override])
     assert told in str(caught.value)
+
+
+def test_the_file_is_not_blamed_for_what_an_option_gives(tmp_path: Path) -> None:
+    only = mistakes(tmp_path, "train: {steps: 5}", "train.stpes=5", "trian.keep=1", "seed")
+    assert only.startswith("3 mistakes:\n")
+    assert only.count("(given by -S)") == 2
+    both = mistakes(tmp_path, "seed: -1\ntrian: {}", "trian.keep=1", "train.optimizer.lr=x")
+    assert both.startswith(f"3 mistakes in {tmp_path}/params.yaml with -S:\n")
+    assert [line for line in both.splitlines() if line.endswith("(given by -S)")] == [
+        "  train.optimizer.lr: 'x' given; a valid number is needed (given by -S)"
+    ]
+    with pytest.raises(UserError, match=r"^1 mistake:\n  workspace: .* \(given by -w\)$"):
+        params.load(ROOT / "params.yaml", workspace="")
 
 
 @pytest.mark.parametrize(
@@ -241,6 +263,7 @@ def test_the_names_of_methods_are_those_that_exist() -> None:
         ("prepare.source=my photos #2", "source", "my photos #2"),
         ("prepare.source=2024", "source", "2024"),
         ("prepare.source='a b'", "source", "a b"),
+        ("prepare.source='null'", "source", "null"),
     ],
 )
 def test_a_text_is_taken_as_it_stands(override: str, path: str, value: str) -> None:
@@ -262,7 +285,7 @@ def test_a_section_whose_settings_are_all_commented_out_is_empty(tmp_path: Path)
 
 def test_where_yaml_needs_quotes_they_are_named(tmp_path: Path) -> None:
     told = mistakes(tmp_path, "prepare:\n  background: #808080\n  classes: [0, 1]\n")
-    assert "prepare.background: None given; a text in quotes is needed" in told
+    assert "prepare.background: null given; a text in quotes, where it is null or begins" in told
     assert "prepare.classes[1]: 1 given; a text in quotes is needed" in told
 
 

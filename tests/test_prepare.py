@@ -22,7 +22,7 @@ from pictures import config, dies, encoded, loaded, noise, prepared, rejected, w
 from PIL import Image
 
 from ddpm_core.data import arrays, pool
-from ddpm_core.data.dataset import open_dataset
+from ddpm_core.data.dataset import data_fingerprint, open_dataset
 from ddpm_core.data.opening import open_source
 from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.data.split import hold_out
@@ -104,6 +104,21 @@ def held_out(tmp_path: Path, root: Path) -> set[bytes]:
     return {image.tobytes() for image in data.images[:]}
 
 
+def test_another_size_or_way_to_a_square_holds_the_same_pictures_out(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["."], each=40)
+    for number, path in enumerate(sorted(root.iterdir())):  # a caption to know each of them by
+        write(path.with_suffix(".txt"), f"picture {number}")
+
+    def held(place: str, **settings: Any) -> list[bytes]:
+        data = prepared(tmp_path / place, root, split="holdout", holdout=0.3, **settings)
+        assert data.captions is not None
+        return [bytes(row) for row in data.captions]
+
+    first = held("1")
+    assert 0 < len(first) < 40
+    assert held("2", image_size=16, resize="pad", background="red", channels=1) == first
+
+
 def test_about_the_share_asked_for_is_held_out() -> None:
     digests = [np.random.default_rng(n).bytes(32) for n in range(4000)]
     chosen = hold_out(digests, ["a"] * 4000, [None] * 4000, 0.1)
@@ -177,6 +192,35 @@ def test_a_setting_that_matters_makes_the_data_stale(
     prepare(config(root), workspace)
     assert stale(config(root, **change), workspace) == reason
     assert stale(config(root, workers=2, max_rejected=0.5), workspace) is None
+
+
+def test_a_setting_that_did_not_exist_then_had_its_default(
+    tmp_path: Path, workspace: Workspace
+) -> None:
+    root = write_classes(tmp_path / "raw", ["a"])
+    manifest = prepare(config(root), workspace)
+    del manifest["prepare"]["resize"]
+    workspace.write_json("data/manifest.json", manifest)
+    assert stale(config(root), workspace) is None
+    assert stale(config(root, resize="pad"), workspace) is not None
+
+
+def test_a_manifest_that_a_hand_has_changed_is_not_believed(
+    tmp_path: Path, workspace: Workspace
+) -> None:
+    settings = config(write_classes(tmp_path / "raw", ["a"]))
+    manifest = prepare(settings, workspace)
+    for changed in ({"fingerprint": "0123456789abcdef"}, {"classes": ["dog"]}):
+        workspace.write_json("data/manifest.json", {**manifest, **changed})
+        with pytest.raises(UserError, match=r"was changed after .*: run `ddpm prepare` again"):
+            open_dataset(workspace)
+        with pytest.raises(UserError, match="was changed after"):
+            data_fingerprint(workspace)
+        assert stale(settings, workspace) == "data/manifest.json was changed since"
+    assert prepare(settings, workspace)["fingerprint"] == manifest["fingerprint"]
+    earlier = {key: value for key, value in manifest.items() if key != "bound"}
+    workspace.write_json("data/manifest.json", earlier)
+    assert open_dataset(workspace).fingerprint == manifest["fingerprint"]
 
 
 def test_any_change_of_a_directory_makes_the_data_stale(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 from pictures import prepared, write
 from PIL import Image, ImageFont
 
-from ddpm_core.data import contact
-from ddpm_core.data.contact import COLUMNS, LARGEST, legible, readable_font, sheet, shrunk
+from ddpm_core.data import contact, lettering
+from ddpm_core.data.contact import COLUMNS, LARGEST, sheet, shrunk
+from ddpm_core.data.lettering import fonts_for, legible, lettered, readable_font
 
 
 def test_the_largest_sheet_is_one_that_a_viewer_opens() -> None:
@@ -54,7 +56,7 @@ def test_classes_that_are_not_shown_are_counted(
     titles: list[Any] = []
     monkeypatch.setattr(contact, "MOST_CLASSES", 2)
     monkeypatch.setattr(contact.choose, "__defaults__", (COLUMNS, 2))
-    monkeypatch.setattr(contact, "legible", lambda title, font: titles.append(title) or title)
+    monkeypatch.setattr(contact, "lettered", lambda t, fonts: titles.append(t) or (t, fonts[0]))
     for number in range(5):
         write(tmp_path / f"raw/{number}/0.png", Image.new("RGB", (8, 8), (number, 0, 0)))
     prepared(tmp_path, tmp_path / "raw")
@@ -80,3 +82,24 @@ def test_letters_that_the_font_lacks_are_written_out(
 def test_a_font_of_bitmaps_has_titles_too() -> None:
     font = ImageFont.load_default_imagefont()
     assert legible("cat \u732b", font) == "cat \\u732b"
+
+
+def test_titles_that_the_usual_font_lacks_are_drawn_by_one_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dejavu = readable_font()
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed")
+    monkeypatch.setattr(lettering, "readable_font", lambda: ImageFont.load_default(15))
+    monkeypatch.setattr(lettering, "FOLDERS", (str(tmp_path / "none"), str(tmp_path)))
+    (tmp_path / "a.ttf").write_text("no font")
+    title = "\u043a\u043e\u0448\u043a\u0430 (3)"
+    fonts = fonts_for(title)
+    assert lettered(title, fonts) == (title.encode("unicode_escape").decode(), fonts[0])
+
+    assert isinstance(dejavu, ImageFont.FreeTypeFont)
+    shutil.copy(str(dejavu.path), tmp_path / "b.TTF")
+    usual, other = fonts_for(title + "\u732b")
+    assert lettered(title, [usual, other]) == (title, other)
+    assert lettered("cat (3)", [usual, other]) == ("cat (3)", usual)
+    assert lettered("\u732b (3)", [usual, other]) == ("\\u732b (3)", usual)

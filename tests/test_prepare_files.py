@@ -14,7 +14,7 @@ from pictures import encoded, flat, noise, prepared, rejected, write
 from PIL import Image
 
 from ddpm_core.data.decode import PIXELS, Undecodable, decode, to_8_bits
-from ddpm_core.data.square import Square, make_square
+from ddpm_core.data.square import Square, make_square, squares
 
 WHITE, BLUE = (255, 255, 255), (0, 0, 255)
 
@@ -309,6 +309,18 @@ def test_crop_keeps_the_middle(size: tuple[int, int]) -> None:
     assert near(square[1:-1, 1:-1], (0, 255, 0)) and near(square, (0, 255, 0), 20)
 
 
+@pytest.mark.parametrize("resize", ["crop", "pad"])
+@pytest.mark.parametrize("size", [(33, 32), (32, 35), (34, 32), (32, 31), (29, 32)])
+def test_no_pixel_changes_where_nothing_is_scaled(resize: str, size: tuple[int, int]) -> None:
+    image, wanted = noise(1, size), min(size) if resize == "crop" else max(size)
+    square = make_square(image, Square(wanted, resize, BLUE, 3))
+    left, top = (abs(wanted - side) // 2 for side in size)
+    if resize == "crop":
+        assert square == image.crop((left, top, left + wanted, top + wanted))
+    else:
+        assert square.crop((left, top, left + size[0], top + size[1])) == image
+
+
 @pytest.mark.parametrize("size", [(300, 100), (100, 300), (3000, 1)])
 def test_pad_keeps_everything_on_the_background(size: tuple[int, int]) -> None:
     square = np.asarray(make_square(flat((0, 255, 0), size=size), Square(30, "pad", BLUE, 3)))
@@ -340,6 +352,39 @@ def test_small_pictures_are_enlarged_smoothly() -> None:
     image.paste((255, 255, 255), (1, 0, 2, 2))
     row = np.asarray(make_square(image, Square(16, "crop", WHITE, 3)))[8, :, 0].astype(int)
     assert (np.diff(row) >= 0).all() and len(set(row)) > 6
+
+
+# what a picture is known by
+
+
+def digests(*payloads: Any, **rule: Any) -> list[bytes]:
+    wanted = Square(**{"size": 8, "resize": "crop", "background": WHITE, "channels": 3, **rule})
+    return squares(wanted, list(enumerate(payloads))).digests
+
+
+@pytest.mark.parametrize("size", [8, 20, 64])
+def test_a_picture_is_known_by_the_same_digest_whatever_it_is_made_into(
+    tmp_path: Path, size: int
+) -> None:
+    upright = Image.Exif()
+    upright[0x112] = 6
+    large = encoded(noise(1, (300, 170)), "JPEG", exif=upright)
+    kinds = [large, write(tmp_path / "x.jpg", large), encoded(noise(2, (90, 70), "RGBA"))]
+    kinds += [encoded(noise(3, (40, 64), "L")), np.asarray(noise(4, (8, 8)))]
+    known = digests(*kinds, size=16)
+    assert known[0] == known[1] and len({*known, b""}) == 5
+    for resize, background, channels in (("crop", BLUE, 1), ("pad", WHITE, 3), ("squash", BLUE, 3)):
+        rule = {"resize": resize, "background": background, "channels": channels}
+        assert digests(*kinds, size=size, **rule) == known
+
+
+def test_copies_with_other_metadata_or_in_another_lossless_format_are_known_as_such() -> None:
+    picture = noise(1, (90, 70))
+    jpegs = [encoded(picture, "JPEG", exif=exif) for exif in (b"", b"Exif\0\0II*\0")]
+    assert len(set(jpegs)) == 2 and len(set(digests(*jpegs))) == 1
+    lossless = [encoded(picture, kind) for kind in ("PNG", "BMP", "TIFF")]
+    assert len(set(digests(*lossless, encoded(picture.convert("RGBA"))))) == 1
+    assert len(set(digests(encoded(flat(0, (10, 20))), encoded(flat(0, (20, 10)))))) == 2
 
 
 # channels

@@ -6,11 +6,13 @@ import errno
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -342,6 +344,55 @@ def test_captions_come_from_lines_then_texts_then_class_names(tmp_path: Path) ->
         "a bear asleep",
         "a photo of a polar bear",
     ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_captions_come_as_image_folder_of_hugging_face_has_them(tmp_path: Path, kind: str) -> None:
+    root = write_classes(tmp_path / "raw/train", ["."])
+    rows = [{"file_name": f"00{n}.png", "text": f'"{n}", a\ncat', "more": n} for n in range(3)]
+    if kind == "jsonl":
+        write(root / "metadata.jsonl", "\n".join(json.dumps(row) for row in rows))
+    else:
+        quoted = "".join(f'00{n}.png,"""{n}"", a\ncat",{n}\r\n' for n in range(3))
+        write(root / "metadata.csv", "\ufefffile_name,text,more\r\n" + quoted)
+    assert captions_of(tmp_path, root.parent) == [f'"{n}", a cat'.encode() for n in range(3)]
+    write(root / "captions.jsonl", json.dumps({"file": "000.png", "caption": "ours"}))
+    assert captions_of(tmp_path, root.parent)[:2] == [b"ours", b'"1", a cat']
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        (
+            "metadata.jsonl",
+            '{"file_name": "a", "text": "x"}\n{"file_name": "a"}',
+            'line 2: {"file_n',
+        ),
+        ("metadata.jsonl", "{", 'line 1: {"file_name": "...", "text": "..."} is needed'),
+        ("metadata.csv", "file_name,text\na,x\nb\n", 'line 3: {"file_name": "...", "text"'),
+        ("metadata.csv", 'file_name,text\na,"x\n', "no CSV in UTF-8 from here on: unexpected end"),
+        ("metadata.csv", b"file_name,text\na,\xff\n", "no CSV in UTF-8 from here on: 'utf-8'"),
+    ],
+)
+def test_a_wrong_row_of_metadata_is_told_with_its_line(
+    tmp_path: Path, name: str, content: Any, told: str
+) -> None:
+    root = write_classes(tmp_path / "raw", ["cat"])
+    write(root / "cat" / name, content)
+    with pytest.raises(UserError, match=rf"^cat/{re.escape(name)}.*{re.escape(told)}"):
+        prepared(tmp_path, root)
+
+
+def test_metadata_of_something_else_stops_nothing_and_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_classes(tmp_path / "raw", ["cat"], each=1)
+    write(root / "metadata.csv", "id;breed\n1;tabb\xff\n".encode("latin-1"))
+    write(root / "metadata.jsonl", '{"file_name": "cat/000.png", "label": 3}')
+    assert captions_of(tmp_path, root) == [b"a photo of a cat"]
+    told = capsys.readouterr().err
+    for name in ("metadata.csv", "metadata.jsonl"):
+        assert f"{name} has no file_name and text, so no captions are read from it" in told
 
 
 def test_the_caption_of_a_class_is_made_by_the_template(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from program import ddpm, environment, write_params
+from typer.testing import CliRunner
 
 from ddpm_core import chain, params
+from ddpm_core.cli import app
 from ddpm_core.workspace import Workspace
 
 
@@ -64,6 +66,19 @@ def test_what_is_missing_is_said_with_what_to_do(
     said = ddpm(tmp_path, *arguments, status=1)
     assert told in said
     assert "Traceback" not in said
+
+
+def test_what_is_to_be_done_first_is_told_for_the_same_settings(tmp_path: Path) -> None:
+    given = ["-p", "a b.yaml", "-w", "runs/x", "-S", "train.steps=5"]
+    write_params(tmp_path).rename(tmp_path / "a b.yaml")
+    said = ddpm(tmp_path, "train", *given, status=1)
+    assert "run `ddpm prepare -p 'a b.yaml' -w runs/x -S train.steps=5` first" in said
+
+
+def test_help_is_whole_where_a_terminal_is_narrow() -> None:
+    for arguments in ([], ["bench"]):
+        said = CliRunner().invoke(app, [*arguments, "--help"], terminal_width=80).output
+        assert "Commands:" in said and "..." not in said.partition("Commands:")[2], said
 
 
 def test_a_log_file_has_no_escape_codes_and_no_carriage_returns(tmp_path: Path) -> None:
@@ -131,8 +146,12 @@ def test_ctrl_c_while_the_program_is_loading_is_no_traceback(tmp_path: Path) -> 
 
 def test_status_says_what_is_stale_and_why(tmp_path: Path) -> None:
     write_params(tmp_path)
-    assert "prepare" in ddpm(tmp_path, "status")
+    long = f"{tmp_path}/{'nothing' * 20}"
+    said = ddpm(tmp_path, "status", "-w", long).splitlines()
+    assert said[0] == f"workspace {long}"
+    assert "Nothing of a run is there yet" in said[1]
     ddpm(tmp_path, "prepare")
+    assert "Nothing of a run" not in ddpm(tmp_path, "status")
     ddpm(tmp_path, "train", "-S", "train.steps=6")
     assert "at step 6 of 12" in ddpm(tmp_path, "status")
     assert "train.optimizer.lr: 0.001 -> 0.1" in ddpm(
@@ -143,6 +162,8 @@ def test_status_says_what_is_stale_and_why(tmp_path: Path) -> None:
 def test_methods_are_listed_with_formula_and_source(tmp_path: Path) -> None:
     said = ddpm(tmp_path, "methods")
     for name in ("train.loss.weighting", "min_snr", "cosine", "dpmpp", "quadratic_official"):
+        assert name in said
+    for name in ("train.loss.kind", "huber", "adamw", "Uses train.loss.gamma and train.loss.k."):
         assert name in said
     for author in ("Ho et al.", "Nichol", "Hang et al.", "Lu et al.", "Song et al."):
         assert author in said

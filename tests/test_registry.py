@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import socket
@@ -12,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 from digits_workspace import digits, put_data
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from mlflow_server import Server, free_port, put_store, shared_server
 from models import write_checkpoint
 
@@ -24,12 +28,15 @@ from ddpm_core.distributed import World
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.evaluate import evaluate
+from ddpm_core.generate.images import ImageSampler
 from ddpm_core.generate.sample import sample
-from ddpm_core.mlflow_run import connect
-from ddpm_core.ranking import Row, differences
+from ddpm_core.mlflow_client import connect
+from ddpm_core.ranking import Row, differences, with_checksum
 from ddpm_core.registry import card as card_of
 from ddpm_core.registry import models
+from ddpm_core.registry.gate import Decision
 from ddpm_core.registry.models import Registry, download
+from ddpm_core.registry.package import upload
 from ddpm_core.registry.register import register, stale
 from ddpm_core.workspace import RESULTS, Workspace, snapshot_key
 
@@ -73,14 +80,24 @@ class Project:
 
     def register(self, *rows: Row, **sections: Any) -> dict[str, Any]:
         """Register the best of these rows."""
-        self.workspace.write_json(RESULTS, {"rows": list(rows)})
+        self.put(*rows)
         return register(self.config(**sections), self.workspace)
+
+    def put(self, *rows: Row) -> None:
+        """Write results.json with these rows."""
+        self.workspace.write_json(RESULTS, {"rows": [with_checksum(row) for row in rows]})
 
     def champion(self) -> Any:
         return connect(self.uri).get_model_version_by_alias(self.name, "champion")
 
     def versions(self) -> list[Any]:
         return connect(self.uri).search_model_versions(f"name = '{self.name}'")
+
+    def models(self) -> list[Any]:
+        """What lies on the server for versions, and should be one's each."""
+        client = connect(self.uri)
+        place = client.get_experiment_by_name("registry").experiment_id
+        return [m for m in client.search_logged_models([place]) if self.name in m.name]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +126,7 @@ def test_the_first_checkpoint_becomes_a_version_and_the_champion(
     project: Project, rows: list[Row]
 ) -> None:
     worse = rows[1]
-    project.workspace.write_json(RESULTS, {"rows": [worse]})
+    project.put(worse)
     assert stale(project.config(), project.workspace) == "nothing is registered yet"
     assert register_by_itself(project) == (
         f"{project.name} version 1, step {worse['step']}. Promoted: there was no champion.\n"
@@ -121,9 +138,8 @@ def test_the_first_checkpoint_becomes_a_version_and_the_champion(
     assert float(version.tags[worse["score_name"]]) == pytest.approx(worse["score"], rel=1e-5)
     assert f"**{worse['score_name']}: {worse['score']:.4g}**" in version.description
     assert stale(project.config(), project.workspace) is None
-    assert "differs in name" in str(
-        stale(project.config(register={"name": "other"}), project.workspace)
-    )
+    told = stale(project.config(register={"name": "other"}), project.workspace)
+    assert told == "register.name: another one now than was registered"
 
 
 def register_by_itself(project: Project) -> str:
@@ -258,8 +274,9 @@ def test_a_champion_that_is_found_to_copy_later_is_told_and_gives_way(
     project = Project(tmp_path, "digits-found-out", store)
     assert project.register(rows[0])["promoted"]
     found_out = {**rows[0], "memorisation": {"verdict": "copies"}}
-    project.workspace.write_json(RESULTS, {"rows": [found_out]})
-    assert "differs in memorisation" in str(stale(project.config(), project.workspace))
+    project.put(found_out)
+    told = str(stale(project.config(), project.workspace))
+    assert told.startswith("the verdict on copies of training images: another one now")
     record = project.register(found_out)
     assert (record["version"], record["promoted"]) == ("1", False)
     assert record["why"] == (
@@ -329,6 +346,48 @@ def test_of_two_that_register_at_once_the_better_becomes_the_champion(
         told = "at the same time, is better" if moment == "promote" else "not below the"
         assert told in record["why"] and others[0]["promoted"]
     assert len(project.versions()) == 2
+
+
+@pytest.mark.parametrize("moment", ["models.Registry.create", "register.upload"])
+def test_the_same_checkpoint_makes_one_version_where_two_register_it_at_once(
+    store: str, rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The second does all of its work while the first is about to take a step of its own."""
+    project = Project(tmp_path, f"digits-twins-{moment[-6:]}", store)
+    others: list[dict[str, Any]] = []
+    step = Registry.create if moment.endswith("create") else upload
+
+    def meanwhile(*arguments: Any) -> Any:
+        if not others:
+            others.append({})
+            others[0] |= project.register(rows[0])
+        return step(*arguments)
+
+    monkeypatch.setattr(f"ddpm_core.registry.{moment}", meanwhile)
+    record = project.register(rows[0])
+    assert (record["version"], record["promoted"]) == ("1", True)
+    assert others[0]["version"] == "1" and len(project.versions()) == 1
+    assert [model.model_uri for model in project.models()] == [project.champion().source]
+
+
+def test_a_try_that_failed_leaves_no_model_behind_and_is_not_uploaded_again(
+    store: str, rows: list[Row], tmp_path: Path
+) -> None:
+    project = Project(tmp_path, "digits-tried-again", store)
+
+    def out_of_order(*_: Any, **__: Any) -> None:
+        raise MlflowException("Internal Server Error")
+
+    for step, statuses in (("log_model_artifacts", "FAILED"), ("create_model_version", "READY")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MlflowClient, step, out_of_order)
+            with pytest.raises(UserError, match="cannot be used: Internal Server Error"):
+                project.register(rows[0])
+        [left] = project.models()
+        assert str(left.status) == statuses
+    assert project.register(rows[0])["promoted"]
+    assert [model.model_id for model in project.models()] == [left.model_id]
+    assert project.champion().source == left.model_uri
 
 
 def test_a_champion_that_was_set_by_hand_is_not_moved_back(
@@ -438,7 +497,7 @@ def test_a_version_of_the_same_number_in_a_newer_registry_is_another(
     connect(store).delete_registered_model(project.name)
     project.register(rows[1])
     assert str(project.champion().version) == record["version"]
-    project.workspace.write_json(RESULTS, {"rows": [rows[0]]})
+    project.put(rows[0])
     project.workspace.write_json("registered.json", record)
     assert "MLflow has no longer version 1" in str(stale(project.config(), project.workspace))
 
@@ -489,6 +548,74 @@ def test_a_checkpoint_that_has_changed_since_it_was_scored_is_refused(
     other = {**rows[0], "evidence": {**rows[0]["evidence"], "weights": "0" * 64}}
     with pytest.raises(UserError, match="has changed since it was scored"):
         project.register(other)
+
+
+# What is not MLflow's
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "/tmp/ddpm-register-x"),
+        PermissionError(errno.EPERM, "Operation not permitted"),
+        KeyError("floor"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_is_no_trouble_of_mlflow_is_not_told_as_one(
+    project: Project, rows: list[Row], monkeypatch: pytest.MonkeyPatch, trouble: Exception
+) -> None:
+    """Wherever it comes from: from the gate, scoring, or writing the model."""
+
+    def fails(*_: Any) -> None:
+        raise trouble
+
+    other = {**rows[1], "score_name": "another"}
+    for step in ("judge", "write_checkpoint"):
+        monkeypatch.setattr(f"ddpm_core.registry.register.{step}", fails)
+        with pytest.raises(type(trouble)) as told:
+            project.register(other)
+        assert told.value is trouble
+        monkeypatch.undo()
+        monkeypatch.setattr("ddpm_core.registry.register.judge", lambda *_: Decision(False, ""))
+
+
+def test_a_champion_too_large_for_the_memory_says_what_to_lower(
+    project: Project, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    project.register(rows[0])
+    monkeypatch.setattr(ImageSampler, "images", full)
+    evidence = {**rows[1]["evidence"], "seed": 77, "sampler": {"steps": 2}}
+    with pytest.raises(UserError, match=r"Out of memory with sample\.batch_size 20: lower it"):
+        project.register({**rows[1], "evidence": evidence})
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        MlflowException("no"),
+        requests.exceptions.ReadTimeout("no"),
+        ConnectionRefusedError(),
+        TimeoutError(),
+        socket.gaierror(-2, "Name or service not known"),
+        OSError(errno.EHOSTUNREACH, "No route to host"),
+        ModuleNotFoundError("No module named 'psycopg2'"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_mlflow_or_the_network_says_is_told_as_its_trouble(trouble: Exception) -> None:
+    told = r"MLflow at http://\*\*\*@h cannot be used"
+    with pytest.raises(UserError, match=told), models.asking("http://me:secret@h"):
+        raise trouble
+
+
+def test_an_address_that_is_none_is_told() -> None:
+    with pytest.raises(UserError, match=r"tracking\.uri: 'http://\[x' given, which is none"):
+        Registry(params.validate({"tracking": {"uri": "http://[x"}}))
 
 
 # Without a server

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.font_manager import findfont
-from PIL import Image, ImageFont
+from PIL import Image, ImageColor, ImageFont
 
 from ddpm_core.config import Sample
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import plots, verdict
+from ddpm_core.evaluation.caveats import caveats
 from ddpm_core.evaluation.chart import Line, chart, log_ticks, tick_labels, ticks
 from ddpm_core.evaluation.pictures import FOLDER, small
 from ddpm_core.evaluation.report import render_report
@@ -237,7 +238,7 @@ def test_what_was_sampled_by_the_present_settings_is_ranked(
     assert [r["step"] for r in ranked(rows, sampled(count=7))] == [10, 20]  # nothing is of these
     found = {**results(rows), "sample": sampled(**settings)}
     assert verdict.judge(found).headline == "Step 30 is compared with no other checkpoint."
-    assert "Step 10, 20: measured with another" in " ".join(verdict.caveats(found))
+    assert "Step 10, 20: measured with another" in " ".join(caveats(found))
 
 
 def test_another_seed_stays_in_the_list() -> None:
@@ -400,7 +401,7 @@ def test_what_was_not_measured_is_not_said_to_be_absent() -> None:
 
 def test_caveats_name_small_numbers_features_and_what_is_not_ranked() -> None:
     rows = [*RUN, row(900, 1.0, count=1000)]
-    text = " ".join(verdict.caveats(results(rows)))
+    text = " ".join(caveats(results(rows)))
     assert "of 500 images is too high" in text and "are not FID" in text
     assert "98\N{NO-BREAK SPACE}% of held-out ones right" in text
     assert "Step 900: measured with another number of images" in text
@@ -408,13 +409,13 @@ def test_caveats_name_small_numbers_features_and_what_is_not_ranked() -> None:
 
 def test_checkpoints_that_could_not_be_scored_are_told_where_it_is_seen(tmp_path: Path) -> None:
     lacking = [problem_row(900, "Its samples are damaged."), problem_row(1000, "It has none.")]
-    told = verdict.caveats(results([*RUN, *lacking]))[0]
+    told = caveats(results([*RUN, *lacking]))[0]
     assert told == "Steps 900, 1,000 could not be scored. Step 900: Its samples are damaged."
-    one = verdict.caveats(results([*RUN, lacking[1]]))[0]
+    one = caveats(results([*RUN, lacking[1]]))[0]
     assert one == "Step 1,000 could not be scored: It has none."
     many = [problem_row(1000 + i, "It has none.") for i in range(25)]
-    assert "1,009 and 15 more could not" in verdict.caveats(results([*RUN, *many]))[0]
-    assert not any("could not be scored" in text for text in verdict.caveats(results(RUN)))
+    assert "1,009 and 15 more could not" in caveats(results([*RUN, *many]))[0]
+    assert not any("could not be scored" in text for text in caveats(results(RUN)))
     assert told in page(tmp_path, results([*RUN, *lacking])).text
 
 
@@ -446,6 +447,32 @@ def test_near_copies_are_told_with_how_many_were_looked_at(tmp_path: Path) -> No
     found = page(tmp_path, results([row(200, 6.0, memorisation=facts)]))
     text = " ".join(found.text.split())
     assert text.count("9 of 1,500") == 2 and text.count("1 of 180") == 2  # captions and table
+
+
+def test_equal_precision_and_recall_are_both_seen(tmp_path: Path) -> None:
+    found = page(tmp_path, results([row(200, 30.0, recall=0.8), row(400, 12.0, recall=0.8)]))
+    groups = [str(group["class"]) for group in found.all("g")]
+    assert ["s0", "s1 dashed"] in [groups[i : i + 2] for i in range(len(groups))]
+    levels = [str(line["class"]) for line in found.all("line")]
+    assert "floor s0" in levels and "floor s1" in levels
+    assert "180 held-out real images, precision: 0.8" in " ".join(found.text.split())
+
+    rows = [row(step, 9.0, recall=0.8, floor=None) for step in (200, 400)]
+    with Image.open(io.BytesIO(plots.draw(rows)["PrecisionRecall_vs_TrainingSteps.png"])) as drawn:
+        line = np.asarray(drawn.convert("RGB"))[138:152].reshape(-1, 3)
+    for color in (plots.BLUE, plots.ORANGE):
+        assert (line == ImageColor.getrgb(color)).all(axis=1).sum() > 100
+
+
+def test_the_source_is_told_in_words_and_its_checksums_are_folded(tmp_path: Path) -> None:
+    found = results(RUN)
+    state = {"files": 184, "sha256": "a" * 64}
+    found["data"]["source"] = {"uri": "photos/", "listing_sha256": "b" * 64, "state": state}
+    html = render_report(workspace_of(tmp_path, found)).read_text(encoding="utf-8")
+    seen, folded = html.split("<summary>Checksums of the source</summary>")
+    assert "files looked at" in Page(seen).text and "184" in Page(seen).text
+    assert not re.search("[ab]{64}", seen) and "a" * 64 in folded and "b" * 64 in folded
+    assert not re.search("listing_sha256|state\\.", html)
 
 
 def test_every_picture_says_what_it_shows(tmp_path: Path) -> None:
@@ -528,8 +555,8 @@ def test_a_kernel_distance_without_deviation_has_no_band_and_says_so(tmp_path: P
             drawn.append(np.asarray(picture.convert("L")))
     differing = np.flatnonzero((drawn[0] != drawn[1]).any(0))
     assert len(differing) > 0 and differing.max() < 60  # the caption, and nothing of the curve
-    assert "KID of 500 images has no deviation" in " ".join(verdict.caveats(results(rows)))
-    assert "KID of" not in " ".join(verdict.caveats(results(RUN)))
+    assert "KID of 500 images has no deviation" in " ".join(caveats(results(rows)))
+    assert "KID of" not in " ".join(caveats(results(RUN)))
     lines = list(csv.DictReader(io.StringIO(results_csv(rows))))
     assert [line["kid_std"] for line in lines] == ["", ""]
     assert "kid_std_in_domain_500" not in named_metrics(rows[0])
@@ -560,7 +587,7 @@ def test_logarithmic_ticks_enclose(low: float, high: float) -> None:
 
 def test_a_chart_keeps_its_lines_in_the_picture() -> None:
     lines = [Line("a", [(200, 134.0), (400, 3.0)]), Line("b", [(200, 140.0), (400, 5.0)])]
-    drawn = chart("fd", "lower is better", lines, ("real", 2.0), 400)
+    drawn = chart("fd", "lower is better", lines, [("real", 2.0)], 400)
     assert drawn.remark.endswith("logarithmic") and drawn.mark is not None
     for dot in [dot for line in drawn.lines for dot in line.dots]:
         assert drawn.edges["left"] <= dot.x <= drawn.edges["right"]
@@ -582,7 +609,7 @@ def test_the_numbers_at_an_axis_are_in_the_picture(
 ) -> None:
     """In the widest of usual fonts, at the size of a narrow page."""
     font = ImageFont.truetype(findfont("DejaVu Sans"), 14.5)
-    drawn = chart("fd", "", [Line("a", list(zip(steps, values, strict=True)))], None, None)
+    drawn = chart("fd", "", [Line("a", list(zip(steps, values, strict=True)))], [], None)
     for _, text in drawn.y_ticks:
         assert font.getlength(text) <= drawn.edges["left"] - 6, text
     for x, text in drawn.x_ticks:

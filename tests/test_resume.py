@@ -133,7 +133,7 @@ def test_who_waits_for_a_dead_owners_lease_is_stopped_at_once(prepared: Path) ->
     assert wait_until(lambda: "may be in use by process 1 on h" in process.said(), process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(5)
-    assert process.returncode == -signal.SIGTERM
+    assert process.returncode == 128 + signal.SIGTERM
     assert "Stopped" not in process.said()
 
 

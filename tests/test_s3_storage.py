@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from s3_server import Bucket, Gate
 
 from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.lease import Lease
 from ddpm_core.storage import (
     MANIFEST,
     Changed,
@@ -19,7 +23,9 @@ from ddpm_core.storage import (
     verify,
 )
 from ddpm_core.storage import mirror as mirrors
+from ddpm_core.storage.client import connect
 from ddpm_core.storage.s3 import S3Storage
+from ddpm_core.workspace import Workspace
 
 
 @pytest.fixture
@@ -219,3 +225,103 @@ def test_an_answer_that_breaks_off_is_asked_for_again(
     gate.shut()
     gate.open()
     assert storage.read("file") == b"content"
+
+
+@pytest.fixture
+def gated(bucket: Bucket, prefix: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, S3Storage]:
+    """A gate whose answers can be spoiled, and a storage with a file behind it."""
+    gate = Gate(bucket.environment["AWS_ENDPOINT_URL"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
+    storage = S3Storage(bucket.uri(prefix))
+    storage.write("file", b"content")
+    return gate, storage
+
+
+def ask(storage: S3Storage, attempts: int, reading: float = 5.0) -> None:
+    """How often it asks from here on, and how many seconds it waits for an answer."""
+    for one in (storage._bucket, storage._quick):
+        one.client = connect(attempts, reading=reading)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("drop", r"does not answer \(ConnectionClosedError\)"),
+        ("hang", r"does not answer \(ReadTimeoutError\)"),
+        ("cut", r"breaks its answers off \((ResponseStreaming|IncompleteRead)Error\)"),
+    ],
+)
+def test_answers_that_break_off_or_never_come_are_one_sentence(
+    gated: tuple[Gate, S3Storage], how: str, told: str
+) -> None:
+    gate, storage = gated
+    ask(storage, attempts=1, reading=0.1)
+    gate.spoil(how, 1000)
+    attempts: list[Callable[[], object]] = [
+        lambda: storage.read("file"),
+        lambda: storage.read_tagged("file"),
+        lambda: storage.local("file"),
+    ]
+    if how != "cut":  # an answer to these has no body
+        attempts += [
+            lambda: storage.write("file", b"content"),
+            lambda: storage.write_if("lease.json", b"mine", None),
+        ]
+    for attempt in attempts:
+        with pytest.raises(Unreachable, match=f"{gate.endpoint} {told}: look at"):
+            attempt()
+
+
+def test_a_body_that_breaks_off_is_asked_for_as_often_as_a_request(
+    gated: tuple[Gate, S3Storage],
+) -> None:
+    gate, storage = gated
+    ask(storage, attempts=3)
+    gate.spoil("cut", 2)
+    assert storage.read("file") == b"content"
+    gate.spoil("cut", 2)
+    found = storage.read_tagged("file")
+    assert found is not None and found.data == b"content"
+    gate.spoil("cut", 3)
+    with pytest.raises(Unreachable, match="breaks its answers off"):
+        storage.read("file")
+
+
+def test_a_lease_outlives_answers_that_break_off_or_never_come(
+    gated: tuple[Gate, S3Storage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gate, storage = gated
+    lease = Lease(Workspace(storage), None)
+    lease.start()
+    ask(storage, attempts=1, reading=0.1)
+    for how in ("drop", "hang", "cut"):
+        gate.spoil(how, 1000)
+        lease._try_renew()
+    gate.spoil("", 0)
+    ask(storage, attempts=1)
+    lease._try_renew()
+    lease.check()
+    lease.stop()
+    told = capsys.readouterr().err
+    assert told.count("Cannot renew the lease") == told.count("is renewed again") == 1
+
+
+def test_what_is_no_s3_server_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers everything with a page for people."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html><body><p>Welcome</body></html>")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        with pytest.raises(Unreachable, match="S3 failed at s3://bucket/run"):
+            open_storage("s3://bucket/run")
+        server.shutdown()

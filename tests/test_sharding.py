@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +16,12 @@ from strangers import ALONE, CPU, STEP, Strangers
 
 from ddpm_core.config import Config, Sample
 from ddpm_core.distributed import World
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.evaluation.evaluate import evaluate
 from ddpm_core.generate import gather, plan
-from ddpm_core.generate.sample import sample, stale
+from ddpm_core.generate.sample import Drawer, sample, stale
 from ddpm_core.generate.shard_store import ShardStore
+from ddpm_core.storage import LocalStorage
 from ddpm_core.workspace import Workspace, samples_key, snapshot_key
 
 
@@ -174,6 +178,129 @@ def test_other_settings_begun_leave_no_manifest_of_the_old_ones(
     assert not (folder(workspace) / "manifest.json").exists()
     sample(two, workspace, ALONE)
     assert np.array_equal(gathered(workspace), images)
+
+
+def test_images_of_other_settings_are_never_listed_as_ours(
+    config: Config, workspace: Workspace, images: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another sample draws and gathers its own while this one writes its pictures."""
+    with_pictures, other = with_sample(config, png=True), with_sample(config, seed=9)
+    write = LocalStorage.write
+
+    def slow(storage: LocalStorage, key: str, data: bytes) -> None:
+        if key.endswith("000011.png"):
+            monkeypatch.setattr(LocalStorage, "write", write)
+            sample(other, workspace, ALONE)
+        write(storage, key, data)
+
+    monkeypatch.setattr(LocalStorage, "write", slow)
+    with pytest.raises(UserError, match=r"\(of other settings\). Another `ddpm sample` is at work"):
+        sample(with_pictures, workspace, ALONE)
+    assert gather.open_samples(workspace, STEP).evidence["seed"] == 9
+    assert not np.array_equal(gathered(workspace), images)
+    sample(with_pictures, workspace, ALONE)
+    assert np.array_equal(gathered(workspace), images)
+
+
+def test_a_shard_replaced_at_the_last_moment_is_not_taken_for_ours(
+    config: Config, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = gather._write_manifest
+
+    def late(*arguments: Any) -> None:
+        shard = folder(workspace) / "shard-000-of-001.npy"
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+        written(*arguments)
+
+    monkeypatch.setattr(gather, "_write_manifest", late)
+    sample(config, workspace, ALONE)
+    with pytest.raises(Corrupt, match=r"shard-000-of-001.npy is missing or was changed"):
+        gather.open_samples(workspace, STEP)
+
+
+def test_a_manifest_that_names_other_settings_than_its_fingerprint_is_not_believed(
+    config: Config, workspace: Workspace, images: np.ndarray
+) -> None:
+    sample(config, workspace, ALONE)
+    manifest = folder(workspace) / "manifest.json"
+    written = manifest.read_text()
+    for change in ({"seed": 7}, {"sampler": {**json.loads(written)["sampler"], "steps": 50}}):
+        manifest.write_text(json.dumps({**json.loads(written), **change}))
+        with pytest.raises(Corrupt, match="its fingerprint is not of the settings that it names"):
+            gather.open_samples(workspace, STEP)
+        assert not gather.complete(workspace, recipe(config, workspace))
+    sample(config, workspace, ALONE)
+    assert manifest.read_text() == written
+    assert np.array_equal(gathered(workspace), images)
+
+
+def test_a_grid_that_was_cut_is_made_again(config: Config, workspace: Workspace) -> None:
+    sample(config, workspace, ALONE)
+    picture = folder(workspace) / "grid.png"
+    whole = picture.read_bytes()
+    picture.write_bytes(whole[: len(whole) // 2])
+    assert "still to be gathered" in str(stale(config, workspace))
+    sample(config, workspace, ALONE)
+    assert picture.read_bytes() == whole
+
+
+def test_what_the_sampler_does_not_use_draws_nothing_again(
+    config: Config, workspace: Workspace
+) -> None:
+    fingerprints = [
+        recipe(with_sample(config, **changes), workspace)["samples_fingerprint"]
+        for changes in (
+            {},
+            {"eta": 0.5, "spacing": "quadratic"},
+            {"steps": config.sample.steps + 1},
+        )
+    ]
+    assert config.sample.sampler == "dpmpp"
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+def test_a_checkpoint_that_training_removes_meanwhile_is_left_out_of_all(
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    workspace = Workspace.open(str(tmp_path))
+    for step in (4, 8):
+        write_checkpoint(workspace.path(snapshot_key(step)), step=step)
+    train = config.train.model_copy(update={"milestone_every": 4})
+    every = with_sample(config, checkpoints="all", count=2, batch_size=2)
+    every = every.model_copy(update={"train": train})
+    draw = Drawer.draw
+
+    def pruned(drawer: Drawer, *arguments: Any) -> None:
+        if drawer.recipe["step"] == 4:
+            workspace.storage.remove(snapshot_key(4))
+        draw(drawer, *arguments)
+
+    monkeypatch.setattr(Drawer, "draw", pruned)
+    sample(every, workspace, ALONE)
+    told = "The checkpoint of step 4 was removed while it was sampled"
+    assert told in capsys.readouterr().err.replace("\n", " ")
+    assert gather.open_samples(workspace, 8)
+    write_checkpoint(workspace.path(snapshot_key(4)), step=4)
+    with pytest.raises(UserError, match=f"{told}: run `ddpm sample` again"):
+        sample(with_sample(every, checkpoints=(4, 8)), workspace, ALONE)
+
+
+def test_what_a_killed_sample_or_evaluate_left_goes_with_the_next(
+    config: Config, workspace: Workspace
+) -> None:
+    for verb, place in ((sample, "samples"), (evaluate, "evaluation")):
+        left = workspace.path(f"{place}/.reference.0123abcd.ddpm-staged")
+        left.mkdir(parents=True)
+        if verb is sample:
+            sample(config, workspace, ALONE)
+        else:
+            shutil.rmtree(workspace.path("samples"))
+            with pytest.raises(UserError, match="no samples"):
+                evaluate(config, workspace)
+        assert not left.exists()
 
 
 def test_a_batch_that_memory_can_not_hold_names_what_to_change(

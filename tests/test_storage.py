@@ -7,15 +7,21 @@ import fcntl
 import hashlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
+from ddpm_core import reading
+from ddpm_core.console import telling
 from ddpm_core.data.place import OUTPUTS
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.storage import (
@@ -27,6 +33,7 @@ from ddpm_core.storage import (
     open_storage,
     verify,
 )
+from ddpm_core.storage.cache import Cache
 from ddpm_core.storage.staging import FOLDERS, staged_file
 from ddpm_core.workspace import Workspace, fingerprint, step_name
 
@@ -273,6 +280,96 @@ def test_what_a_killed_writer_left_is_swept_and_a_living_one_is_not(disk: LocalS
     assert disk.names("") == ["data", "kept", "snapshots"]
     assert not list(disk.local("snapshots").iterdir())
     assert not list(disk.root.glob(".data*"))
+
+
+@contextmanager
+def full() -> Iterator[None]:
+    """The disk refuses whatever would make a file longer than 1,000 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def write_tensors(storage: Storage) -> None:
+    with storage.new_folder("snapshots/step-00000004") as path:
+        reading.save_tensors({"weight": torch.zeros(1000)}, path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("attempt", "place"),
+    [
+        (lambda storage: storage.write("evaluation/report.html", bytes(5000)), "report.html"),
+        (write_tensors, "snapshots/step-00000004/model.safetensors"),
+    ],
+)
+def test_a_full_disk_is_named_with_what_to_do(
+    disk: LocalStorage,
+    attempt: Callable[[LocalStorage], None],
+    place: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit), telling("ddpm report"), full():
+        attempt(disk)
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert said.startswith(f"ddpm report: File too large: {disk.root}/")
+    assert f"{place}. Free some space there; the same command goes on." in said
+    assert not [path for path in disk.root.rglob("*") if path.is_file()]
+
+
+def test_a_full_directory_for_copies_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache = Cache("somewhere")
+
+    def download(path: Path) -> None:
+        path.write_bytes(bytes(5000))
+
+    with pytest.raises(OSError) as raised, full():
+        cache.fetch("data/images.npy", 5000, "", download)
+    cache.close()
+    assert raised.value.filename == str(cache.root / "data/images.npy")
+    assert raised.value.__notes__ == ["Free some space there; the same command goes on."]
+
+
+def test_tensors_are_for_whoever_may_read_the_other_files(tmp_path: Path) -> None:
+    reading.save_tensors({"weight": torch.ones(3)}, tmp_path / "a", {"of": "test"})
+    (tmp_path / "b").touch()
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+    tensors, texts = reading.read_tensors_and_metadata(tmp_path / "a")
+    assert tensors["weight"].tolist() == [1, 1, 1] and texts["of"] == "test"
+
+
+def test_a_folder_where_a_file_should_be_is_named(disk: LocalStorage) -> None:
+    disk.local("evaluation/results.json").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError) as raised:
+        disk.write("evaluation/results.json", b"{}")
+    assert raised.value.filename == str(disk.local("evaluation/results.json"))
+    assert disk.names("evaluation") == ["results.json"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a place that nobody may write to")
+def test_a_workspace_that_may_only_be_read_is_named_with_what_to_do() -> None:
+    storage = LocalStorage(Path("/sys"))
+    with pytest.raises(OSError) as raised:
+        storage.write("run.json", b"{}")
+    assert raised.value.filename == "/sys/run.json"
+    assert raised.value.__notes__ == ["Write to another place: a workspace is named with -w."]
+
+
+def test_who_does_not_hold_the_lease_sweeps_a_disk_and_leaves_what_is_on_its_way_to_s3(
+    storage: Storage,
+) -> None:
+    storage.write("snapshots/step-00000004/model", b"x")
+    if isinstance(storage, LocalStorage):
+        storage.local("evaluation/.in_domain.0123abcd.ddpm-staged").mkdir(parents=True)
+    storage.sweep_staged()
+    assert storage.size("snapshots/step-00000004/model") == 1
+    if isinstance(storage, LocalStorage):
+        assert not list(storage.local("evaluation").iterdir())
 
 
 def test_hidden_files_of_the_user_are_not_swept(disk: LocalStorage) -> None:

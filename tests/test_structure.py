@@ -13,16 +13,27 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "ddpm_core"
 
-# What each part may import of ours; `top` is everything beside the folders.
+# What each folder may import of the others. All but the pure ones know the settings and where
+# things are kept.
+BASE = {"config", "storage"}
 ALLOWED = {
+    "config": set(),
+    "storage": set(),
     "diffusion": set(),
     "models": set(),
-    "interop": {"models", "diffusion"},
-    "data": set(),
-    "generate": {"models", "diffusion", "data"},
-    "training": {"models", "diffusion", "data", "generate", "registry", "interop"},
-    "evaluation": {"models", "data", "generate"},
-    "registry": {"models", "diffusion", "data", "generate", "evaluation"},
+    "interop": BASE | {"models", "diffusion"},
+    "data": BASE,
+    "generate": BASE | {"models", "diffusion", "data"},
+    "training": BASE | {"models", "diffusion", "data", "generate", "registry", "interop"},
+    "evaluation": BASE | {"models", "data", "generate"},
+    "registry": BASE | {"models", "diffusion", "data", "generate", "evaluation"},
+}
+# The modules beside the folders know the settings and the storage, and these alone more.
+TOP = {
+    "checkpoint": {"models"},
+    "methods": {"diffusion", "training"},
+    "chain": set(ALLOWED),
+    "cli": set(ALLOWED),
 }
 # Only these may know the network and the process without importing anything of ours at all.
 PURE = ("diffusion", "models")
@@ -38,14 +49,28 @@ def imports(path: Path) -> set[str]:
     return names
 
 
+def ours(path: Path) -> set[str]:
+    """The parts of our library that a file imports."""
+    return {name.split(".")[1] for name in imports(path) if name.startswith("ddpm_core.")}
+
+
+def test_every_folder_has_its_rule() -> None:
+    assert {path.parent.name for path in LIBRARY.glob("*/__init__.py")} == set(ALLOWED)
+
+
 @pytest.mark.parametrize("folder", sorted(ALLOWED))
 def test_imports_point_one_way(folder: str) -> None:
     for path in (LIBRARY / folder).rglob("*.py"):
-        ours = {name.split(".")[1] for name in imports(path) if name.startswith("ddpm_core.")}
-        wrong = (ours & set(ALLOWED)) - ALLOWED[folder] - {folder}
+        wrong = (ours(path) & set(ALLOWED)) - ALLOWED[folder] - {folder}
         assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}"
         if folder in PURE:
-            assert ours <= {folder}, f"{path.relative_to(ROOT)} imports {sorted(ours)}"
+            assert ours(path) <= {folder}, f"{path.relative_to(ROOT)} imports {sorted(ours(path))}"
+
+
+def test_modules_beside_the_folders_know_no_more_than_they_must() -> None:
+    for path in LIBRARY.glob("*.py"):
+        wrong = (ours(path) & set(ALLOWED)) - BASE - TOP.get(path.stem, set())
+        assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}"
 
 
 def test_the_library_knows_no_cluster_and_no_dvc() -> None:

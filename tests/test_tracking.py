@@ -26,7 +26,8 @@ from ddpm_core import __version__, params
 from ddpm_core.config import Config
 from ddpm_core.logtail import Log
 from ddpm_core.masking import masked
-from ddpm_core.mlflow_run import MlflowRun, connect, flatten
+from ddpm_core.mlflow_client import _create_store, connect
+from ddpm_core.mlflow_run import MlflowRun, flatten
 from ddpm_core.tracking import Tracker, reason
 from ddpm_core.workspace import LOG, RUN, Workspace
 
@@ -314,6 +315,64 @@ def test_what_the_server_refuses_is_left_out_and_the_rest_goes_on(
     assert "MLflow refuses an entry" in capsys.readouterr().err
 
 
+def test_an_entry_that_is_none_is_left_out_and_the_rest_goes_on(
+    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run.json may have been changed by hand."""
+    given = config(put_store(tmp_path / "mlflow.db"))
+    unsent = [["metrics", 3], ["params", 7], ["tags", {"after": "them"}]]
+    workspace.write_json(RUN, {"mlflow": {"uri": given.tracking.uri, "unsent": unsent}})
+    Tracker.open(given, workspace).close()
+    data = connect(given.tracking.uri).get_run(run_id(workspace)).data
+    assert data.tags["after"] == "them"
+    told = capsys.readouterr().err
+    assert told.count("is no such thing, and is left out (") == 2 and "is back" not in told
+
+
+def test_a_mistake_of_this_program_is_told_as_one_and_not_tried_for_ever(
+    workspace: Workspace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def wrong(*_: Any) -> None:
+        raise KeyError("loss")
+
+    monkeypatch.setattr(MlflowRun, "rows", wrong)
+    tracker = Tracker.open(config(put_store(tmp_path / "mlflow.db")), workspace)
+    thread = tracker._thread
+    assert thread is not None
+    thread.join(30)
+    assert not thread.is_alive()
+    tracker.metrics(1, {"fid": 2.0})
+    tracker.close()
+    told = capsys.readouterr().err
+    assert "a mistake of this program (KeyError: 'loss')" in told and "cannot be used" not in told
+    assert workspace.read_json(RUN)["mlflow"]["unsent"][0][0] == "metrics"
+
+
+def test_a_store_on_a_full_disk_is_an_outage_that_ends(
+    workspace: Workspace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    begin, full = MlflowRun.__init__, [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
+
+    def begins(self: MlflowRun, client: Any, run_id: str) -> None:
+        if full:
+            raise full.pop()
+        begin(self, client, run_id)
+
+    monkeypatch.setattr(MlflowRun, "__init__", begins)
+    given = config(put_store(tmp_path / "mlflow.db"))
+    log_rows(workspace, range(1, 4))
+    Tracker.open(given, workspace).close()
+    told = capsys.readouterr().err
+    assert "cannot be used: [Errno 28] No space left on device" in told and "is back" in told
+    assert_follows(given.tracking.uri, workspace)
+
+
 # A server that goes away
 
 
@@ -489,11 +548,38 @@ def kill_while_it_is_made(uri: str, folder: Path) -> None:
     def half_made() -> bool:
         return any(file.stat().st_size > 100_000 for file in folder.glob(".mlflow.db.????????"))
 
-    code = f"from ddpm_core.mlflow_run import connect; connect({uri!r})"
+    code = f"from ddpm_core.mlflow_client import connect; connect({uri!r})"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         wait_until(half_made, "some of the tables are there")
         process.kill()
     assert not (folder / "mlflow.db").exists()
+
+
+class Quick:
+    """As mlflow, whose client takes seconds to make a store."""
+
+    class MlflowClient:
+        def __init__(self, uri: str) -> None:
+            put_store(Path(uri.removeprefix("sqlite:///")))
+
+        def search_experiments(self, **_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("first", ["us", "another"])
+def test_where_there_are_no_hard_links_a_store_is_made_and_replaces_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    path, others = tmp_path / "mlflow.db", b"made by another meanwhile"
+
+    def none(self: Path, target: Path) -> None:
+        if first == "another":
+            self.write_bytes(others)
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "hardlink_to", none)
+    _create_store(Quick, path)
+    assert [file.name for file in tmp_path.iterdir()] == ["mlflow.db"]
+    assert (path.read_bytes() == others) == (first == "another")
 
 
 def test_no_uri_means_no_tracking_and_no_import(tmp_path: Path) -> None:

@@ -28,11 +28,12 @@ from program import (
 from runs import Tensors, at_start, distance, final, of_file, rows
 
 from ddpm_core import params
-from ddpm_core.config import Optimizer
+from ddpm_core.config import Optimizer, Train
 from ddpm_core.diffusion.process import make_schedule, q_sample
 from ddpm_core.distributed import World
 from ddpm_core.errors import UserError
 from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.training.budget import kept_at_the_end
 from ddpm_core.training.ema import Ema
 from ddpm_core.training.execution import Execution, learning_rate
 from ddpm_core.training.explain import translate_errors
@@ -41,6 +42,7 @@ from ddpm_core.training.pruning import prunable
 from ddpm_core.training.runlog import RunLog, read_rows
 from ddpm_core.training.state import TrainState
 from ddpm_core.training.stopping import LAG, StopRequest
+from ddpm_core.training.trainer import snapshot_due
 
 MODEL = "workspace/snapshots/step-00000012/model.safetensors"
 # In fp32: what is compared to rounding is compared to the finest.
@@ -147,9 +149,30 @@ def test_the_rate_warms_up_and_then_stays_or_falls() -> None:
 
 def test_the_newest_snapshots_and_the_milestones_are_kept() -> None:
     steps = [5, 10, 15, 20, 25, 30]
-    assert prunable(steps, keep=2, milestone_every=10, last=30) == ([5, 15], [10, 20])
-    assert prunable([10, 20], keep=3, milestone_every=10, last=20) == ([], [])
-    assert prunable([7, 14, 21, 23], keep=1, milestone_every=100, last=14) == ([7, 21], [14])
+    assert prunable(steps, kept(2, 10, 30)) == ([5, 15], [10, 20])
+    assert prunable([10, 20], kept(3, 10, 20)) == ([], [])
+    assert prunable([7, 14, 21, 23], kept(1, 100, 14)) == ([7, 21], [14])
+
+
+def kept(keep: int, milestone_every: int, steps: int, every: int | str = 200) -> Train:
+    return Train(keep=keep, milestone_every=milestone_every, steps=steps, snapshot_every=every)
+
+
+@pytest.mark.parametrize(
+    "train", [kept(20, 5, 60, 1), kept(2, 10, 31, 4), kept(3, 7, 6, 2), kept(5, 6, 40, 9)]
+)
+def test_a_dry_run_knows_how_many_snapshots_will_be_there(train: Train) -> None:
+    there: set[int] = set()
+    for at in range(1, train.steps + 1):
+        if snapshot_due(train, at):
+            there.add(at)
+            there -= set(prunable(there, train)[0])
+    slim = prunable(there, train)[1]
+    assert kept_at_the_end(train) == (len(there) - len(slim), len(slim))
+
+
+def test_snapshots_by_time_may_leave_every_milestone_older_than_what_is_kept() -> None:
+    assert kept_at_the_end(kept(3, 5, 60, "5m")) == (3, 11)
 
 
 def test_settings_that_differ_are_named() -> None:
@@ -255,7 +278,14 @@ def test_a_compilation_that_fails_names_what_to_do() -> None:
 def test_a_dry_run_prints_what_it_will_take_and_does_nothing(prepared: Path) -> None:
     folder = new_run(prepared, "dry", LIVELY)
     said = ddpm(folder, "train", "--dry-run", "-S", "train.steps=1000000")
-    for line in ("steps: 1000000", "parameters", "a snapshot, at most", "each worker", "1 x cpu"):
+    for line in (
+        "steps: 1000000",
+        "parameters",
+        "a snapshot, at most",
+        "for the program itself",
+        "each worker",
+        "1 x cpu",
+    ):
         assert line in said
     assert [path.name for path in (folder / "workspace").iterdir()] == ["data"]
 
@@ -320,7 +350,7 @@ def test_a_warm_start_takes_the_weights_of_another_run(prepared: Path) -> None:
         assert np.array_equal(started[name.replace("ema-0.9/", "model/")], array)
     folder = new_run(prepared, "unfit", LIVELY)
     said = ddpm(folder, "train", "-S", f"train.init={source}", "-S", "model.channels=16", status=1)
-    assert "don't fit this network" in said
+    assert "model.channels is 8 there, 16 here" in said
 
 
 def test_steps_that_fp16_skips_are_counted_and_change_nothing(prepared: Path) -> None:
@@ -363,4 +393,3 @@ def test_gray_pictures_and_half_precision_train(prepared: Path) -> None:
     ddpm(folder, "train", "-S", "train.precision=bf16", "-S", "train.steps=4")
     state = json.loads((folder / "workspace/snapshots/step-00000004/state.json").read_text())
     assert state["execution"] == {"precision": "bf16", "compile": False}
-    assert state["position"] == 4 * 8

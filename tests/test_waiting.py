@@ -131,6 +131,23 @@ def test_the_first_process_of_a_container_ends_at_sigterm(begun: Path) -> None:
     assert waiting.wait(20) == 128 + signal.SIGTERM
 
 
+def test_a_verb_ended_by_sigterm_removes_its_temporary_folders(begun: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, tempfile, ddpm_core.cli as cli\n"
+        "@cli.verb\n"
+        "def hold() -> None:\n"
+        "    with tempfile.TemporaryDirectory(prefix='ddpm-register-'):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        signal.pause()\n"
+        "sys.argv = ['ddpm', 'hold']\n"
+        "cli.main()\n"
+    )
+    own = {**environment(), "TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=begun, env=own, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
+
+
 def test_times_are_read_with_their_units() -> None:
     assert [duration(t) for t in ("90", "90s", "1.5m", "2h", "1d")] == [90, 90, 90, 7200, 86400]
     with pytest.raises(UserError, match="'2 hours'"):

@@ -48,8 +48,13 @@ class Config(Section):
         """Plain data, as in a params file; `params.validate` makes the same Config of it."""
         return self.model_dump(mode="json", by_alias=True)
 
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    workspace: str = "workspace"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="of weights, batches and noise: the same seed gives the same model"
+    )
+    workspace: str = Field(
+        "workspace",
+        description="where everything is kept: a directory or s3://bucket/prefix; -w overrides it",
+    )
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = Field(
         "auto", description="auto, cpu, mps, cuda or cuda:N"
     )

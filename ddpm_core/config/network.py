@@ -23,27 +23,34 @@ def attention_sizes(image_size: int, levels: int) -> list[int]:
 class Model(Section):
     """The U-Net of Ho et al. (2020), section B."""
 
-    channels: Annotated[int, Field(ge=2)] = 32
+    channels: Annotated[int, Field(ge=2)] = Field(32, description="channels of the first level")
     multipliers: Annotated[tuple[Positive, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
-        1,
-        2,
-        2,
+        Field(
+            (1, 2, 2),
+            description="channels of each level, times `channels`; a level halves the size",
+        )
     )
-    blocks: Positive = 1
+    blocks: Positive = Field(1, description="residual blocks a level")
     attention: Annotated[tuple[Positive, ...], BeforeValidator(as_tuple)] = Field(
-        (8,), description="image sizes at which self-attention is added; a list, or auto"
+        (8,), description="image sizes with self-attention: a list, or auto, the largest up to 16"
     )
-    heads: Positive = 1
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    conditioning: Literal["none", "class", "text"] = "none"
+    heads: Positive = Field(1, description="attention heads")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.0, description="share of activations that are dropped in training"
+    )
+    conditioning: Literal["none", "class", "text"] = Field(
+        "none", description="what an image can be asked for by"
+    )
 
 
 class Diffusion(Section):
     """The forward process and what the network predicts."""
 
-    schedule: Literal["linear", "cosine"] = "cosine"
-    timesteps: Annotated[int, Field(ge=2, le=100_000)] = 1000
-    prediction: Literal["noise", "x0", "v"] = "v"
+    schedule: Literal["linear", "cosine"] = Field(
+        "cosine", description="how noise grows with the timestep"
+    )
+    timesteps: Annotated[int, Field(ge=2, le=100_000)] = Field(1000, description="noise levels")
+    prediction: Literal["noise", "x0", "v"] = Field("v", description="what the network predicts")
 
     @model_validator(mode="after")
     def _linear_needs_steps(self) -> Self:

@@ -13,11 +13,14 @@ class Prepare(Section):
     """Where the images come from and how they are made square."""
 
     source: str = Field(
-        "digits", description="digits, a directory, archive, s3://, dvc:, cifar10 or dtd"
+        "digits",
+        description="digits, cifar10, dtd, a folder, a zip or tar, s3://... or dvc:REPO#PATH@REV",
     )
-    image_size: Annotated[int, Field(ge=4, le=1024)] = 16
+    image_size: Annotated[int, Field(ge=4, le=1024)] = Field(16, description="pixels a side")
     channels: Auto | Literal[1, 3] = Field("auto", description="auto: 1 where every image is gray")
-    resize: Literal["crop", "pad", "squash"] = "crop"
+    resize: Literal["crop", "pad", "squash"] = Field(
+        "crop", description="how a picture becomes square"
+    )
     background: str = Field("white", description="behind transparency and around padded images")
     holdout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.1, description="share held out, where the source has no test or val folder of its own"
@@ -28,9 +31,15 @@ class Prepare(Section):
     caption: str = Field(
         "a photo of a {class}", description="the caption of a picture that comes without"
     )
-    workers: Auto | Positive = "auto"
-    max_rejected: Fraction = 0.01
-    download: bool = False
+    workers: Auto | Positive = Field(
+        "auto", description="processes that decode; auto: one a processor"
+    )
+    max_rejected: Fraction = Field(
+        0.01, description="share of unusable files above which nothing is made"
+    )
+    download: bool = Field(
+        False, description="whether cifar10 and dtd are fetched where they are not at hand"
+    )
 
     @model_validator(mode="after")
     def _background_is_a_color(self) -> Self:

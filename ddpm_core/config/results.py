@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ddpm_core.config.deciding import deciding, flat
 from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
+
+# Settings of `sample` that are not the sampler's: which images are wanted, how many, and how they
+# are cut, drawn and stored. Every other one tells scores and images apart.
+_NOT_OF_SAMPLER = {
+    "checkpoints",
+    "count",
+    "batch_size",
+    "seed",
+    "shards",
+    "png",
+    "precision",
+    "compile",
+}
 
 
 class Sample(Section):
@@ -16,12 +31,18 @@ class Sample(Section):
     checkpoints: Annotated[
         Literal["latest", "all", "best"] | Annotated[tuple[Positive, ...], Field(min_length=1)],
         BeforeValidator(as_tuple),
-    ] = "all"
-    count: Positive = 500
-    batch_size: Positive = 250
-    sampler: Literal["ddpm", "ddim", "dpmpp"] = "dpmpp"
-    steps: Positive = 20
-    spacing: Literal["uniform", "quadratic", "quadratic_official"] = "uniform"
+    ] = Field("all", description="latest, all, best, or a list of steps as in [200, 800]")
+    count: Positive = Field(
+        500, description="images of each checkpoint; scores compare at equal counts alone"
+    )
+    batch_size: Positive = Field(250, description="images drawn at once")
+    sampler: Literal["ddpm", "ddim", "dpmpp"] = Field(
+        "dpmpp", description="how noise becomes an image"
+    )
+    steps: Positive = Field(20, description="evaluations of the network for an image")
+    spacing: Literal["uniform", "quadratic", "quadratic_official"] = Field(
+        "uniform", description="which timesteps, of ddpm and ddim"
+    )
     eta: Fraction = Field(0.0, description="DDIM's noise: 0 none, 1 that of DDPM")
     variance: Literal["auto", "large", "small"] = Field(
         "auto",
@@ -35,11 +56,19 @@ class Sample(Section):
         None, description="texts to draw, in turn; null: captions as frequent as in training"
     )
     ema: Auto | Literal["none"] | float = Field("auto", description="auto: the first of train.ema")
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="number format, as in train"
+    )
     compile: Auto | bool = Field("auto", description="auto: on a GPU, for a lot of images")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
-    shards: Positive = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1, description="of the images' noise")
+    shards: Positive = Field(
+        1, description="parts that may be drawn apart: ddpm sample --shard 0/4"
+    )
     png: bool = Field(False, description="also single PNG files")
+
+    def of_sampler(self) -> dict[str, Any]:
+        """The settings that the chosen sampler draws by, as plain data."""
+        return _used(self.model_dump(mode="json", exclude=_NOT_OF_SAMPLER))
 
     def guidance_lacks(self, conditioning: str, label_drop: float) -> str:
         """The setting of a training that guidance can't work with; empty where it can, or is none.
@@ -53,15 +82,33 @@ class Sample(Section):
         return "" if label_drop else "train.label_drop"
 
 
+SAMPLER_DEFAULTS: dict[str, Any] = Sample().model_dump(mode="json", exclude=_NOT_OF_SAMPLER)
+
+
+def as_sampled(record: Mapping[str, Any]) -> dict[str, Any]:
+    """An earlier `of_sampler` as it would be written today: what it lacks had its default."""
+    return _used({**SAMPLER_DEFAULTS, **record})
+
+
+def _used(given: Mapping[str, Any]) -> dict[str, Any]:
+    used = deciding(flat(given, "sample."))
+    return {name.removeprefix("sample."): value for name, value in used.items()}
+
+
 class Evaluate(Section):
     """How sampled checkpoints are scored."""
 
-    extractor: Literal["auto", "inception", "in_domain"] = "auto"
+    extractor: Literal["auto", "inception", "in_domain"] = Field(
+        "auto", description="what images are compared by; auto: inception where weights are given"
+    )
     metrics: Annotated[
         tuple[Literal["fid", "kid", "is", "prdc", "memorisation"], ...],
         BeforeValidator(as_tuple),
         Field(min_length=1),
-    ] = ("fid", "kid", "is", "prdc", "memorisation")
+    ] = Field(
+        ("fid", "kid", "is", "prdc", "memorisation"),
+        description="scores to compute; fid or kid ranks the checkpoints",
+    )
     neighbours: Positive = Field(5, description="k of precision, recall, density and coverage")
     inception_weights: str | None = Field(
         None, description="a file, or a URI; #sha256=HEX at the end is checked"
@@ -82,6 +129,8 @@ class Evaluate(Section):
 
 
 class Register(Section):
+    """The model in MLflow's registry."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = Field(
         "ddpm", description="letters, digits, dots, - and _"
     )
@@ -106,7 +155,9 @@ class Register(Section):
 
 
 class Tracking(Section):
+    """Where MLflow is."""
+
     uri: str = Field(
         "sqlite:///mlflow.db", description="an MLflow tracking URI; empty: no tracking"
     )
-    experiment: str = "ddpm"
+    experiment: str = Field("ddpm", description="MLflow's experiment of the runs")

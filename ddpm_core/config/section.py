@@ -16,6 +16,10 @@ def as_tuple(value: object) -> object:
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys, wrong types and NaN are mistakes."""
+    """Base of every section: unknown keys, wrong types and NaN are mistakes.
+
+    The default of a new field is what was done before it: deciding.py says why, and where a field
+    goes that only some methods use.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

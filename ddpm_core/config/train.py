@@ -14,23 +14,35 @@ YEAR = 366 * 86400.0  # seconds; what waits counts in finer ones, which run over
 
 
 class Optimizer(Section):
-    name: Literal["adam", "adamw"] = "adam"
-    lr: Annotated[float, Field(gt=0.0)] = 1.0e-3
+    """Adam, its learning rate and its limits."""
+
+    name: Literal["adam", "adamw"] = Field(
+        "adam", description="adamw: weight decay apart from the gradient"
+    )
+    lr: Annotated[float, Field(gt=0.0)] = Field(1.0e-3, description="learning rate")
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]],
         BeforeValidator(as_tuple),
-    ] = (0.9, 0.999)
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    ] = Field((0.9, 0.999), description="decays of the averages of the gradient and of its square")
+    weight_decay: Annotated[float, Field(ge=0.0)] = Field(
+        0.0, description="pull of the weights towards 0"
+    )
     warmup: Annotated[int, Field(ge=0)] = Field(100, description="steps of linear warm-up")
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "cosine"] = Field(
+        "constant", description="learning rate after the warm-up"
+    )
     clip: Annotated[float, Field(ge=0.0)] = Field(
         1.0, description="largest gradient norm; 0: no clipping"
     )
 
 
 class Loss(Section):
-    kind: Literal["l2", "huber"] = "l2"
-    weighting: Literal["uniform", "min_snr", "p2"] = "min_snr"
+    """What training minimises."""
+
+    kind: Literal["l2", "huber"] = Field("l2", description="distance between prediction and target")
+    weighting: Literal["uniform", "min_snr", "p2"] = Field(
+        "min_snr", description="how much each noise level counts"
+    )
     gamma: Annotated[float, Field(gt=0.0)] | None = Field(
         None, description="min_snr's bound (5) or p2's power (1), where none is given"
     )
@@ -38,14 +50,20 @@ class Loss(Section):
 
 
 class Timesteps(Section):
-    sampler: Literal["uniform"] = "uniform"
+    """Which noise levels a batch has."""
+
+    sampler: Literal["uniform"] = Field(
+        "uniform", description="how the noise levels of a batch are drawn"
+    )
 
 
 class Train(Section):
     """One run of training; `batch_size` is that of all workers and microbatches together."""
 
-    steps: Positive = 800
-    batch_size: Positive = 32
+    steps: Positive = Field(800, description="updates of the weights")
+    batch_size: Positive = Field(
+        32, description="images a step, of all workers and microbatches together"
+    )
     microbatches: Positive = Field(1, description="gradient accumulation, for memory alone")
     processes: Auto | Positive = Field(1, description="auto: one a GPU")
     worker_timeout: Annotated[float, Field(gt=0.0, le=YEAR)] = Field(
@@ -54,24 +72,32 @@ class Train(Section):
     restarts: Annotated[int, Field(ge=0)] = Field(
         3, description="how often `processes` start again after one died"
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    compile: Auto | bool = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="number format; auto: bf16 where it is the faster one, else fp32"
+    )
+    compile: Auto | bool = Field("auto", description="auto: on a GPU, where PyTorch can")
     reduction: Literal["flat", "exact"] = Field(
         "flat", description="exact: the same bits on any number of workers, at a high price"
     )
-    init: str | None = Field(None, description="start from a models:/ URI or a diffusers folder")
+    init: str | None = Field(
+        None, description="start from models:/NAME@ALIAS, a checkpoint folder or a diffusers folder"
+    )
     optimizer: Optimizer = Optimizer()
     ema: Annotated[
         tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...], BeforeValidator(as_tuple)
-    ] = (0.99,)
+    ] = Field(
+        (0.99,), description="decays of the averaged weights; 0.9999 for runs of 100,000s of steps"
+    )
     ema_warmup: bool = Field(
         False, description="decay (1 + step) / (10 + step) until it reaches ema"
     )
-    flip: bool = False
-    label_drop: Fraction = 0.1
+    flip: bool = Field(False, description="mirror half of the images: not for digits")
+    label_drop: Fraction = Field(
+        0.1, description="share trained without its class or text, for guidance"
+    )
     loss: Loss = Loss()
     timesteps: Timesteps = Timesteps()
-    log_every: Positive = 20
+    log_every: Positive = Field(20, description="steps between rows of the log")
     grid: Annotated[int, Field(ge=0)] = Field(36, description="images in a milestone's preview")
     snapshot_every: int | str = Field(
         200, description="steps, or a time such as 90s, 5m or 1h, looked at with each logged step"
@@ -90,6 +116,10 @@ class Train(Section):
         if isinstance(self.snapshot_every, int):
             return None
         return duration(self.snapshot_every)
+
+    def is_milestone(self, step: int) -> bool:
+        """Whether the snapshot of a step is kept for evaluation; that of the last step is one."""
+        return step % self.milestone_every == 0 or step == self.steps
 
     @model_validator(mode="after")
     def _settings_fit(self) -> Self:

@@ -5,19 +5,15 @@ Drawn with Pillow alone: prepare runs where torch is slow to import, or not ther
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
-from ddpm_core.data.names import one_line
+from ddpm_core.data.lettering import fonts_for, lettered
 
-Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 Pixels = NDArray[np.uint8]
 Indices = NDArray[np.int64]
 
@@ -25,8 +21,7 @@ COLUMNS = 12
 MOST_CLASSES = 60
 LARGEST = 128  # pixels a side of a tile: the largest sheet is 1,562 x 9,142
 _SMALLEST, _NARROWEST = 48, 480  # pixels
-_TEXT, _TITLE, _GAP = 15, 22, 2
-_DEJAVU = "mpl-data/fonts/ttf/DejaVuSans.ttf"
+_TITLE, _GAP = 22, 2
 _PAPER, _INK = (255, 255, 255), (0, 0, 0)
 
 
@@ -59,44 +54,18 @@ def sheet(rows: Sequence[tuple[str, Pixels]], more: str = "") -> Image.Image:
         max(_NARROWEST, widest * (side + _GAP) + _GAP),
         len(rows) * (side + _TITLE + _GAP) + (_TITLE if more else 0),
     )
-    canvas, font = Image.new("RGB", size, _PAPER), readable_font()
+    canvas, fonts = Image.new("RGB", size, _PAPER), fonts_for("".join(t for t, _ in rows))
     draw, top = ImageDraw.Draw(canvas), 0
     for title, tiles in rows:
-        draw.text((_GAP, top + 2), legible(title, font), fill=_INK, font=font)
+        text, font = lettered(title, fonts)
+        draw.text((_GAP, top + 2), text, fill=_INK, font=font)
         for column, tile in enumerate(tiles):
             large = _picture(tile).resize((side, side), Image.Resampling.NEAREST)
             canvas.paste(large, (_GAP + column * (side + _GAP), top + _TITLE))
         top += side + _TITLE + _GAP
-    draw.text((_GAP, top + 2), legible(more, font), fill=_INK, font=font)
+    text, font = lettered(more, fonts)
+    draw.text((_GAP, top + 2), text, fill=_INK, font=font)
     return canvas
-
-
-def readable_font() -> Font:
-    """DejaVu Sans, which has the letters of most alphabets, where matplotlib brings it; else the
-    font of Pillow, which has those of ASCII."""
-    package = importlib.util.find_spec("matplotlib")
-    path = Path(package.origin or "").parent / _DEJAVU if package else None
-    if path is not None and path.is_file():
-        with suppress(OSError, ImportError):
-            return ImageFont.truetype(str(path), _TEXT)
-    return ImageFont.load_default(_TEXT)
-
-
-def legible(text: str, font: Font) -> str:
-    """The text on one line, letters that the font lacks as `\\u732b`: it draws them all alike."""
-    absent = _drawn("\U0010fffd", font)
-    return "".join(
-        c if c.isascii() or _drawn(c, font) != absent else c.encode("unicode_escape").decode()
-        for c in one_line(text)
-    )
-
-
-def _drawn(letter: str, font: Font) -> bytes:
-    try:
-        mask = font.getmask(letter)
-    except UnicodeEncodeError:  # a font of Pillow without FreeType
-        return b""
-    return repr(mask.size).encode() + bytes(mask)
 
 
 def _picture(tile: Pixels) -> Image.Image:

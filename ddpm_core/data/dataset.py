@@ -18,6 +18,7 @@ from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.reading import Count, FileRecord, Schema, array_head, must_be_inside
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, Workspace
+from ddpm_core.workspace import fingerprint as fingerprint_of
 
 Indices = NDArray[np.int64]
 Split = Literal["train", "holdout"]
@@ -75,6 +76,19 @@ class PackedArray:
         return rows
 
 
+# What training and every score go by, which a hand may have changed in the manifest.
+BOUND = (
+    "fingerprint",
+    "holdout_fingerprint",
+    "image_size",
+    "channels",
+    "classes",
+    "class_counts",
+    "holdout_class_counts",
+    "arrays",
+)
+
+
 class Prepared(Schema):
     """The manifest of prepared data."""
 
@@ -87,6 +101,7 @@ class Prepared(Schema):
     holdout_class_counts: list[Count]
     arrays: dict[str, list[str]]
     files: dict[str, FileRecord]
+    bound: str | None = None  # of BOUND; data of earlier versions have none
     source: dict[str, Any] | None = None
     prepare: dict[str, Any] | None = None
 
@@ -179,10 +194,25 @@ def data_fingerprint(workspace: Workspace) -> str:
     return str(_manifest(workspace)[PREFIX["train"] + "fingerprint"])
 
 
+def bound(facts: dict[str, Any]) -> str:
+    """A fingerprint of the facts that belong together, to be put beside them."""
+    return fingerprint_of({key: facts[key] for key in BOUND})
+
+
+def was_changed(manifest: dict[str, Any]) -> bool:
+    """Whether a Prepared manifest says something else than what was written with the arrays."""
+    return manifest.get("bound") not in (None, bound(manifest))
+
+
 def _manifest(workspace: Workspace) -> dict[str, Any]:
     manifest = workspace.read_json(f"{DATA}/{MANIFEST}", Prepared)
     if not manifest:
         raise UserError(f"There are no prepared data in {workspace.uri}: run `ddpm prepare` first.")
+    if was_changed(manifest):
+        raise Corrupt(
+            f"{DATA}/{MANIFEST} was changed after it was written, and may stand for other data: "
+            "run `ddpm prepare` again."
+        )
     missing = workspace.damage(DATA, manifest)
     if missing:
         raise UserError(f"{missing} Run `ddpm prepare` again.")

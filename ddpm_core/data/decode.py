@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import io
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, JpegImagePlugin, UnidentifiedImageError
 
 from ddpm_core.data.sources import FILE_BYTES
 
@@ -32,6 +34,8 @@ _FOREIGN = {
 }
 _TGA_END = b"TRUEVISION-XFILE.\0"
 _OVERSHOOT = 2.0  # up to which fractions may have been meant
+_WHITE = (255, 255, 255)
+_LEAST = 16  # `smallest` of the JPEG by which a picture is known
 
 Color = tuple[int, int, int]
 
@@ -57,11 +61,41 @@ def decode(content: bytes | Path, background: Color, smallest: int = 0) -> Image
     A JPEG may be reduced while it is decoded, down to sides of 2 x `smallest`; 0: never.
     Raises Undecodable with the reason.
     """
+    with _decodable(content) as stream:
+        return _to_rgb(_load(stream, smallest)[0], background)
+
+
+def decode_and_know(
+    content: bytes | Path, background: Color, smallest: int
+) -> tuple[Image.Image, bytes]:
+    """As `decode`, and a digest of the picture that depends on no setting.
+
+    It is of the pixels over white, of a JPEG as it is reduced for squares of _LEAST pixels: the
+    same for a copy in another lossless format, or with other metadata.
+    """
+    with _decodable(content) as stream:
+        found, known = _load(stream, smallest)
+        picture = _to_rgb(found, background)
+        if not known:
+            return picture, digest_of(_to_rgb(_load(stream, _LEAST)[0], _WHITE))
+        if background != _WHITE and found.has_transparency_data:
+            return picture, digest_of(_to_rgb(found, _WHITE))
+        return picture, digest_of(picture)
+
+
+def digest_of(picture: Image.Image) -> bytes:
+    """SHA-256 of an RGB picture's size and pixels."""
+    return hashlib.sha256(repr(picture.size).encode() + picture.tobytes()).digest()
+
+
+@contextlib.contextmanager
+def _decodable(content: bytes | Path) -> Iterator[IO[bytes]]:
+    """The opened picture; whatever its decoder raises meanwhile is told as Undecodable."""
     with _open(content) as stream, warnings.catch_warnings():
         # What is too large is said by PIXELS, and damaged EXIF data spoil no picture.
         warnings.simplefilter("ignore")
         try:
-            return _to_rgb(_load(stream, smallest), background)
+            yield stream
         except Undecodable:
             raise
         except UnidentifiedImageError as error:
@@ -95,8 +129,10 @@ def _size(path: Path) -> int:
         raise Undecodable(f"cannot be read: {error.strerror}") from error
 
 
-def _load(stream: IO[bytes], smallest: int) -> Image.Image:
+def _load(stream: IO[bytes], smallest: int) -> tuple[Image.Image, bool]:
+    """The upright picture, and whether it is also the one of _LEAST."""
     image: Image.Image = Image.open(stream, formats=_formats())
+    reductions = {_reduction(image, least) for least in (smallest, _LEAST)}
     if smallest:
         image.draft(None, (2 * smallest, 2 * smallest))
     width, height = image.size
@@ -105,7 +141,15 @@ def _load(stream: IO[bytes], smallest: int) -> Image.Image:
     image.load()
     with contextlib.suppress(Exception):  # an orientation nobody can read is none
         ImageOps.exif_transpose(image, in_place=True)
-    return image
+    return image, len(reductions) == 1
+
+
+def _reduction(image: Image.Image, smallest: int) -> int:
+    """By how much Pillow reduces a JPEG that is to be decoded for squares of `smallest` pixels."""
+    if not smallest or not isinstance(image, JpegImagePlugin.JpegImageFile):
+        return 1
+    most = min(image.size) // (2 * smallest)
+    return next(scale for scale in (8, 4, 2, 1) if most >= scale or scale == 1)
 
 
 def _to_rgb(image: Image.Image, background: Color) -> Image.Image:

@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.cells import cell_len
+
 from ddpm_core import yaml_text
 from ddpm_core.data.names import one_line
 from ddpm_core.data.rejected import SHOWN
@@ -86,11 +88,12 @@ def _yaml(value: Any) -> str:
 
 def _class_table(report: DataReport) -> list[str]:
     splits = list(report.splits)
-    width = max([len(name) for name in class_totals(report)] + [8])
+    width = max([cell_len(name) for name in class_totals(report)] + [8])
     table = ["  " + " " * width + "".join(f"{_HEADINGS[split]:>11}" for split in splits)]
     for name in sorted({name for counts in report.splits.values() for name in counts}):
         cells = "".join(f"{report.splits[split].get(name, 0):>11,}" for split in splits)
-        table.append(f"  {name or '(none)':<{width}}{cells}")
+        shown = name or "(none)"
+        table.append(f"  {shown}{' ' * (width - cell_len(shown))}{cells}")
     return table
 
 

@@ -141,7 +141,7 @@ def _link(
     if stat.S_ISDIR(mode) or suffix in names.PICTURE_SUFFIXES:
         yield Rejection(name, f"a symbolic link that {where}"), 0
     # A whole class may be missing, or all captions.
-    if stat.S_ISDIR(mode) or not (mode or suffix) or child.name == CAPTIONS:
+    if stat.S_ISDIR(mode) or not (mode or suffix) or child.name in CAPTIONS:
         yield Note(f"{name} is a symbolic link that {where}: what it leads to is not used."), 0
 
 

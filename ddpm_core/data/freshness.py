@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ddpm_core.config import Config
-from ddpm_core.data.dataset import Prepared
+from ddpm_core.config import Config, Prepare
+from ddpm_core.data.dataset import Prepared, was_changed
 from ddpm_core.data.opening import changed
 from ddpm_core.data.place import written_places
 from ddpm_core.storage import MANIFEST
@@ -15,15 +15,18 @@ _FREE = ("workers", "max_rejected", "download")  # settings that do not change t
 def stale(config: Config, workspace: Workspace) -> str | None:
     """Why prepare has to run, without a full stop; None where the data are up to date.
 
-    A source that is no longer within reach is no reason: the data were made from it.
+    A source that is no longer within reach is no reason: the data were made from it. A setting
+    that was not there yet had its default.
     """
     manifest = workspace.read_json(f"{DATA}/{MANIFEST}", Prepared)
     if not {"fingerprint", "prepare", "source", "files"} <= set(manifest):
         return "there are no data yet"
-    before, now = manifest["prepare"], config.prepare.model_dump(mode="json")
-    for key, value in now.items():
-        if key not in _FREE and value != before.get(key):
-            return f"prepare.{key} is {value!r}, it was {before.get(key)!r}"
+    before = {**Prepare().model_dump(mode="json"), **manifest["prepare"]}
+    for key, value in config.prepare.model_dump(mode="json").items():
+        if key not in _FREE and value != before[key]:
+            return f"prepare.{key} is {value!r}, it was {before[key]!r}"
+    if was_changed(manifest):
+        return f"{DATA}/{MANIFEST} was changed since"
     missing = workspace.damage(DATA, manifest)
     if missing:
         return missing.rstrip(".")

@@ -44,7 +44,7 @@ def open_source(settings: Prepare, root: Path, own: Sequence[str] = ()) -> Itera
     elif uri.startswith(("s3://", "dvc:")):
         with staged_folder(root / "source") as place:
             try:
-                yield _tracked(uri, place) if uri[0] == "d" else open_s3(uri, place, own)
+                yield open_s3(uri, place, own) if uri.startswith("s3://") else _tracked(uri, place)
             finally:
                 remove(place)
     else:

@@ -16,6 +16,7 @@ from ddpm_core.data.arrays import Scratch, fingerprint, new_digest, write_rows
 from ddpm_core.data.captions import encode, is_cut
 from ddpm_core.data.dataset import PREFIX
 from ddpm_core.data.split import duplicates, hold_out
+from ddpm_core.workspace import CONTACT
 
 Indices = NDArray[np.int64]
 
@@ -120,7 +121,7 @@ class _Writer:
             rows.append((f"{title} ({count:,})", np.concatenate(tiles)))
         hidden = len(np.unique(labels)) - len(rows)
         more = f"and {hidden:,} more classes" if hidden else ""
-        contact.sheet(rows, more).save(self.folder / "contact.png")
+        contact.sheet(rows, more).save(self.folder / Path(CONTACT).name)
 
 
 def _told(facts: dict[str, Any], pictures: Pictures) -> list[str]:
@@ -131,7 +132,7 @@ def _told(facts: dict[str, Any], pictures: Pictures) -> list[str]:
     if copies["in_both_splits"]:
         notes.append(
             f"{copies['in_both_splits']:,} held-out pictures are also among those for training, "
-            "as the folders of the source say: memorisation will be overstated."
+            "as the folders of the source say: evaluation compares with the others alone."
         )
     if not facts["holdout_count"]:
         notes.append("No picture is held out: evaluation has no floor and no memorisation check.")

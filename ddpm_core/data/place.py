@@ -8,7 +8,7 @@ from pathlib import Path
 from ddpm_core.config import Config
 from ddpm_core.data.names import is_clutter, one_line
 from ddpm_core.errors import UserError
-from ddpm_core.mlflow_run import sqlite_path
+from ddpm_core.mlflow_client import sqlite_path
 from ddpm_core.reading import Manifest
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, EVALUATION, SAMPLES, SNAPSHOTS, SUPERSEDED, Workspace

@@ -17,6 +17,7 @@ from ddpm_core.config import Config, Prepare
 from ddpm_core.data.arrays import Scratch
 from ddpm_core.data.captions import captions
 from ddpm_core.data.cifar import recognise
+from ddpm_core.data.dataset import bound
 from ddpm_core.data.freshness import stale
 from ddpm_core.data.layout import Layout, arrange, select
 from ddpm_core.data.names import one_line
@@ -96,7 +97,13 @@ def _fill(folder: Path, facts: dict[str, Any], opened: Source, config: Config) -
         if settings.channels == "auto" and pictures.gray:
             channels = 1
         told, notes = pack(folder, scratch, pictures, settings.holdout, channels)
-    facts.update(told, source=source.facts, rejected=len(rejected), ignored=dict(listing.ignored))
+    facts.update(
+        told,
+        bound=bound(told),
+        source=source.facts,
+        rejected=len(rejected),
+        ignored=dict(listing.ignored),
+    )
     return [*layout.notes, *_lost_classes(layout, pictures), *notes, *_few(facts, config)]
 
 

@@ -16,7 +16,8 @@ from ddpm_core.data import names
 from ddpm_core.errors import UserError
 
 TEXT_BYTES = 2**20  # a caption or a list of files; larger texts are not read
-CAPTIONS = "captions.jsonl"
+# Files of captions; of those that name a picture the last one counts.
+CAPTIONS = ("metadata.csv", "metadata.jsonl", "captions.jsonl")
 CAPTIONS_BYTES = 2**30
 FILE_BYTES = 2**29  # a picture; larger files are not read
 _BATCH = re.compile(r"(^|/)(data_batch_\d|test_batch)(\.bin)?$")
@@ -133,7 +134,7 @@ def _is_picture(item: Found, texts: dict[str, bytes]) -> bool:
     suffix = names.suffix(item.name)
     if suffix in names.PICTURE_SUFFIXES:
         return True
-    is_captions = item.name.rpartition("/")[2] == CAPTIONS
+    is_captions = item.name.rpartition("/")[2] in CAPTIONS
     limit = CAPTIONS_BYTES if is_captions else TEXT_BYTES
     wants_text = (is_captions or suffix == "txt") and item.size <= limit
     try:

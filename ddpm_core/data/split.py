@@ -19,7 +19,8 @@ def hold_out(
 
     Where the source does not say, a picture is held out if its digest, as a number in [0, 1), is
     below `fraction`: the same whatever else is there, and the same for copies. A class whose every
-    picture would be held out is kept for training, with all copies of its pictures.
+    picture would be held out is kept for training, with all copies of its pictures; only they move
+    when another picture comes to such a class.
     """
     chosen = np.array(
         [

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ddpm_core.data.decode import Color, Undecodable, decode
+from ddpm_core.data.decode import Color, Undecodable, decode_and_know
 from ddpm_core.data.sources import Payload, Rejection
 
 Pixels = NDArray[np.uint8]
@@ -26,11 +26,17 @@ class Square:
     channels: int
 
 
+# Pixels that lie in no file are known by this square of them: by another one the digits, which are
+# of this size in the demo, would be split otherwise, and have other scores.
+_KNOWN = Square(16, "squash", (255, 255, 255), 3)
+
+
 @dataclass(frozen=True, slots=True)
 class Squares:
     """What became of a chunk: `pixels` (k, S, S, C) and, for each, position, digest and reason.
 
-    A digest is the SHA-256 of the pixels, empty where there is a reason why there are none.
+    A digest tells a picture from others whatever it is made into, by every Square the same; it is
+    empty where there is a reason why there are no pixels.
     """
 
     positions: list[int]
@@ -45,29 +51,30 @@ def squares(rule: Square, chunk: Sequence[tuple[int, Payload]]) -> Squares:
     shape = (len(chunk), rule.size, rule.size, rule.channels)
     result = Squares([], np.zeros(shape, np.uint8), [], [], [])
     for pixels, (position, payload) in zip(result.pixels, chunk, strict=True):
-        reason = _fill(pixels, rule, payload)
+        digest, reason = _fill(pixels, rule, payload)
         result.positions.append(position)
         result.reasons.append(reason)
-        result.digests.append(b"" if reason else hashlib.sha256(pixels).digest())
+        result.digests.append(digest)
         result.gray.append(bool((pixels == pixels[:, :, :1]).all()))
     return result
 
 
-def _fill(pixels: Pixels, rule: Square, payload: Payload) -> str:
-    """Write one square into `pixels` (S, S, C); the reason where that is impossible, or ""."""
+def _fill(pixels: Pixels, rule: Square, payload: Payload) -> tuple[bytes, str]:
+    """Write one square into `pixels` (S, S, C); its digest, and the reason where there is none."""
     if isinstance(payload, Rejection):
-        return payload.reason
+        return b"", payload.reason
     try:
         if isinstance(payload, np.ndarray):
             image = Image.fromarray(payload).convert("RGB")
+            digest = hashlib.sha256(make_square(image, _KNOWN).tobytes()).digest()
         else:
-            image = decode(payload, rule.background, smallest=rule.size)
+            image, digest = decode_and_know(payload, rule.background, rule.size)
         square = make_square(image, rule)
     except Undecodable as error:
-        return str(error)
+        return b"", str(error)
     values = np.asarray(square if rule.channels == 3 else square.convert("L"))
     pixels[:] = values.reshape(pixels.shape)
-    return ""
+    return digest, ""
 
 
 def make_square(image: Image.Image, rule: Square) -> Image.Image:
@@ -80,7 +87,8 @@ def make_square(image: Image.Image, rule: Square) -> Image.Image:
     if rule.resize == "squash" or width == height:
         return _scale(image, (size, size), (0, 0, width, height))
     if rule.resize == "crop":
-        left, top = (width - side) / 2, (height - side) / 2
+        # Whole pixels: half of one would blur what has the wanted size already.
+        left, top = (width - side) // 2, (height - side) // 2
         return _scale(image, (size, size), (left, top, left + side, top + side))
     longest = max(image.size)
     inner = (max(1, round(width * size / longest)), max(1, round(height * size / longest)))

@@ -17,6 +17,7 @@ class Line:
 
     name: str
     points: list[tuple[int, float]]
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Drawn:
     name: str
     path: str
     dots: list[Dot]
+    dashed: bool
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Chart:
     lines: list[Drawn]
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
-    floor: tuple[str, float, str] | None  # name, height, value
+    floors: list[tuple[str, float, str]]  # name, height, value
     mark: Dot | None
     description: str
     edges: dict[str, int]  # left, right, top, bottom
@@ -58,18 +60,20 @@ def chart(
     title: str,
     remark: str,
     lines: Sequence[Line],
-    floor: tuple[str, float] | None,
+    floors: Sequence[tuple[str, float]],
     best: int | None,
     top: float | None = None,
 ) -> Chart:
     """Lines over steps, from 0 on the y axis (or from below, for negative values) to `top`.
 
-    Positive values that span more than a factor of 20 are drawn on a logarithmic axis. `best` is
-    the step of the first line that is marked.
+    `floors` are names and values of level lines: one for all lines, or one for each of them.
+    Without a `top`, positive values that span more than a factor of 20 are drawn on a logarithmic
+    axis. `best` is the step of the first line that is marked.
     """
     steps = [step for line in lines for step, _ in line.points]
-    values = [value for line in lines for _, value in line.points] + ([floor[1]] if floor else [])
-    logarithmic = spans(values)
+    values = [value for line in lines for _, value in line.points]
+    values += [value for _, value in floors]
+    logarithmic = top is None and spans(values)
     if logarithmic:
         y_ticks = log_ticks(min(values), max(values))
     else:
@@ -91,7 +95,7 @@ def chart(
 
     def drawn(line: Line) -> Drawn:
         dots = [Dot(x(s), y(v), f"step {s:,}: {label(v)}") for s, v in line.points]
-        return Drawn(line.name, "M" + " L".join(f"{d.x} {d.y}" for d in dots), dots)
+        return Drawn(line.name, "M" + " L".join(f"{d.x} {d.y}" for d in dots), dots, line.dashed)
 
     x_ticks = _step_ticks(first, last)
     marked = [(s, v) for s, v in lines[0].points if s == best]
@@ -101,7 +105,7 @@ def chart(
         lines=[drawn(line) for line in lines],
         x_ticks=list(zip(map(x, x_ticks), tick_labels(x_ticks), strict=True)),
         y_ticks=list(zip(map(y, y_ticks), y_labels, strict=True)),
-        floor=floor and (floor[0], y(floor[1]), label(floor[1])),
+        floors=[(name, y(value), label(value)) for name, value in floors],
         mark=Dot(x(marked[0][0]), y(marked[0][1]), label(marked[0][1])) if marked else None,
         description=_describe(title, lines[0]),
         edges={"left": left, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM},

@@ -6,13 +6,15 @@ and the settings are the same, so an interrupted run goes on where it stopped.
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import numpy as np
 
+from ddpm_core import memory
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
-from ddpm_core.errors import UserError, require
+from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.evaluation import memorisation, pictures
 from ddpm_core.evaluation.freshness import outlived, row_key, sampled
 from ddpm_core.evaluation.metrics import SMALL
@@ -21,11 +23,17 @@ from ddpm_core.evaluation.rows import evidence, problem_row
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.generate.gather import Samples, open_samples
 from ddpm_core.generate.plan import chosen_steps
-from ddpm_core.ranking import Row, Scored, is_scored
+from ddpm_core.ranking import Row, Scored, is_as_measured, is_scored, with_checksum
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import EVALUATION, SAMPLES, Workspace, samples_key, step_name
 
 ROWS = f"{EVALUATION}/rows"
+MADE_UP = (KeyError, ValueError, TypeError, AttributeError)  # what a manifest from a stranger does
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EIO)
+
+
+class Unscorable(Exception):
+    """Samples that cannot be scored as they are, and why."""
 
 
 def evaluate(config: Config, workspace: Workspace) -> list[Row]:
@@ -34,6 +42,7 @@ def evaluate(config: Config, workspace: Workspace) -> list[Row]:
     A checkpoint without whole samples becomes a row with the problem; samples without a checkpoint
     are left out. Raises UserError where no checkpoint can be scored.
     """
+    workspace.storage.sweep_staged()
     if not sampled(workspace):
         raise UserError(
             f"There are no samples in {workspace.uri} of a checkpoint that is there: run "
@@ -41,6 +50,19 @@ def evaluate(config: Config, workspace: Workspace) -> list[Row]:
         )
     for package in ("jinja2", "matplotlib", "torch_fidelity"):  # before a classifier is trained
         require(package, "eval")
+    with memory.translate_errors(_advice(config)):
+        return _evaluated(config, workspace)
+
+
+def _advice(config: Config) -> str:
+    settings = config.evaluate
+    return (
+        f"evaluate.metrics {list(settings.metrics)}: leave out prdc, which takes the most, then "
+        f"kid and memorisation, or lower sample.count ({config.sample.count:,})."
+    )
+
+
+def _evaluated(config: Config, workspace: Workspace) -> list[Row]:
     scorer = Scorer(config, workspace)
     rows, new = [], []
     for step in _steps(config, workspace):
@@ -79,7 +101,7 @@ def _kept(scorer: Scorer, workspace: Workspace, step: int) -> Row | None:
     samples = workspace.read_json(f"{samples_key(step)}/{MANIFEST}")
     if not is_scored(row) or "samples_fingerprint" not in samples or outlived(workspace, step):
         return None
-    return row if row.get("key") == _key(scorer, samples) else None
+    return row if row.get("key") == _key(scorer, samples) and is_as_measured(row) else None
 
 
 def _key(scorer: Scorer, samples: dict[str, Any]) -> str:
@@ -93,39 +115,51 @@ def _key(scorer: Scorer, samples: dict[str, Any]) -> str:
 
 
 def _row(scorer: Scorer, workspace: Workspace, step: int) -> Row:
+    """A new row: what is wrong with the samples is its problem, all other trouble ends the run."""
     try:
         samples = _opened(workspace, step)
         _must_fit(samples, scorer)
-        return _scored(scorer, workspace, step, samples)
-    except UserError as error:
+    except Unscorable as error:
         return problem_row(step, str(error))
+    return _scored(scorer, workspace, step, samples)
 
 
 def _opened(workspace: Workspace, step: int) -> Samples:
-    """Samples that are whole. Raises UserError, also for a manifest that is none."""
+    """Samples that are whole. Raises Unscorable, also for a manifest that is none.
+
+    A server that does not answer or a full disk says nothing of the samples: that is raised as it
+    is, so that a checkpoint is not left out of the ranking for it.
+    """
     if outlived(workspace, step):
-        raise UserError(
+        raise Unscorable(
             f"Its samples are of weights that it does not have: run `ddpm sample`, or remove "
             f"{samples_key(step)}."
         )
     try:
         return open_samples(workspace, step)
-    except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
-        raise UserError(f"Its samples cannot be read: {error!r}.") from error
+    except Corrupt as error:
+        if getattr(error.__cause__, "errno", None) in PASSING:
+            raise
+        raise Unscorable(str(error)) from error
+    except (*MADE_UP, FileNotFoundError, NotADirectoryError) as error:
+        raise Unscorable(f"Its samples cannot be read: {error!r}.") from error
 
 
 def _must_fit(samples: Samples, scorer: Scorer) -> None:
-    """Raise UserError for samples of other data, or of another shape, than the prepared ones."""
+    """Raise Unscorable for too few samples, or of other data or another shape than the prepared."""
+    if len(samples) < 2:
+        there = "one" if len(samples) else "none"
+        raise Unscorable(f"A score needs at least 2 images; there is {there}.")
     theirs, ours = samples.evidence["data_fingerprint"], scorer.train.fingerprint
     if theirs != ours:
-        raise UserError(
+        raise Unscorable(
             f"Its samples are of a network trained on the data {theirs}; the prepared data are "
             f"{ours}. Train and sample again, or prepare those data."
         )
     shape = (scorer.train.image_size, scorer.train.image_size, scorer.train.channels)
     for shard in samples.shards:
         if shard.dtype != np.uint8 or shard.shape[1:] != shape:
-            raise UserError(
+            raise Unscorable(
                 f"Its samples are {shard.dtype} of {shard.shape[1:]}; the prepared images are "
                 f"uint8 of {shape}."
             )
@@ -135,14 +169,14 @@ def _scored(scorer: Scorer, workspace: Workspace, step: int, samples: Samples) -
     scores = scorer.score(samples.shards, f"step {step}")
     first = _first(samples, memorisation.EXAMINED)
     pictures.write_grid(workspace, step, first)
-    memory = None
+    facts = None
     if scorer.remembers:
-        memory, found = scorer.memorisation(first)
+        facts, found = scorer.memorisation(first)
         pictures.write_neighbours(workspace, f"{step:08d}", first, found, scorer.train)
-    return {
+    row = {
         "step": step,
         **scores,
-        "memorisation": memory,
+        "memorisation": facts,
         "evidence": evidence(
             samples.evidence,
             scorer.train.fingerprint,
@@ -153,6 +187,7 @@ def _scored(scorer: Scorer, workspace: Workspace, step: int, samples: Samples) -
         "problem": None,
         "key": _key(scorer, samples.evidence),
     }
+    return with_checksum(row)
 
 
 def _first(samples: Samples, most: int) -> Any:

@@ -10,23 +10,28 @@ from ddpm_core.evaluation.extractors import chosen
 from ddpm_core.evaluation.rows import Results
 from ddpm_core.evaluation.shared import FOLDER
 from ddpm_core.evaluation.weights import locate
-from ddpm_core.ranking import ranked, wanted
+from ddpm_core.ranking import is_as_measured, is_scored, ranked, wanted
 from ddpm_core.reading import Manifest
 from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.workspace import (
     DATA,
-    EVALUATION,
     METRICS,
+    REPORT,
     RESULTS,
     SAMPLES,
     SNAPSHOTS,
+    TABLE,
     Workspace,
     fingerprint,
     samples_key,
     snapshot_key,
 )
 
-RECIPE = 3  # raised when the same samples would give other scores
+RECIPE = 4  # raised when the same samples would give other scores
+
+
+# The files that an evaluation is asked for; their sizes stand in results.json.
+OUTPUTS = (REPORT, TABLE, METRICS)
 
 
 def row_key(settings: Evaluate, samples: str, data: str, holdout: str, extractor: str) -> str:
@@ -56,9 +61,9 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     results = workspace.read_json(RESULTS, Results)
     if not results.get("rows"):
         return "nothing is scored yet"
-    for name in (f"{EVALUATION}/report.html", f"{EVALUATION}/evaluation_results.csv", METRICS):
-        if not workspace.storage.exists(name):
-            return f"{name} is missing"
+    damage = _damage(workspace, results)
+    if damage:
+        return damage
     data = workspace.read_json(f"{DATA}/{MANIFEST}")
     settings = config.evaluate
     extractor = _extractor(settings, workspace)
@@ -79,6 +84,21 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     if _listed(results, wanted(config.sample, results)) != _listed(results, results.get("sample")):
         return "the checkpoints are ranked for other settings of sample"
     return None
+
+
+def _damage(workspace: Workspace, results: dict[str, Any]) -> str | None:
+    """Which file is absent or cut, or whose score was changed since it was written."""
+    sizes = results.get("sizes")
+    if not sizes:
+        return "the last evaluation did not end, or was of an older version"
+    for name in OUTPUTS:
+        size = workspace.storage.size(name)
+        if size is None:
+            return f"{name} is missing"
+        if size != sizes.get(name):
+            return f"{name} has {size} bytes; {sizes.get(name)} were written"
+    changed = [r for r in results["rows"] if is_scored(r) and not is_as_measured(r)]
+    return f"the score of step {changed[0]['step']} was changed" if changed else None
 
 
 def _listed(results: dict[str, Any], sample: dict[str, Any] | None) -> list[int]:

@@ -8,12 +8,11 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from safetensors.torch import save_file
 
 from ddpm_core.errors import Corrupt
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.in_domain import InDomain, Network
-from ddpm_core.reading import Schema, read_object, read_tensors, validated
+from ddpm_core.reading import Schema, read_object, read_tensors, save_tensors, validated
 from ddpm_core.storage import sha256_of
 
 WEIGHTS = "extractor.safetensors"
@@ -33,7 +32,7 @@ class Facts(Schema):
 
 def save_extractor(trained: InDomain, folder: Path) -> None:
     """Write both files into a folder that exists."""
-    save_file(dict(trained.network.state_dict()), folder / WEIGHTS)
+    save_tensors(trained.network.state_dict(), folder / WEIGHTS)
     facts = {**trained.facts, "sha256": sha256_of(folder / WEIGHTS)}
     (folder / FACTS).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n", "utf-8")
 
@@ -52,6 +51,12 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 def load_extractor(folder: Path, device: torch.device | None = None) -> Extractor:
     """The extractor of a folder, on a device (the CPU if none). Raises Corrupt."""
+    trained, fingerprint = load(folder)
+    return trained.extractor(fingerprint, device or torch.device("cpu"))
+
+
+def load(folder: Path) -> tuple[InDomain, str]:
+    """The network of a folder and its facts, and the fingerprint. Raises Corrupt."""
     facts = read_facts(folder)
     tensors = read_tensors(folder / WEIGHTS)
     head = tensors.get("head.weight")
@@ -63,4 +68,4 @@ def load_extractor(folder: Path, device: torch.device | None = None) -> Extracto
     except RuntimeError as error:
         raise Corrupt(f"The in-domain extractor in {folder} is damaged: {error}.") from error
     fingerprint = str(facts.pop("sha256"))[:16]
-    return InDomain(network, facts).extractor(fingerprint, device or torch.device("cpu"))
+    return InDomain(network.eval(), facts), fingerprint

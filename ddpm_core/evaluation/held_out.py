@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.numpy import save_file
 
 from ddpm_core.console import warn
 from ddpm_core.data.dataset import PackedDataset
@@ -15,7 +14,7 @@ from ddpm_core.evaluation.memorisation import EXAMINED, Neighbours, nearest
 from ddpm_core.evaluation.reference import FOLDER, forget
 from ddpm_core.evaluation.statistics import shuffled
 from ddpm_core.images import Pixels
-from ddpm_core.reading import read_tensors
+from ddpm_core.reading import read_tensors, save_tensors
 from ddpm_core.storage import verify
 from ddpm_core.workspace import Workspace, fingerprint
 
@@ -38,7 +37,8 @@ def open_held_out(
     found = nearest(images, train, device)
     forget(workspace, "neighbours")
     with workspace.storage.new_folder(key) as folder:
-        save_file(vars(found), folder / _FILE)
+        arrays = {name: torch.from_numpy(array) for name, array in vars(found).items()}
+        save_tensors(arrays, folder / _FILE)
     return images, found
 
 

@@ -22,6 +22,7 @@ from ddpm_core import rng
 from ddpm_core.adam import Adam
 from ddpm_core.console import progress
 from ddpm_core.data.dataset import Indices, PackedDataset
+from ddpm_core.errors import UserError
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.images import to_model
 from ddpm_core.models.uninitialized import Conv2d, Linear
@@ -34,6 +35,7 @@ EPOCHS = 10
 STEPS = (250, 600)  # the fewest and the most
 RATE = 3e-3
 SPREAD = 100.0  # total variance of the features on the training set
+FLAT = 1e-10  # a total variance below it is that of rounding
 TURNS = 4
 MEASURED_ON = 2000  # images
 _WEIGHTS = 1  # stream of the initial weights; stream 0 orders the images
@@ -120,8 +122,9 @@ def train_extractor(
             "channels": train.channels,
             "image_size": train.image_size,
             "steps": steps,
-            "accuracy": _accuracy(network, holdout, turned),
+            "accuracy": accuracy(network, holdout, turned),
             "holdout_count": len(holdout),
+            "holdout_fingerprint": holdout.fingerprint,
             "data_fingerprint": train.fingerprint,
         },
     )
@@ -196,16 +199,24 @@ def _examples(data: PackedDataset, indices: Indices, turned: bool) -> tuple[Tens
 
 @torch.no_grad()
 def _standardise(network: Network, data: PackedDataset, key: Key) -> None:
-    """Mean 0, and half of SPREAD for each layer: their own scales are accidents of training."""
+    """Mean 0, and half of SPREAD for each layer: their own scales are accidents of training.
+
+    Raises UserError where there is no spread to scale.
+    """
     indices = rng.permutation(key, len(data), epoch=0)[:MEASURED_ON].numpy()
     rows = torch.cat([network(_examples(data, some, False)[0])[0] for some in _cut(indices)])
-    spreads = rows.var(0).nan_to_num().view(2, -1).sum(1).clamp(min=1e-12)
+    spreads = rows.var(0).nan_to_num().view(2, -1).sum(1)
+    if spreads.min() < FLAT:
+        raise UserError(
+            "The training images don't differ, or no network can tell them apart, so that samples "
+            "cannot be scored by how they differ: look at them, and give other ones."
+        )
     network.offset.copy_(rows.mean(0))
     network.scale.copy_((SPREAD / 2 / spreads).sqrt().repeat_interleave(len(network.scale) // 2))
 
 
 @torch.no_grad()
-def _accuracy(network: Network, holdout: PackedDataset, turned: bool) -> float | None:
+def accuracy(network: Network, holdout: PackedDataset, turned: bool) -> float | None:
     """The share of held-out images that are told right; None where there are none."""
     right = total = 0
     for indices in _cut(np.arange(len(holdout))):

@@ -96,12 +96,22 @@ def _contrast(images: Pixels) -> Any:
 def compare(samples: NDArray[np.float64], holdout: NDArray[np.float64]) -> dict[str, Any]:
     """Facts about distances to the training set, of samples (n,) and held-out images (m,).
 
-    `share_below` is the share of samples nearer than 99 % of held-out images are, 0.01 where
-    nothing is memorised; `p_value` that of Mann and Whitney's test that samples are not nearer. The
-    other p-values are those of Fisher's exact test that samples have no larger share.
+    `share_below` is the share of samples nearer than 99 % of held-out images are, `expected_below`
+    where nothing is memorised; `p_value` that of Mann and Whitney's test that samples are not
+    nearer. The other p-values are those of Fisher's exact test that samples have no larger share.
+
+    Held-out images at distance 0 are training images too, as a source with splits of its own may
+    have them. They say nothing of nearness without memory and are left out, so that every limit is
+    above 0 and a sample that is a training image always counts as verbatim.
     """
+    untrained = holdout[holdout > 0]
+    exact = {
+        "exact": int((samples == 0).sum()),
+        "holdout_exact": len(holdout) - len(untrained),
+    }
+    holdout = untrained
     if not len(samples) or not len(holdout):
-        return {"count": len(samples), "verdict": "unknown"}
+        return {"count": len(samples), **exact, "verdict": "unknown"}
     stats = require("scipy.stats", "eval")
 
     def counted(limit: float) -> tuple[int, int, float]:
@@ -118,10 +128,12 @@ def compare(samples: NDArray[np.float64], holdout: NDArray[np.float64]) -> dict[
     facts: dict[str, Any] = {
         "count": len(samples),
         "holdout_count": len(holdout),
+        **exact,
         "median": float(np.median(samples)),
         "holdout_median": median,
         "threshold": threshold,
         "share_below": below / len(samples),
+        "expected_below": expected_below(len(holdout)),
         "share_p_value": share_p_value,
         "p_value": float(rank.pvalue),
         "nearer": 1 - float(rank.statistic) / (len(samples) * len(holdout)),
@@ -133,6 +145,15 @@ def compare(samples: NDArray[np.float64], holdout: NDArray[np.float64]) -> dict[
         "verbatim_p_value": verbatim_p_value,
     }
     return {**facts, "verdict": _verdict(facts)}
+
+
+def expected_below(count: int) -> float:
+    """The share of all images that lies, on average, below the quantile of `count` of them.
+
+    Of `count` draws the i-th smallest has i / (count + 1) below it on average; the quantile lies
+    between two of them. It is QUANTILE of very many, 0.017 of 100 and 0.1 of 10.
+    """
+    return (QUANTILE * (count - 1) + 1) / (count + 1)
 
 
 def _verdict(facts: dict[str, Any]) -> str:
@@ -148,8 +169,8 @@ def _verdict(facts: dict[str, Any]) -> str:
     found by 180 samples and as many held-out images; with 50 held-out images it takes 10 %, and
     with 10 of them 40 %. Verbatim copies need no held-out images: where 2 % are,
     7 in 10 models are found by 180 samples, and 9 in 10 by 500. The price: where the data hold
-    such twins themselves, as blank pictures are, fewer than 500 held-out images may have none, and
-    what draws them as often as they occur is said to copy.
+    such twins themselves, as blank pictures are, fewer than 500 held-out images may have none (and
+    exact ones are left out), and what draws them as often as they occur is said to copy.
     """
     share = facts["copies"] / facts["count"] - facts["holdout_copies"] / facts["holdout_count"]
     nearly = share > 0.01 and facts["copies_p_value"] < CHANCE
@@ -157,16 +178,19 @@ def _verdict(facts: dict[str, Any]) -> str:
     no_chance = facts["verbatim_p_value"] < CHANCE or untold
     if nearly or (facts["verbatim"] >= SEVERAL and no_chance):
         return "copies"
-    many = facts["share_below"] > 5 * QUANTILE and facts["share_p_value"] < 0.001
+    many = facts["share_below"] > 5 * facts["expected_below"] and facts["share_p_value"] < 0.001
     nearer = facts["nearer"] > 0.6 and facts["p_value"] < 0.01
     return "near" if many or nearer else "none"
 
 
 def straddling(holdout: Neighbours) -> NDArray[np.int64]:
-    """Held-out images that are nearly the same as a training image, the nearest first."""
+    """Held-out images that are the same as a training image, or nearly, the nearest first."""
     order = np.argsort(holdout.distance, kind="stable")
-    near = holdout.distance[order] < NEAR * np.median(holdout.distance)
-    return order[near] if len(order) else order
+    distance = holdout.distance[order]
+    others = distance[distance > 0]
+    limit = NEAR * np.median(others) if len(others) else 0.0
+    near: NDArray[np.int64] = order[(distance == 0) | (distance < limit)]
+    return near
 
 
 def closest(neighbours: Neighbours) -> NDArray[np.int64]:

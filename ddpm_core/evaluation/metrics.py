@@ -16,6 +16,7 @@ from ddpm_core.errors import require
 KID_SUBSETS = 100
 KID_SUBSET_SIZE = 1000
 SPLITS = 10
+FEWEST_FOR_IS = 2 * SPLITS  # a split of one image always has the score 1
 SMALL = 10_000  # below it a Fréchet distance is so biased that only equal N may be compared
 _BLOCK = 1000
 
@@ -95,10 +96,10 @@ def kernel_distance(samples: Tensor, real: Tensor) -> tuple[float, float | None]
 def inception_score(logits: Tensor) -> tuple[float, float]:
     """Mean and deviation over 10 splits of exp(E KL(p(y|x) || p(y))), Salimans et al. (2016).
 
-    `logits` (N, K); fewer than 10 rows make as many splits. 1 is the worst, K the best.
+    `logits` (N, K), N >= 20. 1 is the worst, K the best.
     """
     module = require("torch_fidelity.metric_isc", "eval")
-    result = module.isc_features_to_metric(logits.float(), splits=min(SPLITS, len(logits)))
+    result = module.isc_features_to_metric(logits.float(), splits=SPLITS)
     return float(result[module.KEY_METRIC_ISC_MEAN]), float(result[module.KEY_METRIC_ISC_STD])
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from ddpm_core.config import Config
 from ddpm_core.evaluation import memorisation, pictures, plots
+from ddpm_core.evaluation.freshness import OUTPUTS
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.evaluation.tables import best_csv, flat, results_csv
 from ddpm_core.precision import choose
 from ddpm_core.ranking import Row, best, ranked
-from ddpm_core.workspace import EVALUATION, METRICS, RESULTS, Workspace, snapshot_key
+from ddpm_core.workspace import EVALUATION, METRICS, RESULTS, TABLE, Workspace, snapshot_key
 
 SECTIONS = ("model", "diffusion", "train", "sample", "prepare")
 LISTED = 20  # straddling images that are named
@@ -25,12 +26,15 @@ def write_outputs(
     results = _results(config, workspace, scorer, rows)
     listed = ranked(rows, results["sample"])
     workspace.write_json(RESULTS, results)
-    workspace.storage.write(f"{EVALUATION}/evaluation_results.csv", results_csv(rows).encode())
+    workspace.storage.write(TABLE, results_csv(rows).encode())
     workspace.storage.write(f"{EVALUATION}/best_scores.csv", best_csv(listed).encode())
     workspace.write_json(METRICS, flat(listed))
     for name, picture in plots.draw(listed).items():
         workspace.storage.write(f"{EVALUATION}/{name}", picture)
     render_report(workspace)
+    # Last: results without sizes are of an evaluation that did not end.
+    sizes = {name: workspace.storage.size(name) for name in OUTPUTS}
+    workspace.write_json(RESULTS, {**results, "sizes": sizes})
     return best(listed)
 
 

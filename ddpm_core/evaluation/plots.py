@@ -9,13 +9,17 @@ from typing import Any
 from ddpm_core.errors import require
 from ddpm_core.evaluation.chart import label, log_ticks, spans
 from ddpm_core.evaluation.metrics import count_label, metric_name
+from ddpm_core.evaluation.rows import samples_of
 from ddpm_core.ranking import Row, best, best_inception
 
 FIRST = 25  # checkpoints in the pictures of the beginning
 SIZE = (8.0, 4.8)  # inches
 DPI = 120
 MARGINS = {"left": 0.1, "right": 0.98, "top": 0.92, "bottom": 0.11}  # shares of the figure
+DASH = 4  # line widths: of the level lines
 BLUE, ORANGE, GRAY = "#1f5fa8", "#c2541b", "#6b6b6b"
+
+Style = str | tuple[int, tuple[int, ...]]
 
 
 def draw(ranked: Sequence[Row]) -> dict[str, bytes]:
@@ -60,8 +64,11 @@ def _kernel(rows: Sequence[Row]) -> bytes:
 def _shares(rows: Sequence[Row]) -> bytes:
     figure, axes = _figure(rows, "precision and recall")
     shown = _line(axes, rows, "precision", BLUE, "precision (fidelity)")
-    if _line(axes, rows, "recall", ORANGE, "recall (diversity)") and shown:
+    if _line(axes, rows, "recall", ORANGE, "recall (diversity)", style="--") and shown:
         axes.set_ylim(-0.02, 1.02)
+        # Where both are of one height, the dashes of one fill the gaps of the other.
+        for key, color, gap in (("precision", BLUE, 0), ("recall", ORANGE, DASH)):
+            _level(axes, rows, key, color, (gap, (DASH, DASH)), f", {key}")
     return _png(figure, axes, "higher is better")
 
 
@@ -78,7 +85,8 @@ def _figure(rows: Sequence[Row], metric: str, suffix: str = "") -> tuple[Any, An
 def _title(rows: Sequence[Row], metric: str) -> str:
     if not rows:
         return metric
-    space, count = rows[0]["evidence"]["space"], rows[0]["evidence"]["count"]
+    measure = {"kid": "kid_mean", "precision and recall": "precision"}.get(metric, metric)
+    space, count = rows[0]["evidence"]["space"], samples_of(rows[0], measure)
     if " " in metric:
         features = space.replace("_", "-") or "Inception"
         return f"{metric}, {features} features, {count_label(count)} images"
@@ -96,6 +104,7 @@ def _line(
     color: str,
     name: str | None = None,
     deviation: str | None = None,
+    style: Style = "-",
 ) -> bool:
     """One score against the step; False, and a remark in the picture, where it is nowhere."""
     there = [row for row in rows if row.get(key) is not None]
@@ -104,7 +113,8 @@ def _line(
         axes.set_yticks([])
         return False
     steps, values = [row["step"] for row in there], [row[key] for row in there]
-    axes.plot(steps, values, color=color, marker="o", markersize=4, linewidth=1.6, label=name)
+    look = {"color": color, "linestyle": style, "linewidth": 1.6, "marker": "o", "markersize": 4}
+    axes.plot(steps, values, label=name, **look)
     if deviation is not None:
         low = [row[key] - row[deviation] for row in there]
         high = [row[key] + row[deviation] for row in there]
@@ -144,14 +154,27 @@ def _from_zero(axes: Any, values: Sequence[float]) -> None:
     axes.minorticks_off()
 
 
-def _floor(axes: Any, rows: Sequence[Row], key: str) -> None:
-    """The same score of held-out real images; where they are fewer, of as few samples too."""
+def _level(
+    axes: Any,
+    rows: Sequence[Row],
+    key: str,
+    color: str = GRAY,
+    style: Style = "--",
+    of: str = "",
+) -> bool:
+    """The same score of held-out real images, where it was measured."""
     value, count = (rows[0].get("floor") or {}).get(key), rows[0]["floor_count"]
     if value is None:
-        return
-    text = f"{count_label(count)} held-out real images: {value:.4g}"
-    axes.axhline(value, color=GRAY, linestyle="--", linewidth=1.2, label=text)
-    if count < rows[0]["evidence"]["count"] and key != "kid_mean":
+        return False
+    text = f"{count_label(count)} held-out real images{of}: {value:.4g}"
+    axes.axhline(value, color=color, linestyle=style, linewidth=1.2, label=text)
+    return True
+
+
+def _floor(axes: Any, rows: Sequence[Row], key: str) -> None:
+    """The same score of held-out real images; where they are fewer, of as few samples too."""
+    count = rows[0]["floor_count"]
+    if _level(axes, rows, key) and count < rows[0]["evidence"]["count"] and key != "kid_mean":
         steps, values = [row["step"] for row in rows], [row["at_floor"][key] for row in rows]
         text = f"{count_label(count)} samples, to compare with that line"
         axes.plot(steps, values, color=GRAY, marker=".", linewidth=1, label=text)

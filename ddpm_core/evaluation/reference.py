@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+import numpy as np
 from torch import Tensor
 
 from ddpm_core.console import progress, warn
@@ -18,18 +19,21 @@ from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.metrics import Moments
 from ddpm_core.evaluation.statistics import BATCH, KEPT, Features, extract, shuffled
 from ddpm_core.images import Pixels
-from ddpm_core.reading import parse_object, read_tensors_and_metadata
+from ddpm_core.reading import parse_object, read_tensors_and_metadata, save_tensors
 from ddpm_core.storage import verify
 from ddpm_core.workspace import EVALUATION, Workspace, fingerprint
 
 FOLDER = f"{EVALUATION}/reference"
-RECIPE = 1  # raised when the same images would give other numbers
+RECIPE = 2  # raised when the same images would give other numbers
 _FILE = "features.safetensors"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Features of the training images, with the moments of all, and of held-out images."""
+    """Features of the training images, with the moments of all, and of held-out images.
+
+    Held-out images that are training images too are left out: they would make the floor too low.
+    """
 
     extractor: Extractor
     train: Features
@@ -74,7 +78,7 @@ def forget(workspace: Workspace, name: str) -> None:
 
 
 def _measure(extractor: Extractor, train: PackedDataset, holdout: PackedDataset) -> Reference:
-    held = shuffled(len(holdout), KEPT)
+    held = _untrained(train, holdout)[:KEPT]
     name = f"evaluate: reference ({extractor.name})"
     with progress(name, len(train) + len(held), "images") as advance:
         return Reference(
@@ -82,6 +86,25 @@ def _measure(extractor: Extractor, train: PackedDataset, holdout: PackedDataset)
             extract(extractor, in_order(train, shuffled(len(train))), advance, keep_logits=False),
             extract(extractor, in_order(holdout, held), advance),
         )
+
+
+def _untrained(train: PackedDataset, holdout: PackedDataset) -> Indices:
+    """Held-out images, in the order of `shuffled`, whose pixels are those of no training image.
+
+    A source with splits of its own may have one in both, and pictures that differ may be the same
+    once they are small.
+    """
+    order = shuffled(len(holdout))
+    digests = list(_digests(holdout, order))
+    held = set(digests)
+    trained = {digest for digest in _digests(train, np.arange(len(train))) if digest in held}
+    untrained: Indices = order[np.array([d not in trained for d in digests], dtype=bool)]
+    return untrained
+
+
+def _digests(data: PackedDataset, order: Indices) -> Iterator[bytes]:
+    for images in in_order(data, order):
+        yield from (hashlib.sha256(image.tobytes()).digest() for image in images)
 
 
 def _save(reference: Reference, folder: Path) -> None:
@@ -95,7 +118,7 @@ def _save(reference: Reference, folder: Path) -> None:
             tensors[f"{name}.mean"] = features.moments.mean
             tensors[f"{name}.covariance"] = features.moments.covariance
             counts[name] = features.moments.count
-    save_file(tensors, folder / _FILE, {"counts": json.dumps(counts)})
+    save_tensors(tensors, folder / _FILE, {"counts": json.dumps(counts)})
 
 
 def load(folder: Path, extractor: Extractor) -> Reference:

@@ -11,26 +11,51 @@ from PIL import Image
 
 from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.evaluation import verdict
+from ddpm_core.evaluation.caveats import caveats
 from ddpm_core.evaluation.chart import Chart, Line, chart
 from ddpm_core.evaluation.extractors import SPACES
 from ddpm_core.evaluation.metrics import count_label, metric_name
 from ddpm_core.evaluation.pictures import FOLDER
-from ddpm_core.evaluation.rows import Results
+from ddpm_core.evaluation.rows import Results, samples_of
 from ddpm_core.ranking import Row, best, best_inception, is_scored, ranked
-from ddpm_core.workspace import EVALUATION, RESULTS, Workspace
+from ddpm_core.workspace import REPORT, RESULTS, Workspace
 
-REPORT = f"{EVALUATION}/report.html"
+# Facts of a source, see the classes of ddpm_core.data: in words, and those that are folded.
+WORDS = {
+    "uri": "source",
+    "format": "format",
+    "revision": "revision",
+    "state.files": "files looked at",
+    "state.objects": "objects looked at",
+    "state.size": "bytes of the archive",
+}
+CHECKS = {
+    "sha256": "SHA-256 of its content",
+    "listing_sha256": "SHA-256 of names and sizes",
+    "dvc_md5": "DVC's MD5",
+    "etag": "ETag",
+    "state.sha256": "SHA-256 that tells a change",
+    "state.modified": "last change, nanoseconds since 1970",
+    "state.commit": "commit",
+}
 GRIDS = 24  # checkpoints whose samples are shown
 PHOTO = 200_000  # pixels above which a picture is embedded as a lossy one
 LARGEST = 20_000_000  # pixels of a picture of ours, and some
 
 
 def render_report(workspace: Workspace) -> Path:
-    """Write evaluation/report.html anew; its path. Raises UserError where nothing is scored."""
+    """Write evaluation/report.html anew, and its size into results.json where sizes are; its path.
+
+    Raises UserError where nothing is scored.
+    """
     results = workspace.read_json(RESULTS, Results)
     if not results.get("rows"):
         raise UserError(f"Nothing is scored in {workspace.uri} yet: run `ddpm evaluate` first.")
-    workspace.storage.write(REPORT, render(results, Pictures(workspace)).encode())
+    page = render(results, Pictures(workspace)).encode()
+    workspace.storage.write(REPORT, page)
+    sizes = results.get("sizes")
+    if sizes and sizes.get(REPORT) != len(page):  # else it would count as cut
+        workspace.write_json(RESULTS, {**results, "sizes": {**sizes, REPORT: len(page)}})
     return workspace.path(REPORT)
 
 
@@ -87,8 +112,8 @@ def _page(results: dict[str, Any], pictures: Pictures) -> dict[str, Any]:
     row = best(scored)
     extractor = results["extractor"]
     return {
-        "verdict": verdict.scorer(results),
-        "caveats": verdict.caveats(results),
+        "verdict": verdict.judge(results),
+        "caveats": caveats(results),
         "results": results,
         "best": row,
         "rows": rows,
@@ -99,7 +124,7 @@ def _page(results: dict[str, Any], pictures: Pictures) -> dict[str, Any]:
         **_pairs(results, row, pictures),
         "settings": _flat(results["run"]),
         "sampler": _flat(row["evidence"]["sampler"]) if row else [],
-        "source": _flat(results["data"].get("source") or {}),
+        **_source(dict(_flat(results["data"].get("source") or {}))),
     }
 
 
@@ -114,38 +139,47 @@ def _pairs(results: dict[str, Any], row: Row | None, pictures: Pictures) -> dict
 
 def charts(rows: list[Row]) -> list[Chart]:
     """The curves: distance, kernel distance, precision and recall, inception score."""
-    space, count = rows[0]["evidence"]["space"], rows[0]["evidence"]["count"]
+    space = rows[0]["evidence"]["space"]
     drawn = []
-    for key, name, good in (
-        ("fd", metric_name("fd", space, count), "lower"),
-        ("kid_mean", metric_name("kid", space, count), "lower"),
-        ("is_mean", metric_name("is", space, count), "higher"),
+    for key, metric, good in (
+        ("fd", "fd", "lower"),
+        ("kid_mean", "kid", "lower"),
+        ("is_mean", "is", "higher"),
     ):
-        lines, floor = _lines(rows, key)
+        name = metric_name(metric, space, samples_of(rows[0], key))
+        lines, floors = _lines(rows, key)
         mark = (best_inception if key == "is_mean" else best)(rows)
         step = int(mark["step"]) if mark else None
         if lines:
-            drawn.append(chart(name, f"{good} is better", lines, floor, step))
-    shares = [Line(name, _points(rows, name)) for name in ("precision", "recall")]
+            drawn.append(chart(name, f"{good} is better", lines, floors, step))
+    names = ("precision", "recall")
+    shares = [Line(name, _points(rows, name), name == "recall") for name in names]
     if all(line.points for line in shares):
-        title = f"precision and recall, {count_label(count)} images"
-        drawn.insert(2, chart(title, "higher is better", shares, None, None, top=1.0))
+        title = f"precision and recall, {count_label(samples_of(rows[0], 'precision'))} images"
+        floors = [floor for name in names for floor in _floor(rows, name, f", {name}")]
+        drawn.insert(2, chart(title, "higher is better", shares, floors, None, top=1.0))
     return drawn
 
 
-def _lines(rows: list[Row], key: str) -> tuple[list[Line], tuple[str, float] | None]:
+def _lines(rows: list[Row], key: str) -> tuple[list[Line], list[tuple[str, float]]]:
     """A score's line; with the floor of held-out images, and a line of as many samples."""
-    count, n = rows[0]["evidence"]["count"], rows[0]["floor_count"]
+    count, n = samples_of(rows[0], key), rows[0]["floor_count"]
     lines = [Line(f"{count:,} samples", _points(rows, key))]
     if not lines[0].points:
-        return [], None
-    value = (rows[0].get("floor") or {}).get(key)
-    if value is None:
-        return lines, None
-    if n < count and key != "kid_mean":
+        return [], []
+    floors = _floor(rows, key)
+    if floors and n < count and key != "kid_mean":
         same = [(int(r["step"]), float(r["at_floor"][key])) for r in rows]
         lines.append(Line(f"{n:,} samples, as many as held out", same))
-    return lines, (f"{n:,} held-out real images", float(value))
+    return lines, floors
+
+
+def _floor(rows: list[Row], key: str, of: str = "") -> list[tuple[str, float]]:
+    """A score of held-out images with its name, where it was measured."""
+    value = (rows[0].get("floor") or {}).get(key)
+    if value is None:
+        return []
+    return [(f"{rows[0]['floor_count']:,} held-out real images{of}", float(value))]
 
 
 def _points(rows: list[Row], key: str) -> list[tuple[int, float]]:
@@ -164,6 +198,12 @@ def _grids(
         for row, p in named
         if p
     ]
+
+
+def _source(facts: dict[str, str]) -> dict[str, list[tuple[str, str]]]:
+    """What a person asks of the source, and what only tells whether it is still the same."""
+    told = [(words, facts.pop(name)) for name, words in WORDS.items() if name in facts]
+    return {"source": told, "checks": [(CHECKS.get(name, name), facts[name]) for name in facts]}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from pydantic import Field
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.metrics import metric_name
 from ddpm_core.ranking import Row, Rows
-from ddpm_core.reading import Schema
+from ddpm_core.reading import Count, Schema
 
 
 class Extracted(Schema):
@@ -29,6 +29,7 @@ class Results(Rows):
 
     extractor: Extracted
     settings: dict[str, Any] = Field(default_factory=dict)
+    sizes: dict[str, Count | None] = Field(default_factory=dict)  # of the files beside it
 
 
 MEASURES = (
@@ -43,6 +44,16 @@ MEASURES = (
     "density",
     "coverage",
 )
+
+
+# A metric that looks at the kept features alone has a count of its own, of samples.
+_PRDC = ("precision", "recall", "density", "coverage")
+COUNTS = {"kid_mean": "kid_count", "kid_std": "kid_count", **dict.fromkeys(_PRDC, "prdc_count")}
+
+
+def samples_of(row: Row, metric: str) -> int:
+    """How many samples a row's metric was measured on."""
+    return int(row.get(COUNTS.get(metric, "")) or row["evidence"]["count"])
 
 
 def problem_row(step: int, problem: str) -> Row:
@@ -73,13 +84,13 @@ def evidence(
 
 def named_metrics(row: Row) -> dict[str, float]:
     """A row's numbers under names that say feature space and N: for MLflow and DVC."""
-    space, count = row["evidence"]["space"], row["evidence"]["count"]
     named = {}
     for metric in MEASURES:
         value = row.get(metric)
         if value is not None:
             pixels = metric == "fd_pixel_pca"
-            name = metric_name("fd" if pixels else metric, "pixel_pca" if pixels else space, count)
+            space = "pixel_pca" if pixels else row["evidence"]["space"]
+            name = metric_name("fd" if pixels else metric, space, samples_of(row, metric))
             named[name] = float(value)
     for key in ("share_below", "p_value"):
         value = (row.get("memorisation") or {}).get(key)

@@ -20,7 +20,7 @@ from ddpm_core.evaluation.inception import open_inception
 from ddpm_core.evaluation.memorisation import Neighbours
 from ddpm_core.evaluation.metrics import metric_name
 from ddpm_core.evaluation.reference import Reference, open_reference
-from ddpm_core.evaluation.rows import MEASURES
+from ddpm_core.evaluation.rows import COUNTS, MEASURES
 from ddpm_core.evaluation.shared import open_in_domain
 from ddpm_core.evaluation.statistics import KEPT, Features, batches, extract, shuffled
 from ddpm_core.evaluation.weights import locate
@@ -79,20 +79,18 @@ class Scorer:
 
     def score_name(self, count: int) -> str:
         """Of the score that counts: the Fréchet distance, without it the kernel distance."""
-        name = "fd" if self._is_frechet else "kid"
-        return metric_name(name, self.extractor.space, count)
+        if self._is_frechet:
+            return metric_name("fd", self.extractor.space, count)
+        return metric_name("kid", self.extractor.space, min(count, KEPT))
 
     def score(self, arrays: Sequence[Pixels], name: str = "samples") -> Scores:
-        """Scores of images, uint8 arrays (n, H, W, C) one after the other.
+        """Scores of at least 2 images, uint8 arrays (n, H, W, C) one after the other.
 
         `score` is the one that `score_name` names. `floor` are the scores of held-out images, as
         many as `floor_count`, and `at_floor` those of as many of the images given: only equal
         numbers compare.
         """
         count = sum(len(array) for array in arrays)
-        if count < 2:
-            there = "one" if count else "none"
-            raise UserError(f"A score needs at least 2 images; there is {there}.")
         spaces = [self.reference.extractor, self.pixels.extractor]
         with progress(f"evaluate: {name}", len(spaces) * count, "images") as advance:
             features, plain = [extract(space, batches(arrays), advance) for space in spaces]
@@ -129,20 +127,24 @@ class Scorer:
     def _measure(self, features: Features, plain: Features) -> Scores:
         wanted, k = self.settings.metrics, self.settings.neighbours
         train = self.reference.train
-        scores: Scores = dict.fromkeys(MEASURES)
+        scores: Scores = dict.fromkeys((*MEASURES, *COUNTS.values()))
         if features.moments and plain.moments and "fid" in wanted:
             scores["fd"] = metrics.frechet_distance(features.moments, _moments(train))
-            pixels = _moments(self.pixels.train)
-            scores["fd_pixel_pca"] = metrics.frechet_distance(plain.moments, pixels)
+            if plain.kept.shape[1]:  # no component is in images that are all the same
+                pixels = _moments(self.pixels.train)
+                scores["fd_pixel_pca"] = metrics.frechet_distance(plain.moments, pixels)
         if "kid" in wanted:
             pair = metrics.kernel_distance(features.kept, train.kept)
             scores["kid_mean"], scores["kid_std"] = pair
-        if "is" in wanted and features.logits is not None:
-            scores["is_mean"], scores["is_std"] = metrics.inception_score(features.logits)
+            scores["kid_count"] = len(features.kept)
+        logits = features.logits
+        if "is" in wanted and logits is not None and len(logits) >= metrics.FEWEST_FOR_IS:
+            scores["is_mean"], scores["is_std"] = metrics.inception_score(logits)
         # Equal numbers of samples and real images: all four depend on both.
         n = min(len(features.kept), len(train.kept))
         if "prdc" in wanted and n > k:
             sets = (features.kept[:n], train.kept[:n])
+            scores["prdc_count"] = n
             scores["precision"], scores["recall"] = metrics.precision_recall(*sets, k)
             scores["density"], scores["coverage"] = metrics.density_coverage(*sets, k)
         return scores

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,17 +22,29 @@ from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.extractors import Extractor
-from ddpm_core.evaluation.frozen import load_extractor, read_facts, save_extractor
-from ddpm_core.tracking import reason
+from ddpm_core.evaluation.frozen import load, read_facts, save_extractor
+from ddpm_core.evaluation.in_domain import InDomain
+from ddpm_core.reading import Count, Schema
+from ddpm_core.tracking import may_pass, reason
 from ddpm_core.workspace import EVALUATION, Workspace
 
 FOLDER = f"{EVALUATION}/extractor"
 NOTE = f"{EVALUATION}/extractor-shared.json"  # which extractor is known to be in which MLflow
+ACCURACY = f"{EVALUATION}/extractor-accuracy.json"
 TAG = "ddpm.extractor_for"
 ATTEMPTS = 2
 PAUSE = 1.0  # seconds between two attempts
 
 T = TypeVar("T")
+
+
+class Accuracy(Schema):
+    """What an extractor is right on, of held-out images that it was not measured on at first."""
+
+    extractor: str
+    holdout_fingerprint: str
+    accuracy: float | None
+    holdout_count: Count
 
 
 class Away(Exception):
@@ -59,7 +72,29 @@ def open_in_domain(
                 save_extractor(in_domain.train_extractor(train, holdout), folder)
         if not found and not away and _publish(config, workspace, train.fingerprint):
             _fetch_into(config, workspace, train.fingerprint)
-    return load_extractor(workspace.path(FOLDER), device)
+    trained, fingerprint = load(workspace.path(FOLDER))
+    return _on(holdout, workspace, trained, fingerprint).extractor(fingerprint, device)
+
+
+def _on(
+    holdout: PackedDataset, workspace: Workspace, trained: InDomain, fingerprint: str
+) -> InDomain:
+    """The network with its accuracy on these held-out images; that of others says nothing of it.
+
+    The weights are those of the training images alone, so they stay when the held-out ones change,
+    and other runs that share them may hold out others. What was measured is kept.
+    """
+    if trained.facts.get("holdout_fingerprint") == holdout.fingerprint:
+        return trained
+    of = {"extractor": fingerprint, "holdout_fingerprint": holdout.fingerprint}
+    known = workspace.read_json(ACCURACY, Accuracy)
+    if not known or {name: known[name] for name in of} != of:
+        turned = trained.facts["task"] == "rotations"
+        found = in_domain.accuracy(trained.network, holdout, turned)
+        known = {**of, "accuracy": found, "holdout_count": len(holdout)}
+        workspace.write_json(ACCURACY, known)
+    told = {name: value for name, value in known.items() if name != "extractor"}
+    return replace(trained, facts={**trained.facts, **told})
 
 
 def fetch_extractor(config: Config, data_fingerprint: str, folder: Path) -> bool:
@@ -159,7 +194,7 @@ def _note(config: Config, workspace: Workspace) -> None:
 
 def _with_client(config: Config, action: Callable[[Any, str], T]) -> T:
     """Do something with a client and the id of the experiment, twice if need be. Raises Away."""
-    from ddpm_core.mlflow_run import connect, find_experiment
+    from ddpm_core.mlflow_client import connect, find_experiment
 
     uri = config.tracking.uri
     for attempt in range(1, ATTEMPTS + 1):
@@ -169,6 +204,8 @@ def _with_client(config: Config, action: Callable[[Any, str], T]) -> T:
         except UserError as error:
             raise Away(str(error)) from error
         except Exception as error:  # whatever the network or the server raises
+            if not may_pass(error):
+                raise
             if attempt == ATTEMPTS:
                 raise Away(reason(error)) from error
             time.sleep(PAUSE)

@@ -52,7 +52,7 @@ def results_csv(rows: list[Row]) -> str:
         floor, same = row.get("floor") or {}, row.get("at_floor") or {}
         lines.append(
             {name: row.get(name) for name in ("step", "score_name", "score", *MEASURES)}
-            | {"floor_count": row.get("floor_count")}
+            | {name: row.get(name) for name in ("floor_count", "kid_count", "prdc_count")}
             | {"fd_at_floor_count": same.get("fd"), "floor_fd": floor.get("fd")}
             | {f"memorisation_{name}": memory.get(name) for name in _MEMORISATION}
             | {name: _cell(facts.get(name)) for name in _EVIDENCE}

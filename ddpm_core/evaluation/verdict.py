@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ddpm_core.evaluation.metrics import SMALL
-from ddpm_core.evaluation.rows import MEASURES
+from ddpm_core.evaluation.memorisation import expected_below
 from ddpm_core.ranking import Row, best, is_scored, ranked
 
-LISTED = 10  # steps named in a sentence
 LEVEL = 0.05  # a smaller relative change of a score is called none
 EARLIER = 0.75  # of the last step: what comes later shows whether training still pays
 NEAR = 1.25  # times the floor, and still near it
@@ -36,9 +34,9 @@ class Verdict:
     trend: Answer | None = None
 
 
-def scorer(results: dict[str, Any]) -> Verdict:
+def judge(results: dict[str, Any]) -> Verdict:
     """The verdict on results.json."""
-    rows, listed, others = _sorted(results)
+    rows, listed, others = sort_rows(results)
     row = best(listed)
     if row is None:
         return Verdict("No checkpoint could be scored.", _problems(rows))
@@ -54,7 +52,7 @@ def scorer(results: dict[str, Any]) -> Verdict:
     return Verdict(f"{headline}.", summary, quality, memory, trend)
 
 
-def _sorted(results: dict[str, Any]) -> tuple[list[Row], list[Row], list[Row]]:
+def sort_rows(results: dict[str, Any]) -> tuple[list[Row], list[Row], list[Row]]:
     """All rows; those in the ranking; and those that have a score but don't compare with them."""
     rows = results["rows"]
     listed = ranked(rows, results.get("sample", {}))
@@ -104,12 +102,12 @@ def _memorisation(facts: dict[str, Any] | None) -> Answer:
     if facts is None:
         return Answer("unknown", "", "Memorisation was not looked at.", "unknown")
     if facts["verdict"] == "unknown":
-        detail = "There are no held-out images to compare with."
-        return Answer("unknown", "Whether it memorises is not known.", detail, "unknown")
+        return _unknown(facts)
     count, copies = facts["count"], facts["copies"] / facts["count"]
+    chance = facts.get("expected_below") or expected_below(facts["holdout_count"])
     share = (
         f"{percent(facts['share_below'])} of {count:,} samples lie nearer to a training image "
-        f"than {percent(0.99)} of held-out images do; {percent(0.01)} is what chance gives."
+        f"than {percent(0.99)} of held-out images do; {percent(chance)} is what chance gives."
     )
     if facts["verdict"] == "copies":
         real = percent(facts["holdout_copies"] / facts["holdout_count"])
@@ -128,6 +126,18 @@ def _memorisation(facts: dict[str, Any] | None) -> Answer:
         summary = "They are no copies, but lie suspiciously near to training images."
         return Answer("suspicious", summary, detail, "caution")
     return Answer("no sign", "There is no sign of memorised images.", share, "good")
+
+
+def _unknown(facts: dict[str, Any]) -> Answer:
+    """Without held-out images that training has not; copies to the pixel are told all the same."""
+    held = "that are not training images too " if facts.get("holdout_exact") else ""
+    detail = f"There are no held-out images {held}to compare with."
+    exact = facts.get("exact")
+    if not exact:
+        return Answer("unknown", "Whether it memorises is not known.", detail, "unknown")
+    detail += f" {exact:,} of {facts['count']:,} samples are the same as a training image."
+    summary = "Whether it memorises is not known, but some samples are training images."
+    return Answer("unknown", summary, detail, "caution")
 
 
 def _trend(rows: list[Row], row: Row) -> Answer:
@@ -165,67 +175,3 @@ def _trend(rows: list[Row], row: Row) -> Answer:
 
 def _lowest(rows: list[Row]) -> Row:
     return min(rows, key=lambda r: float(r["score"]))
-
-
-def caveats(results: dict[str, Any]) -> list[str]:
-    """What a reader must know before using the numbers."""
-    rows, listed, others = _sorted(results)
-    row = best(listed)
-    if row is None:
-        return []
-    facts, extractor = row["evidence"], results["extractor"]
-    notes = _unscored(rows)
-    if facts["count"] < SMALL:
-        notes.append(
-            f"A Fréchet distance of {facts['count']:,} images is too high, by an amount that "
-            f"depends on their number: compare it only with distances of {facts['count']:,} "
-            f"images. Published ones are of 10,000 or 50,000."
-        )
-    notes += _on_features(extractor)
-    if row["floor_count"] and row["floor_count"] < 100:
-        notes.append(f"The floor is measured on only {row['floor_count']} held-out images.")
-    if row.get("kid_mean") is not None and row.get("kid_std") is None:
-        notes.append(
-            f"KID of {facts['count']:,} images has no deviation: each of its subsets has them all."
-        )
-    if others:
-        steps = ", ".join(f"{r['step']:,}" for r in others)
-        notes.append(
-            f"Step {steps}: measured with another number of images, sampler or extractor, so not "
-            "ranked with the others."
-        )
-    absent = [name for name in ("fd", "kid_mean", "precision") if row.get(name) is None]
-    if absent and set(absent) < set(MEASURES):
-        notes.append(f"Not measured: {', '.join(absent)}.")
-    return notes
-
-
-def _unscored(rows: list[Row]) -> list[str]:
-    """One sentence on all checkpoints that have no score, with the reason of the first."""
-    lacking = [r for r in rows if not is_scored(r)]
-    if not lacking:
-        return []
-    steps = ", ".join(f"{r['step']:,}" for r in lacking[:LISTED])
-    steps += f" and {len(lacking) - LISTED} more" if lacking[LISTED:] else ""
-    reason = lacking[0].get("problem") or "its score is not a finite number."
-    if not lacking[1:]:
-        return [f"Step {steps} could not be scored: {reason}"]
-    return [f"Steps {steps} could not be scored. Step {lacking[0]['step']:,}: {reason}"]
-
-
-def _on_features(extractor: dict[str, Any]) -> list[str]:
-    if extractor["space"] == "in_domain":
-        task = "which way up an image is" if extractor["task"] == "rotations" else "the classes"
-        accuracy = extractor["accuracy"]
-        known = "" if accuracy is None else f" It tells {percent(accuracy)} of held-out ones right."
-        notes = [
-            f"The features are those of a small network that learned {task} of these images."
-            f"{known} Its distances are not FID: they compare checkpoints and runs on the same "
-            "data and extractor, and nothing else."
-        ]
-        if accuracy is not None and accuracy < 0.5:
-            notes.append("That network is a weak one: trust small differences less.")
-        return notes
-    if extractor["space"]:
-        return ["The Inception weights are not the standard file, so the distance is not FID."]
-    return []

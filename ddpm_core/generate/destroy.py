@@ -30,13 +30,25 @@ WIDTH = 900
 
 
 def destroy_prepared(config: Config, workspace: Workspace, count: int, path: Path) -> str:
-    """`destroy` for `count` prepared images and every schedule; a sentence that says where."""
+    """`destroy` for `count` prepared images and every schedule of so many timesteps that there is.
+
+    Returns a sentence that says where.
+    """
     data = open_dataset(workspace)
     spread = np.linspace(0, len(data) - 1, min(count, len(data))).round().astype(np.int64)
     timesteps = config.diffusion.timesteps
-    schedules = list(SCHEDULES) if timesteps > 20 else [config.diffusion.schedule]
+    schedules = [name for name in SCHEDULES if can_be(name, timesteps)]
     animation, strip = destroy(data.take(spread), schedules, timesteps, path, config.seed)
     return f"Wrote {animation} and {strip}."
+
+
+def can_be(schedule: str, timesteps: int) -> bool:
+    """Whether there is such a schedule of so few timesteps."""
+    try:
+        make_schedule(schedule, timesteps)
+    except ValueError:
+        return False
+    return True
 
 
 def destroy(

@@ -18,20 +18,22 @@ from pydantic import Field, InstanceOf
 from ddpm_core.checkpoint import look_at_checkpoint
 from ddpm_core.config import Config
 from ddpm_core.console import say
-from ddpm_core.errors import Corrupt
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.generate import plan
 from ddpm_core.generate.conditions import Conditions
 from ddpm_core.generate.plan import Shard
-from ddpm_core.generate.shard_store import ShardStore, npy
+from ddpm_core.generate.shard_store import ShardStore, facts_of, npy
 from ddpm_core.images import Pixels, enlarge, grid, png
 from ddpm_core.reading import Count, FileRecord, Schema, inside, is_plain, open_array
 from ddpm_core.storage import MANIFEST, sha256_of
-from ddpm_core.workspace import Workspace, samples_key
+from ddpm_core.workspace import GRID, Workspace, samples_key
 
-GRID, GRID_FILE = 64, "grid.png"  # images in the file
+SHOWN = 64  # images in the grid
 SINGLES = "png"
 LABELS = "labels.npy"
 LISTED = 8  # shards that are named
+# Of a manifest, what the fingerprint does not stand for; all else are facts of plan.recipe.
+_BESIDE = {"png", "samples_fingerprint", "shards", "files", "pictures"}
 
 
 class Gathered(Schema):
@@ -51,6 +53,7 @@ class Gathered(Schema):
     samples_fingerprint: str
     shards: Annotated[list[str], Field(min_length=1)]
     files: dict[str, FileRecord]
+    pictures: dict[str, Count] = Field(default={})  # bytes of those to look at
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,11 @@ def open_samples(workspace: Workspace, step: int) -> Samples:
         raise Corrupt(f"The checkpoint of step {step} has no complete samples: run `ddpm sample`.")
     folder = workspace.path(key)
     again = f"remove {key} and run `ddpm sample`."
+    if not _is_recipe(evidence):
+        raise Corrupt(
+            f"{key}/{MANIFEST} was changed, or is of another version: its fingerprint is not of "
+            f"the settings that it names: {again}"
+        )
     for name, file in evidence["files"].items():
         path = inside(folder, name)
         if not path.is_file() or sha256_of(path) != file["sha256"]:
@@ -104,14 +112,15 @@ def open_samples(workspace: Workspace, step: int) -> Samples:
 def complete(workspace: Workspace, recipe: dict[str, Any], thorough: bool = False) -> bool:
     """Whether the gathered samples of a step are those of this recipe, and there.
 
-    By the sizes of their files, or `thorough` by the checksums too; pictures to look at by their
+    By the sizes of their files, or `thorough` by the checksums too; single pictures by their
     number.
     """
     key, storage = samples_key(recipe["step"]), workspace.storage
     found = workspace.read_json(f"{key}/{MANIFEST}", Gathered)
-    if found.get("samples_fingerprint") != recipe["samples_fingerprint"]:
+    if found.get("samples_fingerprint") != recipe["samples_fingerprint"] or not _is_recipe(found):
         return False
-    if storage.size(f"{key}/{GRID_FILE}") is None:
+    size = storage.size(f"{key}/{GRID}")
+    if size is None or size != found.get("pictures", {}).get(GRID, size):
         return False
     if recipe["png"] and not (found.get("png") and len(_singles(workspace, key)) == found["count"]):
         return False
@@ -123,8 +132,17 @@ def complete(workspace: Workspace, recipe: dict[str, Any], thorough: bool = Fals
     return True
 
 
+def _is_recipe(evidence: dict[str, Any]) -> bool:
+    """Whether what a manifest says of the images is what its fingerprint stands for."""
+    facts = {name: value for name, value in evidence.items() if name not in _BESIDE}
+    return plan.fingerprint_of(facts) == str(evidence["samples_fingerprint"])
+
+
 def try_gather(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> bool:
-    """Write the manifest of a checkpoint's samples if all shards are there, else say which not."""
+    """Write the manifest of a checkpoint's samples if all shards are there, else say which not.
+
+    Raises UserError where another sample puts its own in their place meanwhile.
+    """
     if complete(workspace, recipe):
         return True
     shards = plan.shards(config.sample)
@@ -133,11 +151,19 @@ def try_gather(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> 
         say(f"sample: step {recipe['step']} still waits for {waits}.")
         return False
     parts = ShardStore(workspace, recipe)
-    extras = _write_extras(config, workspace, recipe)
-    names = [f"{shard.name}.npy" for shard in shards]
-    _write_manifest(workspace, recipe, names, [*names, *(n for n in extras if n == LABELS)])
+    try:
+        made = _write_extras(config, workspace, recipe)
+        files = {f"{shard.name}.npy": parts.listed(shard) for shard in shards}
+    except (Corrupt, FileNotFoundError) as error:
+        now = waiting(workspace, recipe, shards)
+        raise UserError(
+            f"The samples of step {recipe['step']} were changed while they were gathered"
+            f"{now and f': {now}'}. Another `ddpm sample` is at work in this workspace: wait for "
+            "it, then run this one again."
+        ) from error
+    _write_manifest(workspace, recipe, files, made)
     records = [f"{shard.name}.json" for shard in shards]
-    parts.tidy([*names, *records, *extras, MANIFEST])
+    parts.tidy([*files, *records, *made, *([SINGLES] * recipe["png"]), MANIFEST])
     return True
 
 
@@ -154,21 +180,24 @@ def waiting(workspace: Workspace, recipe: dict[str, Any], shards: list[Shard]) -
     return ", ".join(told[:LISTED]) + more
 
 
-def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> list[str]:
-    """The grid, the labels of a conditional model, single PNGs where asked for; their names."""
-    key, names = samples_key(recipe["step"]), [GRID_FILE]
-    first = np.stack(list(islice(_images(config, workspace, key), GRID)))
-    workspace.storage.write(f"{key}/{GRID_FILE}", png(enlarge(grid(first), 512)))
+def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> dict[str, bytes]:
+    """The grid, the labels of a conditional model, single PNGs where asked for.
+
+    The contents of the first two, by name.
+    """
+    key = samples_key(recipe["step"])
+    first = np.stack(list(islice(_images(config, workspace, key), SHOWN)))
+    made = {GRID: png(enlarge(grid(first), 512))}
     checkpoint = look_at_checkpoint(workspace, recipe["step"])
     conditions = Conditions(checkpoint.network["conditioning"], checkpoint.data, config.sample)
     labels = conditions.labels(range(config.sample.count))
     if labels is not None:
-        workspace.storage.write(f"{key}/{LABELS}", npy(labels))
-        names.append(LABELS)
+        made[LABELS] = npy(labels)
+    for name, data in made.items():
+        workspace.storage.write(f"{key}/{name}", data)
     if config.sample.png:
         _write_singles(config, workspace, key)
-        names.append(SINGLES)
-    return names
+    return made
 
 
 def _write_singles(config: Config, workspace: Workspace, key: str) -> None:
@@ -196,14 +225,16 @@ def _images(config: Config, workspace: Workspace, key: str) -> Iterator[Pixels]:
 
 
 def _write_manifest(
-    workspace: Workspace, recipe: dict[str, Any], shards: list[str], listed: list[str]
+    workspace: Workspace,
+    recipe: dict[str, Any],
+    files: dict[str, dict[str, Any]],
+    made: dict[str, bytes],
 ) -> None:
-    """The checksums of the files as they lie there. Raises Corrupt if one is gone meanwhile."""
-    key, storage = samples_key(recipe["step"]), workspace.storage
-    files = {}
-    for name in listed:
-        size, checksum = storage.size(f"{key}/{name}"), storage.checksum(f"{key}/{name}")
-        if size is None or checksum is None:
-            raise Corrupt(f"{key}/{name} was removed a moment ago: run `ddpm sample` again.")
-        files[name] = {"size": size, "sha256": checksum}
-    workspace.write_json(f"{key}/{MANIFEST}", {**recipe, "shards": shards, "files": files})
+    """Sizes and checksums of what this recipe made: what another puts there is not taken for it."""
+    manifest = {
+        **recipe,
+        "shards": list(files),
+        "files": {**files, **{name: facts_of(made[name]) for name in made if name == LABELS}},
+        "pictures": {GRID: len(made[GRID])},
+    }
+    workspace.write_json(f"{samples_key(recipe['step'])}/{MANIFEST}", manifest)

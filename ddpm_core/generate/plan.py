@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 from ddpm_core.checkpoint import Checkpoint, look_at_checkpoint
 from ddpm_core.config import Config, Sample
+from ddpm_core.config.deciding import unlike
+from ddpm_core.config.results import SAMPLER_DEFAULTS
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.ranking import Rows, best_to_sample
 from ddpm_core.workspace import RESULTS, SNAPSHOTS, Workspace, fingerprint
@@ -29,19 +31,6 @@ _UNGUIDED = {
         "label_drop 0.1",
     ),
 }
-
-# Settings of `sample` that say which images are wanted, not how they are stored or cut.
-_SAMPLER = (
-    "sampler",
-    "steps",
-    "spacing",
-    "eta",
-    "variance",
-    "guidance",
-    "classes",
-    "prompts",
-    "ema",
-)
 
 
 @dataclass(frozen=True)
@@ -94,8 +83,7 @@ def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
     if wanted == "latest":
         return there[-1:]
     if wanted == "all":
-        every = config.train.milestone_every
-        return [step for step in there if step % every == 0 or step == there[-1]]
+        return [step for step in there if config.train.is_milestone(step) or step == there[-1]]
     if wanted == "best":
         return [best_step(config, workspace)]
     missing = [step for step in wanted if step not in there]
@@ -121,17 +109,13 @@ def recipe(
 ) -> dict[str, Any]:
     """All that the images of a checkpoint depend on, with it their fingerprint, and the extras."""
     settings = config.sample
-    given = settings.model_dump(mode="json")
+    sampler = {**settings.of_sampler(), "precision": precision}
     facts = {
         "step": checkpoint.step,
         "count": settings.count,
         "batch_size": settings.batch_size,
         "weights": checkpoint.weights_hash(settings.ema),
-        "sampler": {
-            **{name: given[name] for name in _SAMPLER},
-            "precision": precision,
-            "clip": True,
-        },
+        "sampler": sampler,
         "seed": settings.seed,
         "data_fingerprint": checkpoint.data["fingerprint"],
         "train_fingerprint": checkpoint.train_fingerprint,
@@ -140,7 +124,12 @@ def recipe(
         "classes": checkpoint.data["classes"],
         **({"compiled": True} if compiled else {}),
     }
-    return {**facts, "png": settings.png, "samples_fingerprint": fingerprint(facts)}
+    return {**facts, "png": settings.png, "samples_fingerprint": fingerprint_of(facts)}
+
+
+def fingerprint_of(facts: dict[str, Any]) -> str:
+    """What stands for the facts of a recipe: settings at their defaults don't count."""
+    return fingerprint({**facts, "sampler": unlike(facts["sampler"], SAMPLER_DEFAULTS)})
 
 
 def must_suit(

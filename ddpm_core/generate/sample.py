@@ -6,8 +6,9 @@ at most. When the last shard of a checkpoint is there, they are checked and list
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ def sample(
     another, and the last one to end puts all together.
     """
     settings = config.sample
+    if world.rank == 0:
+        workspace.storage.sweep_staged()
     if shard is not None:
         settings = settings.model_copy(update={"shards": shard[1]})
         config = config.model_copy(update={"sample": settings})
@@ -57,8 +60,23 @@ def sample(
     total = len(drawers) * sum(len(images) for _, images in drawers[0].share(mine))
     with progress("sample", total, "images") as advance:
         for drawer in drawers:
-            drawer.draw(mine, functools.partial(advance, note=f"step {drawer.recipe['step']}"))
-            gather.try_gather(config, workspace, drawer.recipe)
+            with still_there(config, workspace, drawer.recipe["step"]):
+                drawer.draw(mine, functools.partial(advance, note=f"step {drawer.recipe['step']}"))
+                gather.try_gather(config, workspace, drawer.recipe)
+
+
+@contextlib.contextmanager
+def still_there(config: Config, workspace: Workspace, step: int) -> Iterator[None]:
+    """A checkpoint that training removes meanwhile is left out where all are chosen."""
+    try:
+        yield
+    except UserError as error:
+        if workspace.storage.exists(snapshot_key(step)):
+            raise
+        told = f"The checkpoint of step {step} was removed while it was sampled"
+        if config.sample.checkpoints != "all":
+            raise UserError(f"{told}: run `ddpm sample` again.") from error
+        warn(f"{told}, by training, which keeps the newest and the milestones. It is left out.")
 
 
 class Drawer:

@@ -69,8 +69,20 @@ class ShardStore:
 
     def problem(self, shard: Shard) -> str:
         """Why a shard is not there as this recipe makes it, in two words or so; "" if it is."""
+        return self._problem(shard, self._record(shard))
+
+    def listed(self, shard: Shard) -> dict[str, Any]:
+        """Size and checksum of a shard as this recipe made it. Raises Corrupt if it is another."""
+        record = self._record(shard)
+        if problem := self._problem(shard, record):
+            raise Corrupt(f"{self.key}/{shard.name}: {problem}.")
+        return {name: record[name] for name in ("size", "sha256")}
+
+    def _record(self, shard: Shard) -> dict[str, Any]:
+        return self._workspace.read_json(f"{self.key}/{shard.name}.json", Record)
+
+    def _problem(self, shard: Shard, record: dict[str, Any]) -> str:
         key = f"{self.key}/{shard.name}"
-        record = self._workspace.read_json(f"{key}.json", Record)
         if not record:
             return "missing"
         if record["samples_fingerprint"] != self._fingerprint:
@@ -100,8 +112,7 @@ class ShardStore:
             "samples_fingerprint": self._fingerprint,
             "start": shard.start,
             "stop": shard.stop,
-            "size": len(data),
-            "sha256": hashlib.sha256(data).hexdigest(),
+            **facts_of(data),
         }
         self._workspace.write_json(f"{key}.json", record)
         for number in shard.chunks:
@@ -150,6 +161,11 @@ class ShardStore:
 
     def _chunk_key(self, number: int) -> str:
         return f"{self._chunks}/chunk-{number:06d}"
+
+
+def facts_of(data: bytes) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def npy(array: NDArray[Any]) -> bytes:

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from ddpm_core import params
+from ddpm_core import __version__, params
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, open_checkpoint
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 from ddpm_core.interop.diffusers import export_folder, import_folder
+from ddpm_core.reading import save_tensors
 from ddpm_core.storage import LocalStorage
 from ddpm_core.workspace import SNAPSHOTS, Workspace, fingerprint
 
@@ -39,6 +39,7 @@ def import_checkpoint(folder: Path, output: Path) -> str:
         "train": {"ema": []},
     }
     settings = {
+        "ddpm": __version__,
         "step": 0,
         "params": params.validate(given).dump(),
         "network": asdict(network),
@@ -54,7 +55,7 @@ def import_checkpoint(folder: Path, output: Path) -> str:
         "train_fingerprint": fingerprint({"imported": folder.name}),
     }
     with LocalStorage(output.absolute().parent).new_folder(output.name) as place:
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, place / WEIGHTS)
+        save_tensors({n: tensor.contiguous() for n, tensor in weights.items()}, place / WEIGHTS)
         (place / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
     return (
         f"{output} holds the network, {model} with diffusion {diffusion}. Give it as train.init "

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ddpm_core.checkpoint import outline
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.interop import tensors, unet2d
 from ddpm_core.models.unet import UNet, UNetConfig
-from ddpm_core.reading import read_object, read_tensors_and_metadata
+from ddpm_core.reading import read_object, read_tensors_and_metadata, save_tensors
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 _PREDICTIONS = {"noise": "epsilon", "x0": "sample", "v": "v_prediction"}
@@ -102,7 +101,7 @@ def _write(unet: UNet, described: Any, scheduler: Any, folder: Path) -> None:
     metadata = {"format": "pt"}
     if unet.config.conditioning == "class":
         metadata[_NULL_CLASS] = str(unet.config.classes)
-    save_file(tensors.from_weights(unet), folder / "unet" / WEIGHTS, metadata)
+    save_tensors(tensors.from_weights(unet), folder / "unet" / WEIGHTS, metadata)
 
 
 def _notes(unet: UNet, timesteps: int) -> list[str]:

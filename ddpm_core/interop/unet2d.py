@@ -148,16 +148,15 @@ def _head_dim(unet: UNet) -> int | None:
 
 
 def _groups(unet: UNet) -> int:
-    norms = {name: module for name, module in unet.named_modules() if isinstance(module, Norm)}
-    groups = norms["norm_out"].num_groups
-    for name, module in norms.items():
-        if module.num_groups != groups:
-            raise UserError(
-                f"Layer {name} has {module.num_groups} groups for {module.num_channels} channels, "
-                f"layer norm_out has {groups}; UNet2DModel has one number for all, so this network "
-                "can't be exported. With model.channels a multiple of 128 each layer has 32."
-            )
-    return groups
+    """The groups of each norm, if all have as many."""
+    groups = sorted({norm.num_groups for norm in unet.modules() if isinstance(norm, Norm)})
+    if len(groups) > 1:
+        raise UserError(
+            f"With model.channels {unet.config.channels} the layers are normed in {groups} groups; "
+            "UNet2DModel has one number for all, so this network can't be exported. With a "
+            "multiple of 128 each has 32."
+        )
+    return groups[0]
 
 
 def check_groups(unet: UNet, groups: int) -> None:

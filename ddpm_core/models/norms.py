@@ -50,36 +50,51 @@ class Norm(nn.GroupNorm):
         wide = x.new_empty((images, pixels, channels), dtype=torch.float32)
         totals = x.new_empty((2, batch, channels), dtype=torch.float32)
         normed = torch.empty_like(x)
+        # Squares of numbers far from 0 would leave no digits to their variance: a value of each
+        # channel is taken off. Numbers of 16 bits have none to lose, and are copied to 32 instead.
+        narrow = x.dtype != torch.float32
+        pivot = torch.zeros_like(totals[0]) if narrow else x[:, 0]
         parts = [slice(first, first + images) for first in range(0, batch, images)]
         for part in parts:
-            y = wide[: len(x[part])].copy_(x[part])
+            y = wide[: len(x[part])]
+            if narrow:
+                y.copy_(x[part])
+            else:
+                torch.sub(x[part], pivot[part, None], out=y)
             torch.sum(y, 1, out=totals[0, part])
             torch.sum(y.square_(), 1, out=totals[1, part])
-        scale, offset = self._affine(totals, shift, pixels)
+        scale, offset = self._affine(totals, pivot, shift, pixels)
         for part in parts:
-            y = wide[: len(x[part])].copy_(x[part])
-            torch.addcmul(offset[part], y, scale[part], out=y)
-            normed[part] = functional.silu(y, inplace=True) if self.active else y
+            y = wide[: len(x[part])].copy_(x[part]) if narrow else normed[part]
+            torch.addcmul(offset[part], y if narrow else x[part], scale[part], out=y)
+            if self.active:
+                functional.silu(y, inplace=True)
+            if narrow:
+                normed[part] = y
         return normed
 
-    def _affine(self, totals: Tensor, shift: Tensor | None, pixels: int) -> tuple[Tensor, Tensor]:
-        """a and b, (B, 1, C), of the norm a x + b, from the sums of x and of its squares (2, B, C).
+    def _affine(
+        self, totals: Tensor, pivot: Tensor, shift: Tensor | None, pixels: int
+    ) -> tuple[Tensor, Tensor]:
+        """a and b, (B, 1, C), of the norm a x + b, from sums of x - pivot and of its squares.
 
-        With m and r the mean and 1 / standard deviation of a group of x + shift, a = r weight and
-        b = bias + (shift - m) a. Changes `totals`.
+        The sums are (2, B, C), `pivot` (B, C) is any value near x. With m and r the mean and
+        1 / standard deviation of a group of x + shift, a = r weight and b = bias + (shift - m) a.
+        Changes `totals`.
         """
         _, batch, channels = totals.shape
         grouped = self.num_groups, channels // self.num_groups
-        if shift is not None:
-            shift = shift.float()
-            moved = torch.add(totals[0], shift, alpha=pixels)
-            totals[1].addcmul_(shift, totals[0] + moved)
-            totals[0] = moved
+        sums, squares = totals.view(2, batch, *grouped)
+        pivot = pivot.reshape(batch, *grouped)
+        moved = pivot if shift is None else pivot + shift.float().view(batch, *grouped)
+        # What a group has in common does not count: the sums become those of x - pivot + moved.
+        moved = moved - moved[..., :1]
+        squares.addcmul_(moved, 2 * sums + pixels * moved)
+        sums.add_(moved, alpha=pixels)
         means = totals.view(2, batch, *grouped).sum(3, keepdim=True).div_(pixels * grouped[1])
         mean, variance = means[0], means[1].addcmul_(means[0], means[0], value=-1)
         scale = variance.clamp_(min=0.0).add_(self.eps).rsqrt_() * self.weight.view(grouped)
-        centre = -mean if shift is None else shift.view(batch, *grouped) - mean
-        offset = torch.addcmul(self.bias.view(grouped), centre, scale)
+        offset = torch.addcmul(self.bias.view(grouped), moved - pivot - mean, scale)
         return scale.view(batch, 1, channels), offset.view(batch, 1, channels)
 
 

@@ -126,9 +126,10 @@ def _copies(facts: Mapping[str, Any]) -> str:
     verdict = VERDICTS.get(str(facts.get("verdict")), "Not examined: nothing is known of copies.")
     if facts.get("share_below") is None:
         return verdict
+    chance = facts.get("expected_below") or 0.01
     return (
         f"{verdict} Of {facts['count']:,} images {facts['share_below']:.1%} lie nearer to a "
-        "training image than 99 % of held-out images do; 1 % is what chance gives."
+        f"training image than 99 % of held-out images do; {chance:.1%} is what chance gives."
     )
 
 

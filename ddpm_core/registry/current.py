@@ -49,9 +49,8 @@ class Current:
         """Ask MLflow once who the champion is, and load it if it is a new one. Never raises."""
         kind = "MLflow"
         try:
-            with asking(self._config.tracking.uri):
-                registry = Registry(self._config)
-                version = registry.champion()
+            registry = Registry(self._config)
+            version = registry.champion()
             kind = "champion"
             if version is None:
                 raise UserError(

@@ -78,12 +78,19 @@ def compare(candidate: Row, champion: Champion, row: Row, told: str) -> Decision
     """By the score, of which the lower is the better; an equal one changes nothing."""
     better = float(candidate["score"]) < float(row["score"])
     relation = "is below" if better else "is not below"
+    new, old = told_apart(float(candidate["score"]), float(row["score"]))
     return Decision(
         better,
         f"{'Promoted' if better else 'Not promoted'}: {candidate['score_name']} "
-        f"{candidate['score']:.4g} {relation} the {row['score']:.4g} of the champion, version "
-        f"{champion.version}{told}.",
+        f"{new} {relation} the {old} of the champion, version {champion.version}{told}.",
     )
+
+
+def told_apart(one: float, other: float) -> tuple[str, str]:
+    """Two numbers in four digits, or in as many as it takes to see that they differ."""
+    enough = (n for n in range(4, 18) if f"{one:.{n}g}" != f"{other:.{n}g}")
+    digits = next(enough, 4)
+    return f"{one:.{digits}g}", f"{other:.{digits}g}"
 
 
 def best_of(candidate: Row, version: str, rivals: list[Champion]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import shutil
 import tempfile
 import threading
@@ -10,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.masking import masked
-from ddpm_core.mlflow_run import connect, is_refusal, sqlite_path
+from ddpm_core.mlflow_client import connect, is_mlflows, is_refusal, sqlite_path
 from ddpm_core.ranking import Scored
 from ddpm_core.reading import parse_object, validated
 from ddpm_core.registry.package import CHECKPOINT
@@ -25,6 +26,30 @@ UPLOAD_TIMEOUT = 120  # seconds without an answer, for files of hundreds of MB
 RETRIES = 3
 PATIENCE = 5.0  # seconds in which MLflow is to say whether it still has a version
 PROMOTED = "promoted"  # the tag of a version that became champion, or was about to
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@contextmanager
+def asking(uri: str) -> Iterator[None]:
+    """What MLflow raises, or the way to it, as a sentence for the user."""
+    try:
+        yield
+    except Exception as error:
+        if not is_mlflows(error):
+            raise
+        raise UserError(f"MLflow at {masked(uri)} cannot be used: {reason(error)}") from error
+
+
+def asks(method: Method) -> Method:
+    """A method of a Registry that asks MLflow, and raises UserError where that can't be used."""
+
+    @functools.wraps(method)
+    def told(registry: Registry, *arguments: Any) -> Any:
+        with asking(registry.uri):
+            return method(registry, *arguments)
+
+    return cast(Method, told)
 
 
 class Registry:
@@ -45,23 +70,58 @@ class Registry:
         mlflow.set_tracking_uri(self.uri)
         mlflow.set_registry_uri(self.uri)
 
+    @asks
     def champion(self) -> Any | None:
         """The version that has the alias."""
         return found(self.client.get_model_version_by_alias, self.name, self.alias)
 
+    @asks
     def versions(self) -> list[Any]:
         """All versions, the newest first."""
         every = self.client.search_model_versions(f"name = '{self.name}'")
         return sorted(every, key=lambda version: -int(version.version))
 
+    @asks
     def find(self, tags: dict[str, str]) -> Any | None:
-        """The newest version that has these tags, and its files."""
-        for version in self.versions():
+        """The oldest version that has these tags, and its files: all who ask agree on it."""
+        for version in reversed(self.versions()):
             alike = all(version.tags.get(key) == value for key, value in tags.items())
             if alike and has_files(self.client, version):
                 return version
         return None
 
+    @asks
+    def has_files(self, version: Any) -> bool:
+        return has_files(self.client, version)
+
+    @asks
+    def uploaded(self, run_id: str, name: str, params: dict[str, str]) -> str | None:
+        """The models:/ URI of a run's model with these params, such as one whose version could
+        not be made. What is left of uploads that failed is removed."""
+        place = self.client.get_run(run_id).info.experiment_id
+        asked = {"source_run_id": run_id, "name": name}
+        asked |= {f"params.{key}": value for key, value in params.items()}
+        query = " AND ".join(f"{key} = '{value}'" for key, value in asked.items())
+        uri = None
+        for model in self.client.search_logged_models([place], query):
+            if str(model.status) == "FAILED":
+                self.client.delete_logged_model(model.model_id)
+            elif str(model.status) == "READY" and has_checkpoint(
+                self.client, model.artifact_location
+            ):
+                uri = str(model.model_uri)
+        return uri
+
+    @asks
+    def remove(self, version: Any) -> None:
+        self.client.delete_model_version(self.name, version.version)
+
+    @asks
+    def discard(self, model_uri: str) -> None:
+        """Remove an uploaded model that is no version's."""
+        self.client.delete_logged_model(model_uri.removeprefix("models:/"))
+
+    @asks
     def create(self, model_uri: str, run_id: str, description: str, tags: dict[str, str]) -> Any:
         """A new version of an uploaded model."""
         if not self._is_there():
@@ -75,9 +135,11 @@ class Registry:
             model_id=model_uri.removeprefix("models:/"),
         )
 
+    @asks
     def tag(self, version: Any, key: str, value: str) -> None:
         self.client.set_model_version_tag(self.name, version.version, key, value)
 
+    @asks
     def promote(self, version: Any) -> None:
         """Move the alias, wherever it is by now: MLflow knows no other way."""
         self.client.set_registered_model_alias(self.name, self.alias, version.version)
@@ -91,6 +153,7 @@ class Registry:
         tags = {str(version.version): version.tags.get(PROMOTED) for version in self.versions()}
         return {number: when for number, when in tags.items() if when}
 
+    @asks
     def checkpoint(self, version: Any) -> Path:
         """A local copy of a version's checkpoint folder."""
         return fetch(f"models:/{self.name}/{version.version}")
@@ -158,8 +221,13 @@ def _lost(client: Any, record: dict[str, Any]) -> str | None:
 
 def has_files(client: Any, version: Any) -> bool:
     """Whether a version's checkpoint lies where MLflow keeps it; raises where that is not told."""
-    artifacts = require("mlflow.artifacts", "tracking")
     place = client.get_model_version_download_uri(version.name, version.version)
+    return has_checkpoint(client, place)
+
+
+def has_checkpoint(client: Any, place: str) -> bool:
+    """Whether there is a checkpoint where the files of a model lie."""
+    artifacts = require("mlflow.artifacts", "tracking")
     uri = f"{place.rstrip('/')}/artifacts/{CHECKPOINT}"
     return bool(artifacts.list_artifacts(uri, tracking_uri=client.tracking_uri))
 
@@ -197,14 +265,3 @@ def fetch_to(origin: str, place: str) -> Path:
     mlflow = require("mlflow", "tracking")
     path = mlflow.artifacts.download_artifacts(f"{origin}/artifacts/{CHECKPOINT}", dst_path=place)
     return Path(path)
-
-
-@contextmanager
-def asking(uri: str) -> Iterator[None]:
-    """What MLflow raises as a sentence for the user."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # MLflow's, or whatever the network raises
-        raise UserError(f"MLflow at {masked(uri)} cannot be used: {reason(error)}") from error

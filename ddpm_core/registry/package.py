@@ -57,6 +57,11 @@ def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Pa
     seal(folder)
 
 
+def model_name(name: str, step: int) -> str:
+    """What a model of the registered model `name` is called in its run."""
+    return f"{re.sub('[^A-Za-z0-9_-]', '-', name)}-step-{step}"
+
+
 def upload(run_id: str, name: str, step: int, folder: Path, params: dict[str, Any]) -> str:
     """Log `folder` (checkpoint/ and README.md) as a model of a run; its models:/ URI."""
     mlflow = require("mlflow", "tracking")
@@ -64,7 +69,7 @@ def upload(run_id: str, name: str, step: int, folder: Path, params: dict[str, An
     silence = warnings.catch_warnings(record=True)
     with mlflow.start_run(run_id=run_id), code() as package, silence:
         model = mlflow.pyfunc.log_model(
-            name=f"{re.sub('[^A-Za-z0-9_-]', '-', name)}-step-{step}",
+            name=model_name(name, step),
             python_model=str(package / "registry" / "served.py"),
             code_paths=[str(package)],
             artifacts={CHECKPOINT: str(folder / CHECKPOINT), "card": str(folder / CARD)},

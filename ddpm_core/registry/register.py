@@ -14,12 +14,12 @@ from ddpm_core.console import say
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.mlflow_log import open_tracker
 from ddpm_core.masking import masked
-from ddpm_core.ranking import Row, Rows, best
+from ddpm_core.ranking import Row, Rows, best, must_be_as_measured
 from ddpm_core.reading import Schema
 from ddpm_core.registry.card import as_description, write_card
 from ddpm_core.registry.gate import COPIES, Champion, Decision, Unfit, best_of, decide, verdict
-from ddpm_core.registry.models import PROMOTED, Registry, asking, has_files, lost, rows_of
-from ddpm_core.registry.package import CARD, CHECKPOINT, upload, write_checkpoint
+from ddpm_core.registry.models import PROMOTED, Registry, asking, lost, rows_of
+from ddpm_core.registry.package import CARD, CHECKPOINT, model_name, upload, write_checkpoint
 from ddpm_core.workspace import REGISTERED, RESULTS, RUN, SNAPSHOTS, Workspace, fingerprint
 
 KEPT = ("step", "score_name", "score", "evidence", "memorisation")  # of a row, with a version
@@ -53,23 +53,31 @@ def register(config: Config, workspace: Workspace) -> dict[str, Any]:
         )
     registry = Registry(config)
     run_id = tracked_run(config, workspace, row)
-    with asking(registry.uri):
-        before, champion = registry.announced(), registry.champion()
+    before, champion = registry.announced(), registry.champion()
+    decision = judge(config, workspace, registry, champion, row)
+    version = registry.find(network(row)) or publish(registry, checkpoint, row, run_id)
+    while number(now := registry.champion()) != number(champion):  # another was registered
+        champion = now
         decision = judge(config, workspace, registry, champion, row)
-        version = registry.find(network(row)) or publish(registry, checkpoint, row, run_id)
-        while number(now := registry.champion()) != number(champion):  # another was registered
-            champion = now
-            decision = judge(config, workspace, registry, champion, row)
-        decision = denounced(registry, champion, row, decision)
-        registry.tag(version, "decision", decision.why)
-        if verdict(row) not in ("unknown", version.tags.get("memorisation")):  # asked only now
-            registry.tag(version, "memorisation", verdict(row))
-        if decision.promote:
-            decision = promote(registry, version, decision, row, before)
+    decision = denounced(registry, champion, row, decision)
+    registry.tag(version, "decision", decision.why)
+    if verdict(row) not in ("unknown", version.tags.get("memorisation")):  # asked only now
+        registry.tag(version, "memorisation", verdict(row))
+    if decision.promote:
+        decision = promote(registry, version, decision, row, before)
     record = recorded(registry, version, decision, row) | {"run_id": run_id, "uri": registry.uri}
     workspace.write_json(REGISTERED, record)
     say(f"{registry.name} version {version.version}, step {row['step']}. {decision.why}")
     return record
+
+
+# By the key of a record: what is another one now than when a version was registered.
+_DIFFERS = {
+    "name": "register.name",
+    "alias": "register.alias",
+    "uri": "tracking.uri",
+    "memorisation": "the verdict on copies of training images",
+}
 
 
 def stale(config: Config, workspace: Workspace) -> str | None:
@@ -89,13 +97,19 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     record = workspace.read_json(REGISTERED, Registered)
     if not record:
         return "nothing is registered yet"
-    differing = [key for key, value in wanted.items() if record.get(key) != value]
-    return f"what is registered differs in {', '.join(differing)}" if differing else lost(record)
+    differing = [
+        _DIFFERS.get(key, "the best checkpoint or its score")
+        for key, value in wanted.items()
+        if record.get(key) != value
+    ]
+    told = " and ".join(dict.fromkeys(differing))
+    return f"{told}: another one now than was registered" if told else lost(record)
 
 
 def best_row(workspace: Workspace) -> Row:
-    """What results.json says of the best checkpoint."""
+    """What results.json says of the best checkpoint. Raises UserError for a changed score."""
     results = workspace.read_json(RESULTS, Rows)
+    must_be_as_measured(results.get("rows", []))
     row = best(results.get("rows", []), results.get("sample", {}))
     if row is None:
         raise UserError(
@@ -137,7 +151,7 @@ def judge(
     """Ask the gate about a champion; one that was measured anew keeps that row as a tag."""
     if version is None:
         return decide(row, None, dict)
-    whole = has_files(registry.client, version)
+    whole = registry.has_files(version)
     rows = rows_of(version) if whole else []  # no score counts of what nobody can load
     if verdict(row) != COPIES and any(network(found) == network(row) for found in rows):
         told = str(version.tags.get("decision", ""))
@@ -173,16 +187,35 @@ def denounced(registry: Registry, champion: Any | None, row: Row, decision: Deci
 
 
 def publish(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str) -> Any:
-    """Upload the model and make a version of it."""
+    """Make a version of the model, and upload it unless an earlier try has.
+
+    Where another process has made one meanwhile, that is the version: of two the older stays.
+    """
+    # The verdict may change with the champion: it stands in the tags, not in the card.
+    card = write_card(registry.name, checkpoint, row)
+    name, wanted = model_name(registry.name, checkpoint.step), network(row)
+    uri = registry.uploaded(run_id, name, wanted) or packed(registry, checkpoint, row, run_id, card)
+    version = registry.find(wanted)
+    if version is None:
+        tags = version_tags(checkpoint, row)
+        made = registry.create(uri, run_id, as_description(card), tags)
+        version = registry.find(wanted) or made
+        if number(version) != number(made):
+            registry.remove(made)
+    if version.source != uri and version.source.startswith("models:/"):
+        registry.discard(uri)
+    return version
+
+
+def packed(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str, card: str) -> str:
+    """Upload the model with its card; its models:/ URI."""
     with tempfile.TemporaryDirectory(prefix="ddpm-register-") as scratch:
         folder = Path(scratch)
         write_checkpoint(checkpoint, sampled(row, checkpoint), folder / CHECKPOINT)
-        # The verdict may change with the champion: it stands in the tags, not in the card.
-        card = write_card(registry.name, checkpoint, row)
         (folder / CARD).write_text(card, encoding="utf-8")
         facts = {"step": checkpoint.step, row["score_name"]: row["score"], **identity(row)}
-        uri = upload(run_id, registry.name, checkpoint.step, folder, facts)
-    return registry.create(uri, run_id, as_description(card), version_tags(checkpoint, row))
+        with asking(registry.uri):
+            return upload(run_id, registry.name, checkpoint.step, folder, facts)
 
 
 def sampled(row: Row, checkpoint: Checkpoint) -> dict[str, Any]:

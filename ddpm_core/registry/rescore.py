@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpm_core import compiling
+from ddpm_core import compiling, memory
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import progress
@@ -52,7 +52,8 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
         )
     except UserError as error:  # such as a class that it does not know
         raise Unfit(str(error)) from error
-    with compiling.translate_errors("sample.compile"):
+    advice = f"sample.batch_size {settings.batch_size}: lower it."
+    with memory.translate_errors(advice), compiling.translate_errors("sample.compile"):
         images = draw(sampler, count, settings.batch_size)
     return {
         "step": checkpoint.step,

@@ -107,6 +107,9 @@ class Storage(Protocol):
     def sweep(self) -> None:
         """Remove what killed writers left half written; for the holder of the lease."""
 
+    def sweep_staged(self) -> None:
+        """The same on a disk, where locks tell who still writes; for anybody."""
+
     def read_tagged(self, key: str) -> Tagged | None:
         """A small file with its tag, asked for with little patience."""
 

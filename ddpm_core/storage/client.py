@@ -71,18 +71,32 @@ def connect(attempts: int = ATTEMPTS, connecting: float = 5.0, reading: float = 
 
 def code_of(error: Exception) -> str:
     """The server's code of an error, such as NoSuchKey; "" where it gave none."""
-    return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
+    response = getattr(error, "response", None) or {}  # None where no answer came
+    return str(response.get("Error", {}).get("Code", ""))
+
+
+def broken_off() -> tuple[type[Exception], ...]:
+    """What boto3 raises where an answer does not come, or not to its end."""
+    errors = require("botocore.exceptions", "s3")
+    return errors.HTTPClientError, errors.IncompleteReadError
 
 
 @contextmanager
 def told(client: Any, bucket: str, what: str) -> Iterator[None]:
     """Turn what boto3 raises into FileNotFoundError or Unreachable; `what` is a URI."""
     errors = require("botocore.exceptions", "s3")
-    ours = require("boto3.exceptions", "s3").Boto3Error
+    families = (
+        errors.BotoCoreError,
+        errors.ClientError,
+        require("boto3.exceptions", "s3").Boto3Error,
+        require("botocore.parsers", "s3").ResponseParserError,
+        require("s3transfer.exceptions", "s3").RetriesExceededError,
+    )
     try:
         yield
-    except (errors.BotoCoreError, errors.ClientError, ours) as error:
-        raise _translated(error, str(client.meta.endpoint_url), bucket, what) from error
+    except families as error:
+        last = getattr(error, "last_exception", error)  # of several tries
+        raise _translated(last, str(client.meta.endpoint_url), bucket, what) from error
 
 
 def _translated(error: Exception, endpoint: str, bucket: str, what: str) -> OSError:
@@ -103,10 +117,12 @@ def _translated(error: Exception, endpoint: str, bucket: str, what: str) -> OSEr
             f"The S3 server at {endpoint} refuses access to {what} ({code or text.rstrip('.')}): "
             "look at AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the rights of that key."
         )
-    away = isinstance(error, errors.HTTPClientError) or "Could not connect" in text
-    if away:
+    halves = isinstance(error, errors.ResponseStreamingError | errors.IncompleteReadError)
+    silent = isinstance(error, errors.HTTPClientError | errors.ConnectTimeoutError)
+    if halves or silent or "Could not connect" in text:
+        does = "breaks its answers off" if halves else "does not answer"
         return Unreachable(
-            f"The S3 server at {endpoint} does not answer ({type(error).__name__}): look at "
+            f"The S3 server at {endpoint} {does} ({type(error).__name__}): look at "
             "AWS_ENDPOINT_URL, and run the same command again once it is there."
         )
     return Unreachable(f"S3 failed at {what}: {text.rstrip('.')}.")

@@ -31,6 +31,7 @@ from ddpm_core.storage.staging import (
 )
 
 LOCK = ".lock"
+FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 LARGEST = 2**30  # bytes of a file that is read into memory as a whole
 
 
@@ -51,6 +52,16 @@ class LocalStorage:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"Cannot use {self.root} as workspace: {reason}.") from error
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A workspace that must not be changed is told with what to do."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in FORBIDDEN and str(error.filename or "").startswith(self.uri):
+                error.add_note("Write to another place: a workspace is named with -w.")
+            raise
 
     def local(self, key: str) -> Path:
         return self.root / key
@@ -105,12 +116,13 @@ class LocalStorage:
 
     def write(self, key: str, data: bytes) -> None:
         path = self._own(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with staged_file(path) as staging:
-            staging.write_bytes(data)
-            sync(staging)
-            staging.replace(path)
-        sync(path.parent)
+        with self._changing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with staged_file(path) as staging:
+                staging.write_bytes(data)
+                sync(staging)
+                staging.replace(path)
+            sync(path.parent)
 
     def remove(self, key: str) -> None:
         path = self._own(key)
@@ -134,13 +146,14 @@ class LocalStorage:
         Replaces a folder of the same key. After an exception nothing of it is left.
         """
         final = self._own(key)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with staged_folder(final) as staging:
-            yield staging
-            seal(staging, facts)
-            replaced = exchange(staging, final)
-        sync(final.parent)
-        remove(replaced)
+        with self._changing():
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with staged_folder(final) as staging:
+                yield staging
+                seal(staging, facts)
+                replaced = exchange(staging, final)
+            sync(final.parent)
+            remove(replaced)
 
     def mirror(self, key: str, turn: int) -> Whole:
         return Whole(self._own(key))
@@ -161,6 +174,9 @@ class LocalStorage:
             yield locked
 
     def sweep(self) -> None:
+        self.sweep_staged()
+
+    def sweep_staged(self) -> None:
         sweep(self.root)
 
     def read_tagged(self, key: str) -> Tagged | None:

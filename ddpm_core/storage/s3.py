@@ -23,6 +23,7 @@ from ddpm_core.storage.cache import Cache
 from ddpm_core.storage.client import CONNECTIONS, connect, split
 from ddpm_core.storage.mirror import PARTS, Segments, assemble
 from ddpm_core.storage.sealing import MANIFEST, listed, seal, sha256_of
+from ddpm_core.storage.staging import named
 from ddpm_core.storage.transfer import Bucket, Facts, put_if
 
 QUICK = {"attempts": 2, "connecting": 3.0, "reading": 5.0}  # for what must not wait long
@@ -128,8 +129,9 @@ class S3Storage:
         folder = place / Path(key).name
         folder.mkdir(parents=True)
         try:
-            yield folder
-            seal(folder, facts)
+            with named(folder, self._cache.root / key):
+                yield folder
+                seal(folder, facts)
             self._upload(key, folder)
             self._cache.adopt(key, folder)
         finally:
@@ -160,12 +162,12 @@ class S3Storage:
         except Unreachable as error:
             warn(f"Uploads that were cut short are not swept: {error}")
 
+    def sweep_staged(self) -> None:
+        """Nothing: what has no manifest yet may be on its way."""
+
     def read_tagged(self, key: str) -> Tagged | None:
-        bucket, name = self._quick, self._name(key)
         try:
-            with bucket.told(name):
-                found = bucket.client.get_object(Bucket=bucket.name, Key=name)
-                data = bytes(found["Body"].read())
+            found, data = self._quick.answer(self._name(key))
         except FileNotFoundError:
             return None
         # Both times are the server's: clocks of other machines don't matter.

@@ -23,6 +23,7 @@ _STAGED = re.compile(rf"\..+\.[0-9a-f]{{8}}\.{_MARK}")
 _NAME = 50  # characters kept of a name: with four bytes each there is room for the rest in 255
 # In which a run stages, as workspace.py names them; other folders are the user's.
 FOLDERS = ("data", "snapshots", "samples", "evaluation", "superseded")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ABANDONED = 24 * 3600.0  # seconds without a change, where locks can't tell who still writes
 
 
@@ -34,27 +35,49 @@ def beside(path: Path) -> Path:
 @contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
     """An empty file beside `path` for as long as its content is written; gone after a mistake."""
-    with _held(beside(path), folder=False) as staging:
+    with _held(path, folder=False) as staging:
         yield staging
 
 
 @contextmanager
 def staged_folder(path: Path) -> Iterator[Path]:
     """The same for a folder."""
-    with _held(beside(path), folder=True) as staging:
+    with _held(path, folder=True) as staging:
         yield staging
 
 
 @contextmanager
-def _held(staging: Path, folder: bool) -> Iterator[Path]:
-    descriptor = stage(staging, folder)
+def _held(path: Path, folder: bool) -> Iterator[Path]:
+    staging = beside(path)
+    with named(staging, path):
+        descriptor = stage(staging, folder)
+        try:
+            yield staging
+        except BaseException:
+            remove(staging)
+            raise
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def named(staging: Path, path: Path) -> Iterator[None]:
+    """Errors of the disk tell of what is written, not of what is staged for it.
+
+    A full disk is one of several, and tells of nothing by itself.
+    """
     try:
-        yield staging
-    except BaseException:
-        remove(staging)
-        raise
-    finally:
-        os.close(descriptor)
+        yield
+    except OSError as error:
+        full = error.errno in _FULL
+        # A rename tells of two names; its target is the one that a person knows.
+        at = error.filename2 or error.filename or (path if full else None)
+        if error.errno is None or at is None:
+            raise
+        told = OSError(error.errno, error.strerror, str(at).replace(str(staging), str(path)))
+        if full:
+            told.add_note("Free some space there; the same command goes on.")
+        raise told from error
 
 
 def stage(staging: Path, folder: bool) -> int:
@@ -109,15 +132,21 @@ def _sweep_one(path: Path) -> None:
     except OSError:
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove(path)
-    except BlockingIOError:
-        return
-    except OSError:  # NFS, for one, has no locks of folders
-        if time.time() - os.fstat(descriptor).st_mtime > ABANDONED:
-            remove(path)
+        if _has_no_writer(descriptor):
+            with suppress(OSError):  # a workspace that may only be read keeps it
+                remove(path)
     finally:
         os.close(descriptor)
+
+
+def _has_no_writer(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # NFS, for one, has no locks of folders
+        return time.time() - os.fstat(descriptor).st_mtime > ABANDONED
+    return True
 
 
 def remove(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpm_core.errors import Corrupt, require
 from ddpm_core.storage.base import Changed, Unreachable
-from ddpm_core.storage.client import CONNECTIONS, LOST, code_of, told
+from ddpm_core.storage.client import CONNECTIONS, LOST, broken_off, code_of, told
 from ddpm_core.storage.sealing import sha256_of
 
 PART = 2**24  # bytes of a part of a larger object
@@ -50,13 +50,27 @@ class Bucket:
 
     def get(self, name: str) -> bytes:
         """Raises Corrupt where the content is not what its writer recorded."""
-        with self.told(name):
-            found = self.client.get_object(Bucket=self.name, Key=name)
-            data = bytes(found["Body"].read())
+        found, data = self.answer(name)
         recorded = found["Metadata"].get(SHA256)
         if recorded and recorded != hashlib.sha256(data).hexdigest():
             raise Corrupt(f"s3://{self.name}/{name} was damaged: its checksum differs.")
         return data
+
+    def answer(self, name: str) -> tuple[dict[str, Any], bytes]:
+        """What the server tells of an object, and all of its bytes.
+
+        boto3 asks again where no answer begins, and not where one breaks off.
+        """
+        left = int(self.client.meta.config.retries["total_max_attempts"])
+        with self.told(name):
+            while True:
+                found = self.client.get_object(Bucket=self.name, Key=name)
+                try:
+                    return found, bytes(found["Body"].read())
+                except broken_off():
+                    left -= 1
+                    if not left:
+                        raise
 
     def put(self, name: str, data: bytes) -> str:
         """Small objects in one request, whose checksum the server compares; the tag, if so."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ddpm_core.checkpoint import WEIGHTS, ema_name
 from ddpm_core.errors import UserError
+from ddpm_core.training.snapshot import NOISE_LEVELS
 from ddpm_core.training.state import TrainState
 
 # Integers as wide as an element, to read its bits.
@@ -26,7 +27,9 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def check_agreement(state: TrainState, written: int) -> None:
-    """Compare the weights and averages of all workers. Raises UserError, with the ranks.
+    """Compare the weights, averages and noise levels of all workers.
+
+    Raises UserError, with the ranks, where they differ.
 
     Every worker computes its averages from its own weights, so that what differs on one has gone
     wrong there: a fault of its memory or device, or a library that is not the same everywhere.
@@ -37,6 +40,7 @@ def check_agreement(state: TrainState, written: int) -> None:
     groups = {
         WEIGHTS: state.model.state_dict(),
         **{ema_name(e.decay): e.tensors for e in state.emas},
+        NOISE_LEVELS: state.noise_levels.state_dict(),
     }
     mine = torch.stack([checksum(tensors.values()) for tensors in groups.values()])
     rows = [tuple(row) for row in state.world.all_gather(mine).cpu().tolist()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -47,22 +47,66 @@ class Execution:
 def make_optimizer(
     settings: config.Optimizer, parameters: Iterable[torch.nn.Parameter], device: torch.device
 ) -> Adam:
-    """Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019), fused where it exists."""
+    """The one of OPTIMIZERS that the settings name, fused where it exists."""
+    return OPTIMIZERS[settings.name](settings, parameters, device)
+
+
+def adam(
+    settings: config.Optimizer,
+    parameters: Iterable[torch.nn.Parameter],
+    device: torch.device,
+    decoupled: bool = False,
+) -> Adam:
+    """w -= lr m / (sqrt(v) + 1e-8), m and v the averages of g + weight_decay w and of its square.
+
+    Kingma & Ba (2015), "Adam: a method for stochastic optimization", algorithm 1.
+    """
     return Adam(
         parameters,
         lr=settings.lr,
         betas=settings.betas,
         weight_decay=settings.weight_decay,
-        decoupled=settings.name == "adamw",
+        decoupled=decoupled,
         fused=device.type in ("cuda", "cpu", "mps"),
     )
 
 
+def adamw(
+    settings: config.Optimizer, parameters: Iterable[torch.nn.Parameter], device: torch.device
+) -> Adam:
+    """Adam of g alone, and w -= lr weight_decay w beside it.
+
+    Loshchilov & Hutter (2019), "Decoupled weight decay regularization", algorithm 2.
+    """
+    return adam(settings, parameters, device, decoupled=True)
+
+
+OPTIMIZERS: dict[str, Callable[..., Adam]] = {"adam": adam, "adamw": adamw}
+
+
 def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
-    """The rate of step number `step` (the first is 1): linear warm-up, then constant or cosine."""
+    """The rate of step number `step` (the first is 1): linear warm-up, then RATE_SCHEDULES."""
     if step <= settings.warmup:
         return settings.lr * step / settings.warmup
-    if settings.schedule == "constant":
-        return settings.lr
     done = (step - settings.warmup) / max(1, steps - settings.warmup)
-    return settings.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return settings.lr * RATE_SCHEDULES[settings.schedule](min(1.0, done))
+
+
+def constant_rate(done: float) -> float:
+    """1: the rate stays as it is after the warm-up (Ho et al. 2020, appendix B)."""
+    return 1.0
+
+
+def cosine_rate(done: float) -> float:
+    """(1 + cos(pi done)) / 2, `done` the share of the steps after the warm-up, 0 to 1.
+
+    Loshchilov & Hutter (2017), "SGDR: stochastic gradient descent with warm restarts", eq. 5,
+    without a restart.
+    """
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+RATE_SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": constant_rate,
+    "cosine": cosine_rate,
+}

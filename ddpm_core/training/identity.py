@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ddpm_core.config import Config
+from ddpm_core.config.deciding import deciding, flat, unlike
 from ddpm_core.errors import UserError
 from ddpm_core.reading import LARGEST_JSON, read_bytes
 from ddpm_core.storage import MANIFEST
@@ -22,7 +24,6 @@ _FREE = {
     "snapshot_every",
     "keep",
     "milestone_every",
-    "steps",
     "grid",
 }
 
@@ -31,28 +32,40 @@ INITIAL = "weights of train.init"
 
 def identity(config: Config, data_fingerprint: str) -> dict[str, Any]:
     """The settings that a model depends on, by dotted name."""
-    given = config.dump()
-    train = {name: value for name, value in given["train"].items() if name not in _FREE}
-    if config.train.optimizer.schedule == "cosine":
-        train["steps"] = config.train.steps
-    parts = {"model": given["model"], "diffusion": given["diffusion"], "train": train}
-    return {"seed": config.seed, "data": data_fingerprint, **_flat(parts), **_initial(config)}
+    settings = deciding(_settings(config))
+    return {"seed": config.seed, "data": data_fingerprint, **settings, **_initial(config)}
 
 
 def train_fingerprint(config: Config, data_fingerprint: str) -> str:
     """Of the settings alone: it stays when the folder of train.init is gone."""
     settings = identity(config, data_fingerprint)
     settings.pop(INITIAL, None)
-    return fingerprint(settings)
+    return fingerprint(unlike(settings, _defaults()))
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """`name: old -> new` for every setting that is not the same."""
+    """`name: old -> new` for every setting that is not the same; an absent one is its default."""
+    before, after = (deciding({**_defaults(), **side}) for side in (old, new))
+    # What a method of one side alone uses differs with the method, which is told.
+    both = {*_defaults(), INITIAL}
     return [
-        f"{name}: {old.get(name)} -> {new.get(name)}"
-        for name in sorted({*old, *new})
-        if old.get(name) != new.get(name) and (name != INITIAL or (name in old and name in new))
+        f"{name}: {before.get(name)} -> {after.get(name)}"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+        and (name not in both or (name in before and name in after))
     ]
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """The settings of a network and its training, by dotted name."""
+    given = config.dump()
+    train = {name: value for name, value in given["train"].items() if name not in _FREE}
+    return flat({"model": given["model"], "diffusion": given["diffusion"], "train": train})
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return _settings(Config())
 
 
 def _initial(config: Config) -> dict[str, str]:
@@ -69,10 +82,3 @@ def _initial(config: Config) -> dict[str, str]:
         return {}
     weights = {n: sum_ for n, (_, sum_) in files.items() if n.startswith(("model.", "ema-"))}
     return {INITIAL: fingerprint(weights)}
-
-
-def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, item in value.items():
-        flat |= _flat(item, f"{prefix}{name}.") if isinstance(item, dict) else {prefix + name: item}
-    return flat

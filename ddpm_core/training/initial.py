@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ddpm_core import rng
-from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import UserError
 from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.rng import Purpose
+from ddpm_core.training.warm_start import take_weights
 from ddpm_core.workspace import SNAPSHOTS, Workspace
 
 
@@ -49,8 +50,12 @@ def network_config(config: Config, data: Pictures) -> UNetConfig:
     )
 
 
-def initial_weights(model: UNet, config: Config) -> None:
-    """Set the weights: keyed by their names, so the same on every worker and device."""
+def initial_weights(model: UNet, config: Config, classes: Sequence[str] = ()) -> str:
+    """Set the weights: keyed by their names, so the same on every worker and device.
+
+    With `train.init` those of another network; then the result says what they were not taken for.
+    `classes` are those of the data.
+    """
     key = rng.key(Purpose.INIT, config.seed)
 
     def uniform(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -58,44 +63,8 @@ def initial_weights(model: UNet, config: Config) -> None:
         return rng.uniform(key, torch.tensor([int.from_bytes(digest[:4], "big")]), shape)[0]
 
     model.initialise(uniform)
-    if config.train.init is not None:
-        _load(model, config.train.init, config)
-
-
-def _load(model: UNet, origin: str, config: Config) -> None:
-    """Take the weights of a checkpoint folder, a diffusers folder, or a registered model."""
-    weights = _weights(origin, config)
-    own = model.state_dict()
-    wrong = [
-        f"{name}: {tuple(weights[name].shape) if name in weights else 'absent'}, "
-        f"{tuple(tensor.shape)} is needed"
-        for name, tensor in own.items()
-        if name not in weights or weights[name].shape != tensor.shape
-    ]
-    if wrong or set(weights) - set(own):
-        listed = "\n".join(f"  {line}" for line in [*wrong, *sorted(set(weights) - set(own))][:8])
-        raise UserError(f"train.init: the weights of {origin} don't fit this network:\n{listed}")
-    model.load_state_dict(weights)
-
-
-def _weights(origin: str, config: Config) -> dict[str, Tensor]:
-    if origin.startswith("models:/"):
-        from ddpm_core.registry.models import download
-
-        return _checkpoint(download(config, origin))
-    folder = Path(origin).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"train.init: {origin!r} given; it is no folder and no models:/ URI.")
-    if (folder / "config.json").exists() and (folder / "manifest.json").exists():
-        return _checkpoint(folder)
-    from ddpm_core.interop.diffusers import import_folder
-
-    return import_folder(folder)[1]
-
-
-def _checkpoint(folder: Path) -> dict[str, Tensor]:
-    checkpoint = Checkpoint.open(folder)
-    return dict(checkpoint.load("auto", torch.device("cpu")).state_dict())
+    origin = config.train.init
+    return "" if origin is None else take_weights(model, origin, config, classes)
 
 
 def check_init_stays(config: Config, workspace: Workspace) -> None:

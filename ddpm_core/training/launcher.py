@@ -16,7 +16,7 @@ from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.data.dataset import open_dataset
 from ddpm_core.errors import Interrupted
-from ddpm_core.training.budget import describe
+from ddpm_core.training.dry_run import describe
 from ddpm_core.training.resume import Policy
 from ddpm_core.training.trainer import train as train_here
 from ddpm_core.workspace import Workspace

@@ -10,8 +10,8 @@ from ddpm_core.generate.images import ImageSampler
 from ddpm_core.images import enlarge, grid, png
 from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.training.snapshot import SnapshotContents
+from ddpm_core.workspace import GRID
 
-GRID = "grid.png"
 STEPS = 20
 
 

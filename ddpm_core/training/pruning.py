@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ddpm_core.checkpoint import SETTINGS
+from ddpm_core.config import Train
 from ddpm_core.console import warn
 from ddpm_core.reading import Manifest, Schema
 from ddpm_core.storage import MANIFEST
@@ -29,25 +30,22 @@ class Made(Schema):
     params: MadeParams
 
 
-def prunable(
-    steps: Iterable[int], keep: int, milestone_every: int, last: int
-) -> tuple[list[int], list[int]]:
+def prunable(steps: Iterable[int], train: Train) -> tuple[list[int], list[int]]:
     """Which steps to remove, and which milestones to keep as weights alone.
 
-    The newest `keep` stay as they are; older ones stay only as milestones: the multiples of
-    `milestone_every`, and `last`, the end of the run.
+    The newest `train.keep` stay as they are; older ones stay only as milestones.
     """
-    older = sorted(steps)[:-keep]
-    milestones = [step for step in older if step % milestone_every == 0 or step == last]
+    older = sorted(steps)[: -train.keep]
+    milestones = [step for step in older if train.is_milestone(step)]
     return [step for step in older if step not in milestones], milestones
 
 
-def prune(workspace: Workspace, keep: int, milestone_every: int, last: int) -> None:
+def prune(workspace: Workspace, train: Train) -> None:
     """Delete what `prunable` names. A deletion that fails is a warning: training goes on.
 
     Milestones of an earlier `milestone_every` stay: who gives another one asks for no deletion.
     """
-    remove, slim = prunable(workspace.steps(SNAPSHOTS), keep, milestone_every, last)
+    remove, slim = prunable(workspace.steps(SNAPSHOTS), train)
     for step in sorted([*remove, *slim]):
         try:
             if step in slim or _was_milestone(workspace, step):

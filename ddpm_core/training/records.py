@@ -13,11 +13,10 @@ from ddpm_core.lease import Lease
 from ddpm_core.storage import Mirror
 from ddpm_core.tracking import Tracker
 from ddpm_core.training import snapshot
-from ddpm_core.training.preview import GRID
 from ddpm_core.training.pruning import prune
 from ddpm_core.training.runlog import RunLog
 from ddpm_core.training.state import TrainState
-from ddpm_core.workspace import LOG, Workspace, snapshot_key, step_name
+from ddpm_core.workspace import GRID, LOG, Workspace, snapshot_key, step_name
 
 
 @contextmanager
@@ -79,5 +78,4 @@ def end(log: RunLog, mirror: Mirror) -> None:
 
 
 def tidy(config: Config, workspace: Workspace) -> None:
-    train = config.train
-    prune(workspace, train.keep, train.milestone_every, train.steps)
+    prune(workspace, config.train)

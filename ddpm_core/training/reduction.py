@@ -12,6 +12,7 @@ from ddpm_core.distributed import World
 
 FRACTION_BITS = 40  # of the fixed-point numbers: steps of 2^-40, sums up to 2^22
 _LARGEST = 2.0**62
+_SLICE = 2**20  # values that are made whole numbers at a time, so that no more are there twice
 
 
 class Reduction(Protocol):
@@ -88,19 +89,22 @@ class Exact:
     def add(self, loss: Tensor, scaled: Tensor) -> None:
         scaled.backward()  # type: ignore[no-untyped-call]
         parts = [t.reshape(-1) for t in _gradients(self._parameters)]
-        values = torch.cat([*parts, loss.detach().reshape(1)]) * self._batch_size
-        values *= 2.0**FRACTION_BITS
-        fits = values.abs() < _LARGEST / self._batch_size
-        self._sums[:-2] += torch.where(fits, values, 0.0).round().to(torch.int64)
-        self._sums[-2] += (~fits).sum()
+        flat = torch.cat([*parts, loss.detach().reshape(1)])
+        pieces = (torch.split(tensor, _SLICE) for tensor in (flat, self._sums[:-2]))
+        for values, sums in zip(*pieces, strict=True):
+            values.mul_(self._batch_size).mul_(2.0**FRACTION_BITS)
+            fits = values.abs() < _LARGEST / self._batch_size
+            sums += torch.where(fits, values, 0.0).round().to(torch.int64)
+            self._sums[-2] += (~fits).sum()
         for parameter in self._parameters:
             parameter.grad = None
 
     def finish(self, stop_wish: Tensor) -> Tensor:
         self._sums[-1] = stop_wish.to(torch.int64)
         self._world.all_reduce_(self._sums)
-        mean = self._sums[:-2].to(torch.float32) * 2.0**-FRACTION_BITS / self._batch_size
-        mean = torch.where(self._sums[-2] > 0, torch.nan, mean)
+        mean = torch.empty(len(self._sums) - 2, device=self._sums.device).copy_(self._sums[:-2])
+        mean.mul_(2.0**-FRACTION_BITS).div_(self._batch_size)
+        mean.masked_fill_(self._sums[-2] > 0, torch.nan)
         _spread(mean[:-1], _gradients(self._parameters))
         stop_wish.copy_(self._sums[-1])
         return mean[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ddpm_core import compiling
+from ddpm_core import __version__, compiling
 from ddpm_core.checkpoint import SETTINGS, Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
@@ -40,10 +40,11 @@ def start(
     """The settings that go with every snapshot, and the state to go on from (None: all done)."""
     settings = settings_of(config, data)
     model = UNet(network_config(config, data))
-    at, fresh = 0, False
+    at, fresh, told = 0, False, ""
     if world.rank == 0:
         if found := others(workspace, settings["identity"]):
-            initial_weights(model, config)  # what can't be made is refused before anything moves
+            # What can't be made is refused before anything moves.
+            told = initial_weights(model, config, data.classes)
             fresh = True
             set_aside(workspace, found, policy)
         if (run := workspace.read_json(RUN)).get("identity") != settings["identity"]:
@@ -58,8 +59,10 @@ def start(
     execution = Execution.choose(config.train, world.device, earlier)
     if world.rank == 0 and (lack := compiling.lacks(world.device, config.train.compile)):
         warn(lack)
-    if contents is None and not fresh:
-        initial_weights(model, config)
+    if contents is None:
+        told = told if fresh else initial_weights(model, config, data.classes)
+        if told and world.rank == 0:
+            say(told)
     state = TrainState.create(config, world, execution, model)
     if contents is not None:
         fit(state, contents, f"The snapshot of step {at}")
@@ -81,6 +84,7 @@ def settings_of(config: Config, data: PackedDataset) -> dict[str, Any]:
     if config.model.conditioning == "text":
         captions = caption_counts(data)[:MOST_CAPTIONS]
     return {
+        "ddpm": __version__,
         "params": config.dump(),
         "network": asdict(network_config(config, data)),
         "data": {
@@ -187,7 +191,7 @@ def damaged(workspace: Workspace, steps: list[int], after: int) -> list[int]:
                 Checkpoint.open(workspace.path(snapshot_key(step)))
             except Unreachable:
                 raise
-            except (UserError, OSError):
+            except (Corrupt, OSError):
                 broken.append(step)
     return broken
 

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from ddpm_core.checkpoint import SETTINGS, Settings
 from ddpm_core.console import warn
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.reading import Count, Schema, read_object, read_tensors, validated
+from ddpm_core.reading import Count, Schema, read_object, read_tensors, save_tensors, validated
 from ddpm_core.storage import Unreachable, verify
 from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
 
@@ -70,10 +68,10 @@ Draw = Callable[[SnapshotContents], Mapping[str, bytes]]
 
 
 def write(workspace: Workspace, step: int, contents: SnapshotContents) -> None:
-    """Write a snapshot; it is there whole, or not at all. Raises OSError, SafetensorError."""
+    """Write a snapshot; it is there whole, or not at all. Raises OSError."""
     with workspace.storage.new_folder(snapshot_key(step), {"step": step}) as folder:
         for name, tensors in contents.tensors.items():
-            save_file(dict(tensors), folder / name)
+            save_tensors(tensors, folder / name)
         for name, document in contents.documents.items():
             (folder / name).write_text(json.dumps(document, indent=1), encoding="utf-8")
         for name, data in contents.files.items():
@@ -166,7 +164,7 @@ class Writer:
         self._pending = None
         try:
             future.result()
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             whole = f"that of step {self.newest} is whole" if self.newest else "none is written yet"
             message = f"Cannot write the snapshot of step {step}: {error}; {whole}."
             if final or self._failed:

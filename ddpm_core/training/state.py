@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from ddpm_core.adam import Adam
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
 from ddpm_core.config import Config
-from ddpm_core.diffusion.noise_levels import NoiseLevels, make_noise_levels
+from ddpm_core.diffusion.noise_levels import (
+    NoiseLevels,
+    NoiseLevelSettings,
+    make_noise_levels,
+)
 from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.distributed import World
 from ddpm_core.models.execution import prepare_model
@@ -64,7 +68,7 @@ class TrainState:
     totals: Totals
     bad_step: Tensor  # the first step whose loss was not finite; 0: none
     step: int = 0
-    history: list[float] = field(default_factory=list)
+    history: list[float] = field(default_factory=list)  # the losses of the last rows
     forward: Any = None
     watch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
 
@@ -75,14 +79,10 @@ class TrainState:
         model = prepare_model(model, device, execution.precision, training=True).train()
         schedule = make_schedule(config.diffusion.schedule, config.diffusion.timesteps)
         loss = config.train.loss
-        levels = make_noise_levels(
-            config.train.timesteps.sampler,
-            loss.weighting,
-            schedule,
-            config.diffusion.prediction,
-            gamma=loss.gamma,
-            k=loss.k,
-        ).to(device)
+        chosen = NoiseLevelSettings(
+            config.train.timesteps.sampler, loss.weighting, loss.gamma, loss.k
+        )
+        levels = make_noise_levels(chosen, schedule, config.diffusion.prediction).to(device)
         return cls(
             config=config,
             world=world,
@@ -116,7 +116,6 @@ def to_contents(state: TrainState, settings: dict[str, Any]) -> SnapshotContents
         tensors[NOISE_LEVELS] = levels
     document = {
         "step": state.step,
-        "position": state.step * state.config.train.batch_size,
         "execution": asdict(state.execution),
         "scaler": state.scaler.state_dict(),
         "totals": {**state.totals.values(), "steps": state.totals.steps},

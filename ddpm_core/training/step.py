@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ddpm_core import rng
 from ddpm_core.config import Config
+from ddpm_core.diffusion.losses import LOSSES
+from ddpm_core.diffusion.noise_levels import Statistics
 from ddpm_core.diffusion.process import q_sample, target
 from ddpm_core.images import to_model
 from ddpm_core.rng import Purpose
@@ -34,11 +35,14 @@ def step(state: TrainState, batch: Batch, stop_wish: Tensor) -> None:
     )
     # A tensor: to a compiled network a number is a constant, and another one compiles it anew.
     at = torch.full((), state.step, dtype=torch.int64, device=state.world.device)
+    errors = torch.zeros(train.batch_size, device=state.world.device)  # of each of all samples
     for rows in reduction.cut(len(batch.index)):
-        loss = _loss(state, batch, rows, at)
+        loss = _loss(state, batch, rows, at, errors)
         reduction.add(loss, state.scaler.scale(loss))
     state.watch.mark("compute")
     loss = reduction.finish(stop_wish)
+    if state.noise_levels.adaptive:
+        _learn(state, errors, at)
     state.watch.mark("reduce")
     _update(state, loss)
     for ema in state.emas:
@@ -46,8 +50,11 @@ def step(state: TrainState, batch: Batch, stop_wish: Tensor) -> None:
     state.watch.mark("optimizer")
 
 
-def _loss(state: TrainState, batch: Batch, rows: Tensor, at: Tensor) -> Tensor:
-    """The share of some rows of the batch in the global mean loss of step `at`."""
+def _loss(state: TrainState, batch: Batch, rows: Tensor, at: Tensor, errors: Tensor) -> Tensor:
+    """The share of some rows of the batch in the global mean loss of step `at`.
+
+    Adaptive noise levels find the rows' errors, without their weights, in `errors`, float32 (B,).
+    """
     config, index = state.config, batch.index[rows]
     x0 = _flipped(config, to_model(batch.pixels[rows]), index, at)
     t = state.noise_levels.draw(_uniform(config, Purpose.TIMESTEP, index, at))
@@ -62,8 +69,18 @@ def _loss(state: TrainState, batch: Batch, rows: Tensor, at: Tensor) -> Tensor:
             q_sample(x0, noise, alpha_bar), t, condition, drop, _dropout(config, index, at)
         )
     wanted = target(config.diffusion.prediction, x0, noise, alpha_bar)
-    errors = _errors(config.train.loss.kind, output.float(), wanted)
-    return (state.noise_levels.weight(t) * errors).sum() / config.train.batch_size
+    error = LOSSES[config.train.loss.kind](output.float(), wanted)
+    if state.noise_levels.adaptive:
+        errors.index_copy_(0, index, error.detach())
+    return (state.noise_levels.weight(t) * error).sum() / config.train.batch_size
+
+
+def _learn(state: TrainState, errors: Tensor, at: Tensor) -> None:
+    """Tell the noise levels what step `at` learned; the same on every worker."""
+    state.world.all_reduce_(errors)  # each sample is one worker's, and zero with the others
+    everyone = torch.arange(len(errors), device=errors.device)
+    t = state.noise_levels.draw(_uniform(state.config, Purpose.TIMESTEP, everyone, at))
+    state.noise_levels.update(Statistics(t, errors))
 
 
 def _uniform(config: Config, purpose: Purpose, index: Tensor, step: Tensor) -> Tensor:
@@ -88,13 +105,6 @@ def _dropout(config: Config, index: Tensor, step: Tensor) -> Any:
         return x * rng.dropout_mask(key, index, x.shape[1:], rate, step, layer, x.dtype)
 
     return apply
-
-
-def _errors(kind: str, output: Tensor, wanted: Tensor) -> Tensor:
-    """The mean error of each sample: squared, or Huber's with delta 1, twice as to agree near 0."""
-    if kind == "l2":
-        return (output - wanted).square().mean((1, 2, 3))
-    return 2 * functional.huber_loss(output, wanted, reduction="none").mean((1, 2, 3))
 
 
 def _update(state: TrainState, loss: Tensor) -> None:

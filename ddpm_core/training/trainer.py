@@ -159,7 +159,7 @@ def loop(run: Run) -> None:
 def snapshot_due(train: Train, at: int) -> bool:
     """Whether step number `at` is one to keep."""
     every = train.snapshot_steps
-    return (every is not None and at % every == 0) or at % train.milestone_every == 0
+    return (every is not None and at % every == 0) or train.is_milestone(at)
 
 
 def report(run: Run) -> None:
@@ -216,6 +216,8 @@ def check_finite(run: Run) -> None:
     bad = int(state.bad_step)
     if bad:
         what = f"The loss of step {bad} is not finite"
+        if before := ", ".join(f"{loss:.3g}" for loss in state.history[-5:]):
+            what += f", after rows of {before}"
     elif state.scaler.is_enabled() and state.scaler.get_scale() < SMALLEST_SCALE:
         what = f"The gradients of step {state.step} are not finite, however small the loss scale"
     if what:
@@ -238,8 +240,8 @@ def take_snapshot(run: Run) -> None:
     run.written, run.overdue, run.snapshot_at = run.state.step, False, time.perf_counter()
     if run.world.rank == 0:
         train, at = run.config.train, run.state.step
-        milestone = at % train.milestone_every == 0 or at == train.steps
-        draw = partial(preview, run.config, run.world.device) if milestone and train.grid else None
+        drawn = train.is_milestone(at) and train.grid
+        draw = partial(preview, run.config, run.world.device) if drawn else None
         run.writer.wait(final=False)  # before the copy, so that there are never two
         run.writer.submit(at, to_contents(run.state, {**run.settings, "step": at}), draw)
     run.state.watch.mark("snapshot")

@@ -15,7 +15,8 @@ from kfp import compiler, components, dsl, kubernetes
 from kfp.kubernetes import kubernetes_executor_config_pb2 as platform
 from kfp.pipeline_spec import pipeline_spec_pb2 as spec_pb2
 
-import commands  # isort: skip
+import compiling  # isort: skip
+from pods import PARALLEL  # isort: skip
 from ddpm import ddpm  # isort: skip
 
 from components.sample import sample  # isort: skip
@@ -23,6 +24,7 @@ from components.sample import sample  # isort: skip
 from ddpm_kube import steps
 
 COMPILED = ROOT / "pipelines/ddpm.yaml"
+COMPONENTS = {path.stem for path in (ROOT / "components").glob("[!_]*.py")}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def compiled() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_the_checked_in_file_is_what_compile_gives(tmp_path: Path) -> None:
     made = tmp_path / "ddpm.yaml"
-    commands.compiled(ddpm, made)
+    compiling.compiled(ddpm, made)
     assert made.read_text() == COMPILED.read_text(), "python pipelines/ddpm.py compile"
 
 
@@ -54,8 +56,7 @@ def test_kfp_loads_it_and_its_schemas_know_every_field(compiled: Any) -> None:
 def test_every_component_is_ours_installs_nothing_and_is_never_cached(compiled: Any) -> None:
     spec, platforms = compiled
     executors = spec["deploymentSpec"]["executors"]
-    wanted = {"evaluate", "finish", "plan", "prepare", "register", "sample", "train"}
-    assert set(executors) == {f"exec-{name}" for name in wanted}
+    assert set(executors) == {f"exec-{name}" for name in COMPONENTS}
     assert {e["container"]["image"] for e in executors.values()} == {"ddpm:dev"}
     for executor in executors.values():
         assert "pip" not in executor["container"]["command"][2]
@@ -102,7 +103,7 @@ def test_names_types_loops_and_sizes_keep_to_the_limits_of_kfp(compiled: Any) ->
         for key, value in config["podMetadata"]["labels"].items():
             assert len(key) <= 63 and len(value) <= 63
     loops = [task for task in tasks(spec) if "parameterIterator" in task]
-    assert [loop["iteratorPolicy"]["parallelismLimit"] for loop in loops] == [4]
+    assert [loop["iteratorPolicy"]["parallelismLimit"] for loop in loops] == [PARALLEL]
     assert not any("artifactIterator" in task for task in tasks(spec))
     known = set(spec_pb2.ParameterType.ParameterTypeEnum.keys())
     for component in [*spec["components"].values(), spec["root"]]:
@@ -120,16 +121,16 @@ def tasks(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_another_image_is_in_every_component(tmp_path: Path) -> None:
     made = tmp_path / "ddpm.yaml"
-    commands.compiled(ddpm, made, "registry.local/ddpm:7")
+    compiling.compiled(ddpm, made, "registry.local/ddpm:7")
     text = made.read_text()
-    assert text.count("image: registry.local/ddpm:7") == 7
+    assert text.count("image: registry.local/ddpm:7") == len(COMPONENTS)
     assert "ddpm:dev" not in text
     components.load_component_from_file(str(made))
 
 
 def test_pods_that_draw_or_score_have_a_gpu_where_one_is_asked_for(tmp_path: Path) -> None:
     made, plain = tmp_path / "ddpm.yaml", tmp_path / "plain.yaml"
-    commands.compiled(ddpm, made, gpu=True)
+    compiling.compiled(ddpm, made, gpu=True)
     spec, platforms = yaml.safe_load_all(made.read_text())
     pods = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     executors = spec["deploymentSpec"]["executors"]
