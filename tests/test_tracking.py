@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from mlflow_server import QUIET, Server, free_port, put_store, shared_server, wait_until
 
-from ddpm_core import params
+from ddpm_core import __version__, params
 from ddpm_core.config import Config
 from ddpm_core.logtail import Log
 from ddpm_core.masking import masked
@@ -268,6 +268,7 @@ def test_the_run_names_its_data_and_training(server: Server, workspace: Workspac
     ]
     named = {key: run.data.tags.get(key) for key in ("data", "source.sha256", "training")}
     assert named == {"data": "feed", "source.sha256": "abc", "training": "cafe"}
+    assert run.data.tags["ddpm"] == __version__
 
 
 def test_a_changed_param_is_told_beside_the_first(server: Server, workspace: Workspace) -> None:
