@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ddpm_core
-from ddpm_core import __version__
 from ddpm_core.errors import require
 from ddpm_core.logtail import Row
 from ddpm_core.masking import masked
@@ -183,7 +182,7 @@ class MlflowRun:
 
 
 def _origin() -> dict[str, str]:
-    """Who made a run and by which version, where the UI looks for them."""
+    """Who made a run and by which code, where the UI looks for them."""
     tags = {
         "mlflow.source.name": "ddpm",
         "mlflow.source.type": "LOCAL",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from ddpm_core import console
+from ddpm_core import __version__, console
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 from ddpm_core.logtail import Log
@@ -164,7 +164,7 @@ class Tracker:
             self._put("dataset", str(source.get("uri") or "data"), data, source)
             self.tags({"data": data, **{f"source.{key}": v for key, v in source.items()}})
         if self._identity:
-            self.tags({"training": self._identity})
+            self.tags({"training": self._identity, "ddpm": __version__})
 
     def _work(self) -> None:
         pause = INTERVAL
