@@ -183,11 +183,7 @@ class MlflowRun:
 
 def _origin() -> dict[str, str]:
     """Who made a run and by which code, where the UI looks for them."""
-    tags = {
-        "mlflow.source.name": "ddpm",
-        "mlflow.source.type": "LOCAL",
-        "ddpm.version": __version__,
-    }
+    tags = {"mlflow.source.name": "ddpm", "mlflow.source.type": "LOCAL"}
     with suppress(KeyError, OSError, ImportError):  # a pod's user may have no name
         tags["mlflow.user"] = getpass.getuser()
     place = Path(ddpm_core.__file__).parents[1]
