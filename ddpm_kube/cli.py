@@ -59,7 +59,10 @@ def train(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the job when it has ended.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job, and stop.")] = False,
 ) -> None:
-    """Train in a PyTorchJob: follow it to its end, tell why it failed, leave nothing behind."""
+    """Train in a PyTorchJob, and follow it to its end.
+
+    It tells why the job failed, if it does, and leaves nothing behind.
+    """
     given = {"min_replicas": min_replicas, "max_replicas": max_replicas, "image": image}
     wanted = gathered(options, {**given, "volumes": volume}, k or [])
     config = load(p, w, s)
@@ -99,7 +102,7 @@ def gc(
     namespace: NamespaceOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only name them.")] = False,
 ) -> None:
-    """Delete the jobs that have finished, or whose launcher has ended, that long ago."""
+    """Delete jobs that ended, or lost their launcher, long ago."""
     limit = seconds(older_than)
     require("kubernetes", "pipeline")
     from ddpm_kube.gc import collect
