@@ -133,6 +133,8 @@ def test_samples_of_other_weights_or_settings_are_drawn_anew(trained: Path) -> N
     folder = new_workspace(trained, "anew")
     first = sampled(folder)
     assert "up to date" in ddpm(folder, "sample")
+    said = ddpm(folder, "sample", "-S", "sample.seed=2")
+    assert "The samples of step 12 are of other settings or weights, and are replaced" in said
     second = sampled(folder, "-S", "sample.seed=2")
     assert not np.array_equal(first, second)
     assert len(sampled(folder, "-S", "sample.count=5")) == 5

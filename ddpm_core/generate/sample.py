@@ -26,6 +26,7 @@ from ddpm_core.generate.images import ImageSampler
 from ddpm_core.generate.plan import Shard
 from ddpm_core.generate.shard_store import ShardStore
 from ddpm_core.precision import choose
+from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import SAMPLES, Workspace, samples_key, snapshot_key
 
 ATTEMPTS = 3  # at a shard whose chunks vanish while it is drawn
@@ -57,6 +58,8 @@ def sample(
     if not drawers:
         say(f"sample: up to date, {settings.count} images of each of {len(work)} checkpoints.")
         return
+    if world.rank == 0:
+        tell_replaced(workspace, [drawer.recipe for drawer in drawers])
     total = len(drawers) * sum(len(images) for _, images in drawers[0].share(mine))
     with progress("sample", total, "images") as advance:
         for drawer in drawers:
@@ -176,6 +179,21 @@ def forget_others(workspace: Workspace, steps: list[int]) -> None:
         if step not in steps and not workspace.storage.exists(snapshot_key(step)):
             warn(f"The samples of step {step} are removed: its checkpoint is gone.")
             workspace.storage.remove(samples_key(step))
+
+
+def tell_replaced(workspace: Workspace, recipes: Sequence[dict[str, Any]]) -> None:
+    """Say which finished samples give way to those that are drawn now."""
+    replaced = []
+    for recipe in recipes:
+        there = workspace.read_json(f"{samples_key(recipe['step'])}/{MANIFEST}")
+        if there.get("samples_fingerprint") not in (None, recipe["samples_fingerprint"]):
+            replaced.append(str(recipe["step"]))
+    if replaced:
+        warn(
+            f"The samples of step {', '.join(replaced)} are of other settings or weights, and are "
+            "replaced. For images beside those that are scored ask the registered model, or sample "
+            "a copy of the workspace (-w)."
+        )
 
 
 def stale(config: Config, workspace: Workspace) -> str | None:
