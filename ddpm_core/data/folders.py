@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -15,7 +16,6 @@ import yaml
 from ddpm_core.data import names
 from ddpm_core.data.names import one_line
 from ddpm_core.data.sources import (
-    CAPTIONS,
     Entry,
     Folder,
     Found,
@@ -29,11 +29,14 @@ from ddpm_core.data.sources import (
 )
 from ddpm_core.errors import UserError
 
+_LOST = "a symbolic link without a target"
+
 
 class Directory:
     """All files below a directory but what lies in `own`: paths, and URIs of other storages.
 
-    Links that stay inside are followed, others are refused.
+    Links are followed, wherever they lead: whoever may write into the directory may read the
+    files, and DVC's cache and Hugging Face's keep files as links.
     """
 
     def __init__(self, root: Path, uri: str, own: Sequence[str] = ()) -> None:
@@ -86,75 +89,99 @@ def _dvc_checksum(root: Path) -> dict[str, str]:
 
 
 def _walk(root: Path, own: Sequence[str]) -> Iterator[tuple[Item, int]]:
-    """Everything below a folder, with the time of its last change in nanoseconds.
+    """Yield everything below a folder, with the time of its last change in nanoseconds.
 
-    Raises UserError for a folder that can't be read: nobody knows how many pictures it holds.
+    Links to files and folders are followed. Raises UserError for a folder that can't be read:
+    nobody knows how many images it holds.
     """
     passed = {str(Path(place).resolve()) for place in own}
-    waiting = [(str(root), "")]  # no recursion: Python's ends at a thousand levels
+    lost = list[str]()
+    # No recursion: Python's ends at a thousand levels. `roots` are the real folders that this walk
+    # began at: `root`, and the target of each link on the way.
+    waiting = [(str(root), "", (root,))]
     while waiting:
-        folder, prefix = waiting.pop()
-        try:
-            with os.scandir(folder) as scan:
-                children = list(scan)
-        except FileNotFoundError:  # it went a moment ago
-            continue
-        except OSError as error:
-            raise UserError(
-                f"The folder {one_line(folder)} cannot be read: {error.strerror}. Make it "
-                "readable, or take it out of the source."
-            ) from error
-        for child in children:
+        folder, prefix, roots = waiting.pop()
+        for child in _children(folder):
             name = prefix + names.from_bytes(os.fsencode(child.name))
             if child.path in passed:
                 continue
             if names.is_clutter(name):
                 yield Folder(name), 0
-            elif child.is_symlink():
-                yield from _link(root, child, name, passed)
-            elif child.is_dir():
-                yield Folder(name), 0
-                waiting.append((child.path, name + "/"))
-            else:
-                yield from _file(child, name)
+                continue
+            item, changed = _item(child, name)
+            if isinstance(item, Folder):
+                if not child.is_symlink():
+                    waiting.append((child.path, name + "/", roots))
+                elif (target := _target(child)) and not _is_walked(target, roots, passed):
+                    waiting.append((str(target), name + "/", (*roots, target)))
+                else:
+                    continue
+            if item == Rejection(name, _LOST) and not _is_named_as_image(name):
+                lost.append(name)
+            elif item is not None:
+                yield item, changed
+    if lost:
+        more = f", and {len(lost) - 1:,} more have none either" if lost[1:] else ""
+        yield Note(f"{min(lost)} is {_LOST}{more}: restore it, or remove the link."), 0
 
 
-def _link(
-    root: Path, child: os.DirEntry[str], name: str, passed: set[str]
-) -> Iterator[tuple[Item, int]]:
-    """A link to a folder inside is passed over: what it shows is listed where it lies."""
+def _children(folder: str) -> list[os.DirEntry[str]]:
     try:
-        target = Path(child.path).resolve()
-        mode = target.stat().st_mode
-    except FileNotFoundError:
-        mode = 0
-    except (OSError, RuntimeError):  # links in a circle, and what may not be looked at
-        target, mode = Path(child.path), 0
-    inside = target.is_relative_to(root)
-    if str(target) in passed or (inside and stat.S_ISDIR(mode)):
-        return
-    where = "leads nowhere" if inside else "leads out of the directory"
-    suffix = names.suffix(name)
-    if inside and stat.S_ISREG(mode):
-        yield from _file(child, name)
-        return
-    if stat.S_ISDIR(mode) or suffix in names.PICTURE_SUFFIXES:
-        yield Rejection(name, f"a symbolic link that {where}"), 0
-    # A whole class may be missing, or all captions.
-    if stat.S_ISDIR(mode) or not (mode or suffix) or child.name in CAPTIONS:
-        yield Note(f"{name} is a symbolic link that {where}: what it leads to is not used."), 0
+        with os.scandir(folder) as scan:
+            return list(scan)
+    except FileNotFoundError:  # removed since its parent was listed
+        return []
+    except OSError as error:
+        raise UserError(
+            f"The folder {one_line(folder)} cannot be read: {error.strerror}. Make it readable, or "
+            "take it out of the source."
+        ) from error
 
 
-def _file(child: os.DirEntry[str], name: str) -> Iterator[tuple[Item, int]]:
+def _item(child: os.DirEntry[str], name: str) -> tuple[Item | None, int]:
+    """Return what a name stands for, links followed, and the time of its last change.
+
+    None is a file that was removed since its folder was listed, or that is neither a regular file
+    nor named as an image.
+    """
     try:
         facts = child.stat()
     except OSError as error:
-        yield Rejection(name, f"cannot be read: {error.strerror}"), 0
-        return
+        if not os.path.lexists(child.path):
+            return None, 0
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return Rejection(name, _LOST), 0
+        return Rejection(name, f"cannot be read: {error.strerror}"), 0
     if stat.S_ISREG(facts.st_mode):
-        yield Found(name, facts.st_size, 0, partial(_head, child.path)), facts.st_mtime_ns
-    elif names.suffix(name) in names.PICTURE_SUFFIXES:
-        yield Rejection(name, "no regular file"), 0
+        return Found(name, facts.st_size, 0, partial(_head, child.path)), facts.st_mtime_ns
+    if stat.S_ISDIR(facts.st_mode):
+        return Folder(name), 0
+    return (Rejection(name, "not a regular file") if _is_named_as_image(name) else None), 0
+
+
+def _is_named_as_image(name: str) -> bool:
+    return names.suffix(name) in names.PICTURE_SUFFIXES
+
+
+def _target(link: os.DirEntry[str]) -> Path | None:
+    """Return the real path that a link leads to; None where the link was removed."""
+    try:
+        return Path(os.path.realpath(link.path))
+    except OSError:
+        return None
+
+
+def _is_walked(target: Path, roots: Sequence[Path], passed: set[str]) -> bool:
+    """Whether the target of a link is listed where it lies, is passed over, or contains the link,
+    which would be a loop."""
+    if str(target) in passed:
+        return True
+    for root in roots:
+        if root.is_relative_to(target):
+            return True
+        if target.is_relative_to(root) and not names.is_clutter(str(target.relative_to(root))):
+            return True
+    return False
 
 
 def _head(path: str, count: int) -> bytes:
