@@ -175,14 +175,16 @@ def wait(
 @verb
 def check_data(
     source: Annotated[str, typer.Argument(help="A folder of images, or any prepare.source.")],
+    s: SetOption = None,
 ) -> None:
     """Report what an image source holds.
 
-    Says also what is wrong with it, before it is prepared.
+    Says also what is wrong with it, before it is prepared. -S sets how it is read, as in
+    -S prepare.caption_column=prompt.
     """
     from ddpm_core.data.check import check_data
 
-    check_data(source)
+    check_data(source, load(None, None, s).prepare)
 
 
 @verb

@@ -1,4 +1,4 @@
-"""Files that may come from strangers: JSON, npy and safetensors, and no other format.
+"""Files that may come from strangers: text, JSON, npy and safetensors, and no other format.
 
 None of them can run code, and none takes more memory than its size on disk allows, whatever its
 header claims. What is wrong with a file is told as Corrupt, in a sentence with its name.
@@ -6,6 +6,7 @@ header claims. What is wrong with a file is told as Corrupt, in a sentence with 
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import json
@@ -22,13 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddpm_core.errors import Corrupt
+from ddpm_core.errors import Corrupt, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_JSON = 16 * 2**20  # bytes; as Python objects they are some twenty times as many
 LARGEST_HEADER = 16 * 2**20  # bytes of the header of a safetensors file
+# UTF-32's mark begins with that of UTF-16.
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
 _UNREADABLE = (errno.ELOOP, errno.EACCES, errno.ENXIO, errno.ENAMETOOLONG)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _NPY = b"\x93NUMPY\x01\x00"
@@ -58,6 +66,26 @@ class Manifest(Schema):
     """The manifest of a folder."""
 
     files: dict[str, FileRecord]
+
+
+def text_of(data: bytes, name: str) -> str:
+    """Return the text of a user's file: in the encoding of its byte order mark, else in UTF-8.
+
+    Raises UserError for any other encoding: a guess would damage letters and tell nobody.
+    """
+    encoding = next((encoding for mark, encoding in _MARKS if data.startswith(mark)), "utf-8")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        reason = f"{error.reason} at byte {error.start:,}"
+    else:
+        if "\0" not in text:
+            return text.removeprefix("\ufeff")
+        reason = "it has NUL characters, as UTF-16 without a byte order mark has"
+    raise UserError(
+        f"{name} is not {encoding.upper()} text: {reason}. Save it as UTF-8; iconv -f ENCODING -t "
+        "UTF-8 converts it."
+    )
 
 
 def parse_object(data: bytes, name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from ddpm_core.errors import UserError
+from ddpm_core.reading import text_of
 
 MOST = 100_000  # values, aliases followed
 _BITS = 1024  # of a whole number; Python writes none of many thousand digits
@@ -104,11 +105,10 @@ def read(path: Path, what: str, needed: str) -> dict[str, Any]:
 def text(path: Path, what: str) -> str:
     """The text of a file that errors call `what`. Raises UserError."""
     try:
-        return path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     except OSError as error:
         raise UserError(f"Cannot read the {what} {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}).") from error
+    return text_of(data, str(path))
 
 
 def parse(content: str, name: str, needed: str) -> dict[str, Any]:

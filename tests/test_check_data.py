@@ -9,8 +9,11 @@ import pytest
 from pictures import encoded, flat, noise, prepared, rejected, write, write_classes
 from PIL import Image
 from rich.cells import cell_len
+from typer.testing import CliRunner
 
 from ddpm_core import params
+from ddpm_core.cli import app
+from ddpm_core.config import Prepare
 from ddpm_core.data import decode
 from ddpm_core.data.check import check_data
 from ddpm_core.data.findings import DataReport, lines
@@ -211,3 +214,22 @@ def test_many_equal_pictures_are_a_short_line(tmp_path: Path) -> None:
     assert len(report.copies[0]) == 40
     shown = " = ".join(f"{number:02d}.png" for number in range(5))
     assert f"  {shown} and 35 more" in lines(report)
+
+
+def test_text_conditioning_is_proposed_where_every_image_has_a_caption(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["cat", "dog"], each=2)
+    write(
+        root / "metadata.csv",
+        "file_name;prompt\n"
+        + "".join(
+            f"{name}/00{number}.png;a {name}\n" for name in ("cat", "dog") for number in range(2)
+        ),
+    )
+    assert check_data(root).suggested["model"]["conditioning"] == "class"
+    arguments = ["check-data", str(root), "-S", "prepare.caption_column=prompt"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "conditioning: text" in result.stdout and "caption_column: prompt" in result.stdout
+    write(root / "cat/new.png", noise(99))
+    settings = Prepare(caption_column="prompt")
+    assert check_data(root, settings).suggested["model"]["conditioning"] == "class"

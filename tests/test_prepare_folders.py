@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import inspect
-import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from pictures import encoded, noise, prepared, rejected, write, write_classes
 
 from ddpm_core.data import folders
-from ddpm_core.data.captions import encode
 from ddpm_core.data.check import check_data
 from ddpm_core.data.folders import Directory, directory_state
 from ddpm_core.errors import UserError
@@ -327,173 +322,6 @@ def test_dtd_is_split_by_its_own_lists(tmp_path: Path) -> None:
     for source in (root, tmp_path / "dtd"):
         found = counts(tmp_path / "w", source)
         assert found == ({"banded": 4, "dotted": 4}, {"banded": 2, "dotted": 2})
-
-
-# captions
-
-
-def test_captions_come_from_lines_then_texts_then_class_names(tmp_path: Path) -> None:
-    root = write_classes(tmp_path / "raw", ["polar_bear"])
-    lines = [{"file": "polar_bear/000.png", "caption": "a bear\non ice"}]
-    write(root / "captions.jsonl", "\n".join(json.dumps(line) for line in lines) + "\n\n")
-    write(root / "polar_bear/000.txt", "not this one")
-    write(root / "polar_bear/001.txt", "a bear asleep\n")
-    captions = prepared(tmp_path, root, max_rejected=0.0).captions
-    assert captions is not None and captions.shape == (3, 64)
-    assert [bytes(row).rstrip(b"\0").decode() for row in captions] == [
-        "a bear on ice",
-        "a bear asleep",
-        "a photo of a polar bear",
-    ]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_captions_come_as_image_folder_of_hugging_face_has_them(tmp_path: Path, kind: str) -> None:
-    root = write_classes(tmp_path / "raw/train", ["."])
-    rows = [{"file_name": f"00{n}.png", "text": f'"{n}", a\ncat', "more": n} for n in range(3)]
-    if kind == "jsonl":
-        write(root / "metadata.jsonl", "\n".join(json.dumps(row) for row in rows))
-    else:
-        quoted = "".join(f'00{n}.png,"""{n}"", a\ncat",{n}\r\n' for n in range(3))
-        write(root / "metadata.csv", "\ufefffile_name,text,more\r\n" + quoted)
-    assert captions_of(tmp_path, root.parent) == [f'"{n}", a cat'.encode() for n in range(3)]
-    write(root / "captions.jsonl", json.dumps({"file": "000.png", "caption": "ours"}))
-    assert captions_of(tmp_path, root.parent)[:2] == [b"ours", b'"1", a cat']
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        (
-            "metadata.jsonl",
-            '{"file_name": "a", "text": "x"}\n{"file_name": "a"}',
-            'line 2: {"file_n',
-        ),
-        ("metadata.jsonl", "{", 'line 1: {"file_name": "...", "text": "..."} is needed'),
-        ("metadata.csv", "file_name,text\na,x\nb\n", 'line 3: {"file_name": "...", "text"'),
-        ("metadata.csv", 'file_name,text\na,"x\n', "no CSV in UTF-8 from here on: unexpected end"),
-        ("metadata.csv", b"file_name,text\na,\xff\n", "no CSV in UTF-8 from here on: 'utf-8'"),
-    ],
-)
-def test_a_wrong_row_of_metadata_is_told_with_its_line(
-    tmp_path: Path, name: str, content: Any, told: str
-) -> None:
-    root = write_classes(tmp_path / "raw", ["cat"])
-    write(root / "cat" / name, content)
-    with pytest.raises(UserError, match=rf"^cat/{re.escape(name)}.*{re.escape(told)}"):
-        prepared(tmp_path, root)
-
-
-def test_metadata_of_something_else_stops_nothing_and_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = write_classes(tmp_path / "raw", ["cat"], each=1)
-    write(root / "metadata.csv", "id;breed\n1;tabb\xff\n".encode("latin-1"))
-    write(root / "metadata.jsonl", '{"file_name": "cat/000.png", "label": 3}')
-    assert captions_of(tmp_path, root) == [b"a photo of a cat"]
-    told = capsys.readouterr().err
-    for name in ("metadata.csv", "metadata.jsonl"):
-        assert f"{name} has no file_name and text, so no captions are read from it" in told
-
-
-def test_the_caption_of_a_class_is_made_by_the_template(tmp_path: Path) -> None:
-    root = write_classes(tmp_path / "raw", ["cat"])
-    captions = prepared(tmp_path, root, caption="{class}!").captions
-    assert captions is not None and bytes(captions[0]).rstrip(b"\0") == b"cat!"
-
-
-def test_captions_of_pictures_without_classes_are_kept(tmp_path: Path) -> None:
-    write(tmp_path / "raw/0.png", noise(1))
-    write(tmp_path / "raw/0.txt", "dawn")
-    write(tmp_path / "raw/1.png", noise(2))
-    captions = prepared(tmp_path, tmp_path / "raw").captions
-    assert captions is not None
-    assert [bytes(row).rstrip(b"\0") for row in captions] == [b"dawn", b""]
-
-
-@pytest.mark.parametrize("text", ["é" * 40, "a" + "é" * 40, "🐈" * 20, "x" * 64])
-def test_a_long_caption_is_cut_between_characters(text: str) -> None:
-    row = bytes(encode([text])[0])
-    kept = row.rstrip(b"\0").decode("utf-8")
-    assert text.startswith(kept)
-    assert 64 - len(kept.encode()) < len(text[:1].encode()) + 4
-
-
-WRONG = ["{", "[]", '{"file": "a.png"}', "3", '"x"', "[" * 100_000]
-WRONG += ['{"file": "cat/000.png", "caption": ' + x + "}" for x in ("null", "3", '["a"]', "{}")]
-WRONG += ['{"file": 7, "caption": "x"}', '{"file": null, "caption": "x"}']
-
-
-@pytest.mark.parametrize("line", WRONG, ids=range(len(WRONG)))
-def test_a_wrong_line_of_captions_is_told_with_its_number(tmp_path: Path, line: str) -> None:
-    root = write_classes(tmp_path / "raw", ["cat"])
-    good = json.dumps({"file": "cat/000.png", "caption": "x"})
-    write(root / "captions.jsonl", f"{good}\n{line}\n")
-    with pytest.raises(UserError, match=r"captions\.jsonl, line 2"):
-        prepared(tmp_path, root)
-    notes = check_data(root).notes
-    assert [note for note in notes if note.startswith("prepare stops: captions.jsonl, line 2")]
-
-
-def test_captions_of_files_that_are_not_there_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = write_classes(tmp_path / "raw", ["cat"])
-    write(root / "captions.jsonl", json.dumps({"file": "cat/999.png", "caption": "x"}))
-    prepared(tmp_path, root)
-    assert "1 of the captions in captions.jsonl name no picture" in capsys.readouterr().err
-
-
-def test_pictures_without_a_caption_beside_others_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = write_classes(tmp_path, ["raw"], each=5) / "raw"
-    prepared(tmp_path / "none", root)
-    assert "no caption" not in capsys.readouterr().err
-    write(root / "captions.jsonl", json.dumps({"file": "000.png", "caption": "x"}))
-    prepared(tmp_path, root)
-    assert "4 of 5 pictures have no caption" in capsys.readouterr().err
-
-
-def test_captions_that_can_not_be_read_are_told_and_not_left_out(tmp_path: Path) -> None:
-    root = write_classes(tmp_path / "raw", ["cat"])
-    line = json.dumps({"file": "cat/000.png", "caption": "x"})
-    write(root / "captions.jsonl", line)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "open", forbidden)
-        told = r"The text captions\.jsonl, which may hold captions, cannot be read: Permission"
-        with pytest.raises(UserError, match=told):
-            Directory(root, "x").listing()
-
-
-def forbidden(*_: object) -> None:
-    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-def captions_of(tmp_path: Path, root: Path) -> list[bytes]:
-    captions = prepared(tmp_path, root, max_rejected=0.0).captions
-    assert captions is not None
-    return [bytes(row).rstrip(b"\0") for row in captions]
-
-
-def test_the_extension_of_a_text_beside_a_picture_may_be_in_capitals(tmp_path: Path) -> None:
-    write(tmp_path / "raw/0.JPG", noise(1), kind="JPEG")
-    write(tmp_path / "raw/0.TXT", "dawn")
-    assert captions_of(tmp_path, tmp_path / "raw") == [b"dawn"]
-
-
-@pytest.mark.parametrize("on_disk", ["caf\u00e9", "cafe\u0301"])
-@pytest.mark.parametrize("written", ["caf\u00e9", "cafe\u0301"])
-def test_a_composed_name_is_the_decomposed_one_to_captions(
-    tmp_path: Path, on_disk: str, written: str
-) -> None:
-    root = tmp_path / "raw"
-    write(root / on_disk / f"{on_disk}1.png", noise(1))
-    write(root / on_disk / f"{on_disk}2.png", noise(2))
-    write(root / on_disk / f"{written}2.txt", "two")
-    line = {"file": f"{written}/{written}1.png", "caption": "one"}
-    write(root / "captions.jsonl", json.dumps(line, ensure_ascii=False))
-    assert captions_of(tmp_path, root) == [b"one", b"two"]
 
 
 # links

@@ -22,7 +22,7 @@ import pytest
 from pictures import encoded, noise
 
 from ddpm_core.data.archives import open_archive
-from ddpm_core.data.captions import captions
+from ddpm_core.data.captions import written
 from ddpm_core.data.cifar import recognise
 from ddpm_core.data.layout import arrange
 from ddpm_core.errors import UserError
@@ -73,7 +73,8 @@ PACKERS: list[Callable[[bytes], bytes]] = [bytes, bytes, gzip.compress, bz2.comp
 def read(path: Path) -> Counter[str]:
     """Everything that prepare does with an archive but decoding; how many of each kind it gave."""
     source, listing = recognise(open_archive(path, "x"))
-    captions(listing, arrange(listing).classes, "a {class}", [])
+    arrange(listing)
+    written(listing, "text", [])
     return Counter(type(payload).__name__ for _, payload in source.read(listing.pictures))
 
 

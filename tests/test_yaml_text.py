@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +118,14 @@ def test_aliases_are_values_of_their_own() -> None:
     given = parse("a: &a {x: [1]}\nb: *a\nc: {d: *a}")
     given["a"]["x"].append(2)
     assert given["b"] == {"x": [1]} and given["c"] == {"d": {"x": [1]}}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_file_is_read_by_its_byte_order_mark(tmp_path: Path, encoding: str) -> None:
+    """`ddpm params > params.yaml` in Windows PowerShell writes UTF-16."""
+    file = tmp_path / "params.yaml"
+    file.write_text("source: caf\u00e9\n", encoding=encoding)
+    assert yaml_text.read(file, "params file", "sections") == {"source": "caf\u00e9"}
+    file.write_bytes(b"source: caf\xe9\n")
+    with pytest.raises(UserError, match=r"params\.yaml is not UTF-8 text: .* at byte 11\. Save it"):
+        yaml_text.read(file, "params file", "sections")

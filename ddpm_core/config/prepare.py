@@ -31,6 +31,9 @@ class Prepare(Section):
     caption: str = Field(
         "a photo of a {class}", description="the caption of a picture that comes without"
     )
+    caption_column: Annotated[str, Field(min_length=1)] = Field(
+        "text", description="the column of metadata.csv or key of metadata.jsonl with captions"
+    )
     workers: Auto | Positive = Field(
         "auto", description="processes that decode; auto: one a processor"
     )

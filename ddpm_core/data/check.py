@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ddpm_core import console
 from ddpm_core.config import Config, Prepare
 from ddpm_core.data import names
-from ddpm_core.data.captions import captions
+from ddpm_core.data.captions import captions, written
 from ddpm_core.data.cifar import recognise
 from ddpm_core.data.download import KNOWN
 from ddpm_core.data.examine import Examined, examine
@@ -30,14 +30,15 @@ from ddpm_core.errors import UserError
 IMBALANCE = 3.0  # of the largest class to the smallest, from where on it is told
 
 
-def check_data(source: str | Path) -> DataReport:
-    """Look at every picture of a source, print what there is to stdout, and return it.
+def check_data(source: str | Path, settings: Prepare | None = None) -> DataReport:
+    """Look at every image of a source, print what there is to stdout, and return it.
 
-    Takes all that prepare.source takes. Raises UserError where there is nothing to look at.
+    Takes all that prepare.source takes, and reads it by the other `settings`. Raises UserError
+    where there is nothing to look at.
     """
     # A path is one, also that of a folder that is called digits.
     source = source if isinstance(source, str) else str(source.absolute())
-    settings = Prepare(source=source)
+    settings = (settings or Prepare()).model_copy(update={"source": source})
     # A known archive is looked for where prepare puts it; nothing is written there.
     kept = Path(Config().workspace) if source in KNOWN else None
     with (
@@ -47,21 +48,26 @@ def check_data(source: str | Path) -> DataReport:
         pictures, listing = recognise(opened)
         refuse_nothing(listing, settings)
         layout = arrange(listing)
-        layout.notes += _captions(listing, layout, settings.caption)
+        texts = _captions(listing, layout, settings)
         examined = _examine_all(pictures, listing.pictures)
     report = summarise(source, listing, layout, examined)
+    given = settings.model_dump(mode="json", exclude_defaults=True)
+    report.suggested["prepare"] = given | report.suggested["prepare"]
+    if report.count and all(texts[item.position] for item in examined if not item.reason):
+        report.suggested["model"]["conditioning"] = "text"
     print(console.printable("\n".join(lines(report))))
     return report
 
 
-def _captions(listing: Listing, layout: Layout, template: str) -> list[str]:
-    """What prepare would tell of captions, or why it would stop."""
-    notes: list[str] = []
+def _captions(listing: Listing, layout: Layout, settings: Prepare) -> list[str | None]:
+    """Return the written caption of each image, and note what prepare would say of captions."""
     try:
-        captions(listing, layout.classes, template, notes)
+        texts = written(listing, settings.caption_column, layout.notes)
     except UserError as error:
-        notes.append(f"prepare stops: {error}")
-    return notes
+        layout.notes.append(f"prepare stops: {error}")
+        return [None] * len(listing.pictures)
+    captions(texts, layout.classes, settings.caption, layout.notes)
+    return texts
 
 
 def _examine_all(source: Source, entries: Sequence[Entry]) -> list[Examined]:

@@ -15,7 +15,7 @@ from PIL import ImageColor
 from ddpm_core import console
 from ddpm_core.config import Config, Prepare
 from ddpm_core.data.arrays import Scratch
-from ddpm_core.data.captions import captions
+from ddpm_core.data.captions import captions, written
 from ddpm_core.data.cifar import recognise
 from ddpm_core.data.dataset import bound
 from ddpm_core.data.freshness import stale
@@ -85,7 +85,8 @@ def _fill(folder: Path, facts: dict[str, Any], opened: Source, config: Config) -
     if settings.classes is not None:
         _choose(listing, layout, settings.classes)
     _refuse_untrainable(layout.held_out, [], settings)
-    texts = captions(listing, layout.classes, settings.caption, layout.notes)
+    found = written(listing, settings.caption_column, layout.notes)
+    texts = captions(found, layout.classes, settings.caption, layout.notes)
     channels = 1 if settings.channels == 1 else 3
     with closing(Scratch(folder, (size, size, channels))) as scratch:
         decoded = _decode(source, listing.pictures, settings, scratch)

@@ -16,6 +16,7 @@ from ddpm_core.data import names
 from ddpm_core.errors import UserError
 
 TEXT_BYTES = 2**20  # a caption or a list of files; larger texts are not read
+TEXT_SUFFIXES = ("txt", "caption")  # of a caption beside its image; the first counts of two
 # Files of captions; of those that name a picture the last one counts.
 CAPTIONS = ("metadata.csv", "metadata.jsonl", "captions.jsonl")
 CAPTIONS_BYTES = 2**30
@@ -136,7 +137,7 @@ def _is_picture(item: Found, texts: dict[str, bytes]) -> bool:
         return True
     is_captions = item.name.rpartition("/")[2] in CAPTIONS
     limit = CAPTIONS_BYTES if is_captions else TEXT_BYTES
-    wants_text = (is_captions or suffix == "txt") and item.size <= limit
+    wants_text = (is_captions or suffix in TEXT_SUFFIXES) and item.size <= limit
     try:
         content = item.head(limit if wants_text else names.HEAD)
     except Unreadable as error:
