@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ddpm_core.config import Prepare
 from ddpm_core.data import names
 from ddpm_core.data.names import composed
-from ddpm_core.data.sources import CAPTIONS, TEXT_SUFFIXES, Listing
+from ddpm_core.data.sources import CAPTION_SUFFIXES, CAPTIONS, Listing
 from ddpm_core.errors import UserError
 from ddpm_core.reading import text_of
 
@@ -86,7 +86,7 @@ def _beside(listing: Listing, images: Sequence[str]) -> dict[str, str]:
     that can't be read."""
     beside = {
         names.stem(composed(name)): name
-        for suffix in reversed(TEXT_SUFFIXES)
+        for suffix in reversed(CAPTION_SUFFIXES)
         for name in listing.texts
         if names.suffix(name) == suffix
     }

@@ -12,27 +12,45 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpm_core.data.names import one_line
+from ddpm_core.data.shards import Shards
 from ddpm_core.data.sources import Entry, Listing, Payload, Rejection, Source
 from ddpm_core.errors import UserError
 
 RECORD = 1 + 3 * 32 * 32
 _FILE = 2**32  # `ref` is the file's number x _FILE + the record's
+_AS_IMAGES = (
+    "Convert it, with a program that you trust, to image files in a folder for each class, such as "
+    "train/apple/1.png, and give that folder."
+)
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
 def recognise(source: Source) -> tuple[Source, Listing]:
-    """The source and its listing, or those of the records where it holds CIFAR-10's files."""
+    """Return the source and its listing, or those of CIFAR-10's records, or of the archives where
+    the source holds nothing else. Raises UserError for pickled files alone."""
     listing = source.listing()
-    binary = [entry for entry in listing.batches if entry.name.endswith(".bin")]
-    if binary:
-        records = CifarBinary(source, binary)
+    if listing.archives and not (listing.pictures or listing.batches):
+        source = Shards(source, listing)
+        listing = source.listing()
+    if listing.batches:
+        records = CifarBinary(source, listing.batches)
         return records, records.listing()
-    if listing.batches and not listing.pictures:
-        raise UserError(
-            f"{source.facts['uri']} is CIFAR-10's version for Python, which is pickled: reading it "
-            "may run code, so it is refused. Take the binary version, cifar-10-binary.tar.gz."
-        )
+    if listing.pickles and not listing.pictures:
+        raise UserError(_pickled(source.facts["uri"], listing.pickles))
     return source, listing
+
+
+def _pickled(uri: str, pickles: Sequence[str]) -> str:
+    """Return why pickled files are refused, and what to do instead."""
+    files = {name.rpartition("/")[2] for name in pickles}
+    found, instead = f"holds pickled files, such as {one_line(min(files))}", _AS_IMAGES
+    if "data_batch_1" in files or "test_batch" in files:
+        found = "is CIFAR-10's version for Python, which is pickled"
+        instead = "Take the binary version, cifar-10-binary.tar.gz."
+    elif {"train", "test"} <= files:
+        found = "is CIFAR-100's version for Python, which is pickled"
+    return f"{uri} {found}: reading it may run code, so it is refused. {instead}"
 
 
 class CifarBinary:

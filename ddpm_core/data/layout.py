@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpm_core.data import names
-from ddpm_core.data.sources import Listing, Rejection
+from ddpm_core.data.sources import CLASS_SUFFIX, Listing, Rejection
+from ddpm_core.reading import text_of
 
 Parts = tuple[str, ...]
 HELD_OUT = {
@@ -43,14 +45,12 @@ def arrange(listing: Listing) -> Layout:
     training mostly lie outside of folders has no classes; otherwise those that do are rejected.
     """
     notes = list(listing.notes)
-    parents = Counter(_parent(entry.name) for entry in listing.pictures)
-    meaning = Meaning({_parts(parent): count for parent, count in parents.items()}, notes)
+    meaning = Meaning(listing, notes)
     layout = Layout(meaning, notes=notes)
-    places = {parent: meaning.place(_parts(parent)) for parent in parents}
-    lists = _file_lists(listing)
-    found = [places[_parent(entry.name)] for entry in listing.pictures]
+    lists, labels = _file_lists(listing), _labels(listing)
+    found = [meaning.place(_parent(entry.name)) for entry in listing.pictures]
     for entry, place in zip(listing.pictures, found, strict=True):
-        layout.classes.append(place.name)
+        layout.classes.append(labels.get(names.stem(entry.name)) or place.name)
         layout.held_out.append(lists.get(entry.name, place.held_out))
     _drop_classes(layout)
     _leave_out_unlabelled(listing, layout, [place.split for place in found])
@@ -118,7 +118,12 @@ def _reject_strays(listing: Listing, layout: Layout) -> None:
 class Meaning:
     """The rules for folders, worked out from those that hold pictures, and how many each."""
 
-    def __init__(self, folders: Mapping[Parts, int], notes: list[str]) -> None:
+    def __init__(self, listing: Listing, notes: list[str]) -> None:
+        self._archives = {entry.name for entry in listing.archives}
+        self._places: dict[str, Place] = {}
+        folders: Counter[Parts] = Counter()
+        for parent, count in Counter(_parent(e.name) for e in listing.pictures).items():
+            folders[self._parts(parent)] += count
         self.outer = _wrappers(folders)
         self.splits = _splits({folder[self.outer :] for folder in folders}, notes)
         inside: Counter[Parts] = Counter()
@@ -127,7 +132,21 @@ class Meaning:
         self.inner = _wrappers(inside)
         self.prefix = max(folders, key=len)[: self.outer] if folders else ()
 
-    def place(self, folder: Parts) -> Place:
+    def place(self, folder: str) -> Place:
+        if folder not in self._places:
+            self._places[folder] = self._placed(self._parts(folder))
+        return self._places[folder]
+
+    def class_of(self, name: str) -> str | None:
+        """Of any file of the source, by its name."""
+        return self.place(_parent(name)).name
+
+    def classes(self, folders: Iterable[str]) -> set[str]:
+        """Return the names of the folders that stand where classes stand."""
+        found = [self._parts(name) for name in folders]
+        return {names.shown(folder[-1]) for folder in found if self._is_class(folder)}
+
+    def _placed(self, folder: Parts) -> Place:
         inside = folder[self.outer :]
         split = inside[0] if inside and inside[0] in self.splits else ""
         held_out = HELD_OUT[split.lower()] if split else None
@@ -139,15 +158,21 @@ class Meaning:
         below = self._without_split(inside)[self.inner :]
         return Place(names.shown(below[0]) if below else None, held_out, split)
 
-    def class_of(self, name: str) -> str | None:
-        """Of any file of the source, by its name."""
-        return self.place(_parts(_parent(name))).name
-
-    def is_class(self, folder: Parts) -> bool:
+    def _is_class(self, folder: Parts) -> bool:
         """Whether a folder stands where classes stand."""
         if folder[: self.outer] != self.prefix:
             return False
         return len(self._without_split(folder[self.outer :])) == self.inner + 1
+
+    def _parts(self, parent: str) -> Parts:
+        """Return the folders of a path, without those that are archives; an archive named as a
+        split, such as imagenet-val-0003.tar, is the folder of that split."""
+        parts, path = list[str](), ""
+        for part in parent.split("/") if parent else ():
+            path += part
+            parts += _split_named(part, parts) if path in self._archives else [part]
+            path += "/"
+        return tuple(parts)
 
     def _without_split(self, inside: Parts) -> Parts:
         return inside[1:] if inside and inside[0] in self.splits else inside
@@ -157,8 +182,11 @@ def _parent(name: str) -> str:
     return name.rpartition("/")[0]
 
 
-def _parts(parent: str) -> Parts:
-    return tuple(parent.split("/")) if parent else ()
+def _split_named(archive: str, folders: Sequence[str]) -> list[str]:
+    """The split that an archive's name has as its only one, unless it lies in a split's folder."""
+    found = {*re.split(r"[^a-z]+", archive.lower())} & {*HELD_OUT}
+    inside = any(folder.lower() in HELD_OUT for folder in folders)
+    return list(found) if len(found) == 1 and not inside else []
 
 
 def _wrappers(folders: Mapping[Parts, int]) -> int:
@@ -221,11 +249,22 @@ def _empty_folders(listing: Listing, meaning: Meaning, layout: Layout) -> list[s
     used = set(layout.classes)
     if used <= {None}:
         return []
-    folders = [tuple(name.split("/")) for name in listing.folders]
-    empty = {names.shown(f[-1]) for f in folders if meaning.is_class(f)} - used
+    empty = meaning.classes(listing.folders) - used
     return [
         f"There are no pictures in the folder {name}: it is no class." for name in sorted(empty)
     ]
+
+
+def _labels(listing: Listing) -> dict[str, str]:
+    """Return the classes that WebDataset's .cls files give, by the image's name without extension.
+
+    Raises UserError for a file that is not text.
+    """
+    return {
+        names.stem(name): " ".join(text_of(text, names.one_line(name)).split())
+        for name, text in listing.texts.items()
+        if names.suffix(name) == CLASS_SUFFIX
+    }
 
 
 def _differ_by_case(layout: Layout) -> list[str]:

@@ -13,6 +13,7 @@ _PICTURES = (
     "mpo heic heif psd svg tga raw cr2 nef arw dng jxl exr"
 )
 PICTURE_SUFFIXES = frozenset(_PICTURES.split())
+_ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tbz2", ".tar.bz2", ".txz", ".tar.xz")
 _CLUTTER = frozenset(
     ["__macosx", "@eadir", "$recycle.bin", "lost+found", "thumbs.db", "ehthumbs.db", "desktop.ini"]
 )
@@ -64,6 +65,10 @@ def stem(name: str) -> str:
     return name[: -len(end) - 1] if end else name
 
 
+def is_archive(name: str) -> bool:
+    return name.lower().endswith(_ARCHIVES)
+
+
 def is_clutter(name: str) -> bool:
     """Hidden files and folders, and what operating systems leave behind: no data of anybody's."""
     return bool(clutter_of(name))
@@ -88,6 +93,10 @@ def begins_like_a_picture(head: bytes) -> bool:
         return head[8:12] in (b"avif", b"avis", b"heic", b"heix", b"mif1")
     # "BM" alone begins many a text; the four reserved bytes of a bitmap are zero.
     return head[:2] == b"BM" and head[6:10] == bytes(4)
+
+
+def begins_like_a_pickle(head: bytes) -> bool:
+    return head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
 
 
 def leaves_root(name: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ddpm_core import console
 from ddpm_core.data.archives import Tar, Zip, open_archive
+from ddpm_core.data.names import is_archive
 from ddpm_core.data.sources import (
     FILE_BYTES,
     Entry,
@@ -26,7 +27,6 @@ from ddpm_core.errors import UserError
 from ddpm_core.storage.client import CONNECTIONS, connect, split
 from ddpm_core.storage.transfer import PAGE, Bucket
 
-ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tbz2", ".tar.bz2", ".txz", ".tar.xz")
 SETTING = "prepare.source"
 _AHEAD_BYTES = 2**26
 
@@ -77,7 +77,7 @@ class Prefix:
 
 def open_s3(uri: str, scratch: Path, own: Sequence[str] = ()) -> Prefix | Zip | Tar:
     """The archive that `uri` names, fetched into `scratch`, or all objects below the prefix."""
-    if not _is_archive(split(uri, SETTING)[1]):
+    if not is_archive(split(uri, SETTING)[1]):
         return Prefix(uri, own)
     bucket, key = _bucket(uri)
     client, path = bucket.client, scratch / "archive"
@@ -102,10 +102,6 @@ def _bucket(uri: str) -> tuple[Bucket, str]:
     return Bucket(connect(), name), key
 
 
-def _is_archive(key: str) -> bool:
-    return key.lower().endswith(ARCHIVES)
-
-
 def _state(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
     lines = sorted(
         f"{facts['Key']}\0{facts['ETag']}\0{facts['Size']}" for facts in objects.values()
@@ -118,7 +114,7 @@ def _objects(bucket: Bucket, key: str, own: Sequence[str]) -> dict[str, dict[str
     """Facts of the objects by their names relative to the prefix, a folder: `photos` does not
     include `photos-old/1.jpg`. Of an archive its own."""
     passed = tuple(place.rstrip("/").removeprefix(f"s3://{bucket.name}/") + "/" for place in own)
-    archive = _is_archive(key)
+    archive = is_archive(key)
     prefix = key if archive or not key or key.endswith("/") else key + "/"
     with _told(bucket, key):
         pages = bucket.client.get_paginator("list_objects_v2").paginate(

@@ -16,12 +16,13 @@ from ddpm_core.data import names
 from ddpm_core.errors import UserError
 
 TEXT_BYTES = 2**20  # a caption or a list of files; larger texts are not read
-TEXT_SUFFIXES = ("txt", "caption")  # of a caption beside its image; the first counts of two
+CAPTION_SUFFIXES = ("txt", "caption")  # of a text beside its image; the first counts of two
+CLASS_SUFFIX = "cls"  # of a text that is the class of the image beside it, as in WebDataset
 # Files of captions; of those that name a picture the last one counts.
 CAPTIONS = ("metadata.csv", "metadata.jsonl", "captions.jsonl")
 CAPTIONS_BYTES = 2**30
 FILE_BYTES = 2**29  # a picture; larger files are not read
-_BATCH = re.compile(r"(^|/)(data_batch_\d|test_batch)(\.bin)?$")
+_BATCH = re.compile(r"(^|/)(data_batch_\d|test_batch)\.bin$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,9 @@ class Listing:
     rejected: list[Rejection] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     folders: set[str] = field(default_factory=set)
-    batches: list[Entry] = field(default_factory=list)  # files named as those of CIFAR-10
+    batches: list[Entry] = field(default_factory=list)  # named as CIFAR-10's binary files
+    archives: list[Entry] = field(default_factory=list)
+    pickles: list[str] = field(default_factory=list)  # names of pickled files
     notes: list[str] = field(default_factory=list)
     hidden: set[str] = field(default_factory=set)  # files and folders that were passed over
 
@@ -116,19 +119,20 @@ def make_listing(found: Iterable[Item]) -> Listing:
             listing.hidden.add(names.clutter_of(item.name))
         elif isinstance(item, Folder):
             listing.folders.add(item.name)
-        elif _is_picture(item, listing.texts):
+        elif _is_picture(item, listing):
             pictures[item.name] = Entry(item.name, item.size, item.ref)
-        elif _BATCH.search(item.name):
-            listing.batches.append(Entry(item.name, item.size, item.ref))
         elif item.name not in listing.texts:
+            entry = Entry(item.name, item.size, item.ref)
             listing.ignored[names.suffix(item.name)[:12]] += 1
+            listing.batches += [entry] if _BATCH.search(item.name) else []
+            listing.archives += [entry] if names.is_archive(item.name) else []
     listing.pictures = sorted(pictures.values(), key=lambda entry: names.to_bytes(entry.name))
     listing.rejected.sort(key=lambda item: names.to_bytes(item.name))
     return listing
 
 
-def _is_picture(item: Found, texts: dict[str, bytes]) -> bool:
-    """By its extension or its first bytes; a text is kept in `texts` on the way.
+def _is_picture(item: Found, listing: Listing) -> bool:
+    """By its extension or its first bytes; the listing gets texts and names of pickles on the way.
 
     Raises UserError for a text that can't be read: its captions would be missed by nobody.
     """
@@ -137,7 +141,7 @@ def _is_picture(item: Found, texts: dict[str, bytes]) -> bool:
         return True
     is_captions = item.name.rpartition("/")[2] in CAPTIONS
     limit = CAPTIONS_BYTES if is_captions else TEXT_BYTES
-    wants_text = (is_captions or suffix in TEXT_SUFFIXES) and item.size <= limit
+    wants_text = (is_captions or suffix in (*CAPTION_SUFFIXES, CLASS_SUFFIX)) and item.size <= limit
     try:
         content = item.head(limit if wants_text else names.HEAD)
     except Unreadable as error:
@@ -150,5 +154,7 @@ def _is_picture(item: Found, texts: dict[str, bytes]) -> bool:
     if names.begins_like_a_picture(content[: names.HEAD]):
         return True
     if wants_text:
-        texts[item.name] = content
+        listing.texts[item.name] = content
+    elif names.begins_like_a_pickle(content):
+        listing.pickles.append(item.name)
     return False
