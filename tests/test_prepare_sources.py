@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.server
+import json
 import os
 import shutil
 import subprocess
@@ -174,6 +175,50 @@ def test_a_workspace_inside_the_prefix_is_no_part_of_it(
     assert stale(settings, workspace) is None
     upload(client, name, write_classes(tmp_path / "new", ["emu"], seed=99), "photos/running")
     assert prepare(settings, workspace)["classes"] == ["cat", "dog", "running"]
+
+
+@pytest.mark.parametrize("form", ["photos", "photos.zip"])
+def test_a_public_bucket_is_read_without_keys(
+    tmp_path: Path, bucket: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    client, name = bucket
+    root = write_classes(tmp_path / "raw", ["cat", "dog"])
+    upload(client, name, root, "photos")
+    packed = shutil.make_archive(str(tmp_path / "photos"), "zip", root)
+    client.upload_file(packed, name, "photos.zip")
+    uri, everyone = f"s3://{name}/{form}", {"Effect": "Allow", "Principal": "*"}
+    rights = [
+        {**everyone, "Action": "s3:*", "Resource": f"arn:aws:s3:::{name}/*"},
+        {**everyone, "Action": "s3:ListBucket", "Resource": f"arn:aws:s3:::{name}"},
+    ]
+    # An archive is read from a bucket that is closed to lists, too.
+    rights = rights[:1] if form.endswith("zip") else rights
+    policy = {"Version": "2012-10-17", "Statement": rights}
+    client.put_bucket_policy(Bucket=name, Policy=json.dumps(policy))
+    expected = prepared(tmp_path / "keys", uri)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr("boto3.DEFAULT_SESSION", None)  # it keeps the keys
+    with pytest.raises(UserError, match=r"refuses access .* prepare\.anonymous=true reads public"):
+        prepared(tmp_path / "none", uri)
+    found = prepared(tmp_path / "anonymous", uri, anonymous=True)
+    assert found.fingerprint == expected.fingerprint
+    workspace = Workspace.open(str(tmp_path / "anonymous/workspace"))
+    assert stale(config(uri, anonymous=True), workspace) is None
+    client.delete_object(Bucket=name, Key="photos/cat/000.png")
+    client.upload_file(str(root / "cat/001.png"), name, "photos.zip")
+    told = "the source has changed since it was prepared"
+    assert stale(config(uri, anonymous=True), workspace) == told
+
+
+def test_archives_below_a_prefix_are_one_source(tmp_path: Path, bucket: tuple[Any, str]) -> None:
+    root = write_classes(tmp_path / "raw", ["cat", "dog"])
+    for name in ("cat", "dog"):
+        shutil.make_archive(str(tmp_path / f"packed/{name}"), "tar", root, name)
+    upload(*bucket, tmp_path / "packed", "shards")
+    data = prepared(tmp_path / "a", f"s3://{bucket[1]}/shards")
+    assert data.fingerprint == prepared(tmp_path / "b", root).fingerprint
 
 
 def test_a_bucket_that_is_not_there_is_told(tmp_path: Path, bucket: tuple[Any, str]) -> None:
@@ -386,10 +431,26 @@ def test_a_wrong_file_of_cifar_is_refused(tmp_path: Path) -> None:
         prepared(tmp_path, tmp_path / "raw", image_size=32)
 
 
-def test_cifars_pickles_are_refused_unopened(tmp_path: Path) -> None:
-    write(tmp_path / "cifar-10-batches-py/data_batch_1", b"\x80\x04\x95not even a pickle")
-    with pytest.raises(UserError, match=r"pickled.* Take the binary version"):
-        prepared(tmp_path, tmp_path / "cifar-10-batches-py")
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (
+            ["data_batch_1", "test_batch"],
+            "CIFAR-10's version for Python, .* Take the binary version",
+        ),
+        (["train", "test", "meta"], "CIFAR-100's version for Python, .* image files in a folder"),
+        (["x.pkl", "y.pkl"], r"holds pickled files, such as x\.pkl: .* image files in a folder"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_pickles_are_refused_unopened_by_name(
+    tmp_path: Path, files: list[str], told: str, packed: bool
+) -> None:
+    for name in files:
+        write(tmp_path / "raw/py" / name, b"\x80\x04\x95not even a pickle")
+    source = Path(shutil.make_archive(str(tmp_path / "py"), "gztar", tmp_path / "raw"))
+    with pytest.raises(UserError, match=told):
+        prepared(tmp_path, source if packed else tmp_path / "raw/py")
 
 
 # downloads, from a server of this machine

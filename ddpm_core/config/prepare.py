@@ -44,6 +44,10 @@ class Prepare(Section):
         False, description="whether cifar10 and dtd are fetched where they are not at hand"
     )
 
+    anonymous: bool = Field(
+        False, description="whether s3:// is read without keys, as public buckets can be"
+    )
+
     @model_validator(mode="after")
     def _background_is_a_color(self) -> Self:
         if self.background in ("white", "black", "gray"):

@@ -9,7 +9,12 @@ from ddpm_core.data.place import written_places
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, Workspace
 
-_FREE = ("workers", "max_rejected", "download")  # settings that do not change the result
+_FREE = (
+    "workers",
+    "max_rejected",
+    "download",
+    "anonymous",
+)  # settings that do not change the result
 
 
 def stale(config: Config, workspace: Workspace) -> str | None:

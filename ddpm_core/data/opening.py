@@ -44,7 +44,10 @@ def open_source(settings: Prepare, root: Path, own: Sequence[str] = ()) -> Itera
     elif uri.startswith(("s3://", "dvc:")):
         with staged_folder(root / "source") as place:
             try:
-                yield open_s3(uri, place, own) if uri.startswith("s3://") else _tracked(uri, place)
+                if uri.startswith("s3://"):
+                    yield open_s3(uri, place, own, settings.anonymous)
+                else:
+                    yield _tracked(uri, place)
             finally:
                 remove(place)
     else:
@@ -57,7 +60,7 @@ def changed(settings: Prepare, facts: dict[str, Any], own: Sequence[str] = ()) -
     What can't be told, or is no longer within reach, has not changed.
     """
     try:
-        found = _state(settings.source, own)
+        found = _state(settings, own)
     except (UserError, OSError):
         return False
     before = facts.get("state")
@@ -69,13 +72,14 @@ def changed(settings: Prepare, facts: dict[str, Any], own: Sequence[str] = ()) -
     return True
 
 
-def _state(uri: str, own: Sequence[str]) -> dict[str, Any] | None:
+def _state(settings: Prepare, own: Sequence[str]) -> dict[str, Any] | None:
+    uri = settings.source
     if uri == "digits":
         return dict(DIGITS_STATE)
     if uri in KNOWN:
         return {"sha256": KNOWN[uri].sha256}
     if uri.startswith("s3://"):
-        return s3_state(uri, own)
+        return s3_state(uri, own, settings.anonymous)
     if uri.startswith("dvc:"):
         return dvc.state(dvc.parse(uri))
     path = _path(uri)

@@ -1,4 +1,4 @@
-"""Pictures below an s3:// prefix, or in one archive there; credentials as boto3 finds them."""
+"""Images below an s3:// prefix, or in one archive there; keys as boto3 finds them, or none."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ddpm_core.data.sources import (
     make_listing,
 )
 from ddpm_core.errors import UserError
+from ddpm_core.storage.base import Refused
 from ddpm_core.storage.client import CONNECTIONS, connect, split
 from ddpm_core.storage.transfer import PAGE, Bucket
 
@@ -34,8 +35,8 @@ _AHEAD_BYTES = 2**26
 class Prefix:
     """All objects below a prefix but those below the URIs of `own`."""
 
-    def __init__(self, uri: str, own: Sequence[str] = ()) -> None:
-        self._bucket, key = _bucket(uri)
+    def __init__(self, uri: str, own: Sequence[str] = (), anonymous: bool = False) -> None:
+        self._bucket, key = _bucket(uri, anonymous)
         self._objects = _objects(self._bucket, key, own)
         self.facts: dict[str, Any] = {"uri": uri, "state": _state(self._objects)}
 
@@ -75,11 +76,13 @@ class Prefix:
             return bytes(found["Body"].read())
 
 
-def open_s3(uri: str, scratch: Path, own: Sequence[str] = ()) -> Prefix | Zip | Tar:
+def open_s3(
+    uri: str, scratch: Path, own: Sequence[str] = (), anonymous: bool = False
+) -> Prefix | Zip | Tar:
     """The archive that `uri` names, fetched into `scratch`, or all objects below the prefix."""
     if not is_archive(split(uri, SETTING)[1]):
-        return Prefix(uri, own)
-    bucket, key = _bucket(uri)
+        return Prefix(uri, own, anonymous)
+    bucket, key = _bucket(uri, anonymous)
     client, path = bucket.client, scratch / "archive"
     with _told(bucket, key):
         facts = client.head_object(Bucket=bucket.name, Key=key)
@@ -87,19 +90,19 @@ def open_s3(uri: str, scratch: Path, own: Sequence[str] = ()) -> Prefix | Zip | 
             client.download_file(bucket.name, key, str(path), Callback=advance)
     archive = open_archive(path, uri)
     archive.facts["etag"] = facts["ETag"].strip('"')
-    archive.facts["state"] = s3_state(uri)
+    archive.facts["state"] = s3_state(uri, anonymous=anonymous)
     return archive
 
 
-def s3_state(uri: str, own: Sequence[str] = ()) -> dict[str, Any]:
+def s3_state(uri: str, own: Sequence[str] = (), anonymous: bool = False) -> dict[str, Any]:
     """Changes with any object below the prefix, or with the archive."""
-    return _state(_objects(*_bucket(uri), own))
+    return _state(_objects(*_bucket(uri, anonymous), own))
 
 
-def _bucket(uri: str) -> tuple[Bucket, str]:
+def _bucket(uri: str, anonymous: bool) -> tuple[Bucket, str]:
     """And the key. Raises UserError."""
     name, key = split(uri, SETTING)
-    return Bucket(connect(), name), key
+    return Bucket(connect(anonymous=anonymous), name), key
 
 
 def _state(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -114,15 +117,16 @@ def _objects(bucket: Bucket, key: str, own: Sequence[str]) -> dict[str, dict[str
     """Facts of the objects by their names relative to the prefix, a folder: `photos` does not
     include `photos-old/1.jpg`. Of an archive its own."""
     passed = tuple(place.rstrip("/").removeprefix(f"s3://{bucket.name}/") + "/" for place in own)
-    archive = is_archive(key)
-    prefix = key if archive or not key or key.endswith("/") else key + "/"
+    if is_archive(key):  # a public bucket may be closed to lists
+        with _told(bucket, key):
+            head = bucket.client.head_object(Bucket=bucket.name, Key=key)
+        return {key: {"Key": key, "ETag": head["ETag"], "Size": head["ContentLength"]}}
+    prefix = key if not key or key.endswith("/") else key + "/"
     with _told(bucket, key):
         pages = bucket.client.get_paginator("list_objects_v2").paginate(
             Bucket=bucket.name, Prefix=prefix, PaginationConfig={"PageSize": PAGE}
         )
         found = {facts["Key"]: facts for page in pages for facts in page.get("Contents", ())}
-    if archive:
-        return {key: found[key]} if key in found else {}
     named = {
         name.removeprefix(prefix).lstrip("/"): facts
         for name, facts in found.items()
@@ -139,4 +143,8 @@ def _told(bucket: Bucket, key: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise UserError(
             f"{SETTING}: there is no s3://{bucket.name}/{key}, or no longer."
+        ) from error
+    except Refused as error:
+        raise Refused(
+            f"{error} prepare.anonymous=true reads public buckets without keys, false others."
         ) from error

@@ -20,6 +20,10 @@ class Unreachable(UserError, OSError):
         return str(self.args[0])
 
 
+class Refused(Unreachable):
+    """A storage that denies access: keys are missing, wrong, or without the right."""
+
+
 class Changed(Exception):
     """What was to be replaced is no longer what was read."""
 

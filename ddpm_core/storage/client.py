@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ddpm_core.errors import UserError, require
-from ddpm_core.storage.base import Unreachable
+from ddpm_core.storage.base import Refused, Unreachable
 
 CONNECTIONS = 16  # a request waits far longer than it transfers
 ATTEMPTS = 6
@@ -44,8 +44,15 @@ def split(uri: str, setting: str) -> tuple[str, str]:
     return bucket, key
 
 
-def connect(attempts: int = ATTEMPTS, connecting: float = 5.0, reading: float = 60.0) -> Any:
+def connect(
+    attempts: int = ATTEMPTS,
+    connecting: float = 5.0,
+    reading: float = 60.0,
+    anonymous: bool = False,
+) -> Any:
     """A client that tries `attempts` times, and waits so many seconds for an answer.
+
+    An anonymous one sends no keys, not even those there are.
 
     A server that is not Amazon's is asked for http://server/bucket/key: names of buckets are
     seldom names of hosts there.
@@ -58,6 +65,8 @@ def connect(attempts: int = ATTEMPTS, connecting: float = 5.0, reading: float = 
         "read_timeout": reading,
         "tcp_keepalive": True,
     }
+    if anonymous:
+        settings["signature_version"] = require("botocore", "s3").UNSIGNED
     try:
         client = boto3.client("s3", config=config(**settings))
         if not client.meta.endpoint_url.endswith(AWS):
@@ -113,7 +122,7 @@ def _translated(error: Exception, endpoint: str, bucket: str, what: str) -> OSEr
     if code in REFUSED or isinstance(
         error, errors.NoCredentialsError | errors.PartialCredentialsError
     ):
-        return Unreachable(
+        return Refused(
             f"The S3 server at {endpoint} refuses access to {what} ({code or text.rstrip('.')}): "
             "look at AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the rights of that key."
         )
