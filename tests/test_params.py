@@ -295,3 +295,22 @@ def test_a_key_with_a_dot_is_told_how_a_file_has_it(tmp_path: Path) -> None:
         "train.optimizer.lr: in a file, write `train:`, below it `optimizer:`, below it `lr:`"
         in told
     )
+
+
+def test_the_home_directory_may_begin_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given, uri in {
+        "sqlite:///~/mlflow.db": f"sqlite:///{tmp_path}/mlflow.db",
+        "~/mlruns": f"{tmp_path}/mlruns",
+        "file://~/mlruns": f"file://{tmp_path}/mlruns",
+        "https://host/~me": "https://host/~me",
+    }.items():
+        assert params.load(overrides=[f"tracking.uri={given}"]).tracking.uri == uri
+    settings = ("train.init", "evaluate.inception_weights", "tracking.uri")
+    with pytest.raises(UserError) as caught:
+        params.load(overrides=[f"{name}=~nobody-here/x" for name in settings])
+    for name in settings:
+        told = f"{name}: '~nobody-here/x' given; no home directory is known for ~nobody-here"
+        assert told in str(caught.value)

@@ -7,6 +7,7 @@ allowed.
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationInfo, model_validator
@@ -86,7 +87,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self, info: ValidationInfo) -> Self:
-        mistakes = self._network_mistakes()
+        mistakes = self._network_mistakes() + self._homeless()
         # What is trained already says by itself what it can draw (generate.plan.must_suit).
         if not (info.context or {}).get("trained"):
             mistakes += self._sampling_mistakes()
@@ -118,6 +119,21 @@ class Config(Section):
                 f"level, {[self.model.channels * m for m in self.model.multipliers]}"
             )
         return mistakes
+
+    def _homeless(self) -> list[str]:
+        """Paths that begin with ~ and have no home; those of the source and the workspace are
+        reported where they are opened."""
+        paths = {
+            "train.init": self.train.init or "",
+            "evaluate.inception_weights": self.evaluate.inception_weights or "",
+            "tracking.uri": self.tracking.uri.removeprefix("sqlite:///").removeprefix("file://"),
+        }
+        return [
+            f"{name}: {path!r} given; no home directory is known for {path.partition('/')[0]}, so "
+            "a path without it is needed"
+            for name, path in paths.items()
+            if path.startswith("~") and os.path.expanduser(path) == path  # noqa: PTH111
+        ]
 
     def _sampling_mistakes(self) -> list[str]:
         mistakes = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ddpm_core.config.deciding import deciding, flat
 from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
@@ -161,3 +162,10 @@ class Tracking(Section):
         "sqlite:///mlflow.db", description="an MLflow tracking URI; empty: no tracking"
     )
     experiment: str = Field("ddpm", description="MLflow's experiment of the runs")
+
+    @field_validator("uri")
+    @classmethod
+    def _home_is_a_folder(cls, uri: str) -> str:
+        """Expand the ~ of a path: MLflow would make a folder of that name."""
+        scheme = next((s for s in ("sqlite:///", "file://") if uri.startswith(s)), "")
+        return scheme + os.path.expanduser(uri.removeprefix(scheme))  # noqa: PTH111, may be no path
