@@ -383,6 +383,18 @@ def test_a_directory_that_dvc_tracks_has_its_checksum_in_the_manifest(
     assert found["dvc_md5"].endswith(".dir")
 
 
+def test_a_directory_whose_files_are_links_into_dvcs_cache_is_read(tmp_path: Path) -> None:
+    root, program = tmp_path / "repo", str(Path(sys.executable).with_name("dvc"))
+    photos = write_classes(root / "photos", ["cat", "dog"])
+    expected = prepared(tmp_path / "files", photos, max_rejected=0.0)
+    run(program, "init", "--quiet", "--no-scm", cwd=root)
+    run(program, "config", "cache.type", "symlink", cwd=root)
+    run(program, "add", "--quiet", "photos", cwd=root)
+    assert all(path.is_symlink() for path in photos.glob("*/*.png"))
+    linked = prepared(tmp_path / "links", photos, max_rejected=0.0)
+    assert linked.fingerprint == expected.fingerprint
+
+
 # CIFAR-10
 
 
