@@ -98,7 +98,7 @@ def _walk(root: Path, own: Sequence[str]) -> Iterator[tuple[Item, int]]:
     lost = list[str]()
     # No recursion: Python's ends at a thousand levels. `roots` are the real folders that this walk
     # began at: `root`, and the target of each link on the way.
-    waiting = [(str(root), "", (root,))]
+    waiting: list[tuple[str, str, tuple[Path, ...]]] = [(str(root), "", (root,))]
     while waiting:
         folder, prefix, roots = waiting.pop()
         for child in _children(folder):
