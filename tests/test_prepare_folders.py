@@ -387,6 +387,15 @@ def test_links_without_a_target_are_rejected_by_name(
     assert note in " ".join(check_data(root).notes)
 
 
+def test_a_source_of_links_without_a_target_is_refused_with_one(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    for name in ("dog", "cat"):
+        (tmp_path / "raw" / name).symlink_to(tmp_path / "unmounted" / name)
+    told = "There are no pictures in .* cat is a symbolic link without a target, and 1 more"
+    with pytest.raises(UserError, match=told):
+        prepared(tmp_path, tmp_path / "raw")
+
+
 @pytest.mark.parametrize("kind", ["file", "link to a file", "link to a folder"])
 def test_what_vanishes_while_it_is_listed_is_no_part_of_it(tmp_path: Path, kind: str) -> None:
     root = write_classes(tmp_path / "raw", ["cat"])

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import encoded, noise, prepared, rejected, write, write_classes
+from pictures import config, encoded, noise, prepared, rejected, write, write_classes
 
 from ddpm_core.data.check import check_data
+from ddpm_core.data.prepare import stale
 from ddpm_core.errors import UserError
+from ddpm_core.workspace import Workspace
 
 
 def tar(path: Path, files: Mapping[str, bytes]) -> Path:
@@ -55,11 +57,15 @@ def test_shards_of_img2dataset_are_images_with_captions(
     assert data.manifest["ignored"] == {"parquet": 3, "json": 15}
     assert len(data.manifest["source"]["archives_sha256"]) == 64
     assert "Archives are read as one source, 3 in number" in capsys.readouterr().err
+    workspace = Workspace.open(str(tmp_path / "workspace"))
+    assert stale(config(root), workspace) is None
     shutil.unpack_archive(root / "00000.tar", tmp_path / "unpacked")
     for shard in ("00001", "00002"):
         shutil.unpack_archive(root / f"{shard}.tar", tmp_path / "unpacked")
     assert prepared(tmp_path / "b", tmp_path / "unpacked").fingerprint == data.fingerprint
     assert check_data(root).suggested["model"]["conditioning"] == "text"
+    write(root / "00002.tar", b"")
+    assert stale(config(root), workspace) == "the source has changed since it was prepared"
 
 
 @pytest.mark.parametrize("form", ["imagenet-{}-00000.tar", "{}/00000.tar", "{}/{}-00000.tar.gz"])

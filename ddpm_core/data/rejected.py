@@ -102,4 +102,5 @@ def refuse_nothing(listing: Listing, settings: Prepare) -> None:
         + (f" It holds files of other kinds: {one_line(', '.join(found))}." if found else "")
         + (f" Hidden files are passed over: {one_line(', '.join(hidden))}." if hidden else "")
         + (f" Refused: {one_line('; '.join(refused))}." if refused else "")
+        + "".join(f" {one_line(note)}" for note in listing.notes[:5])
     )
