@@ -30,8 +30,8 @@ def written(listing: Listing, column: str, notes: list[str]) -> list[str | None]
 
     Of several the last counts: a text beside the image; metadata.csv and metadata.jsonl, as Hugging
     Face's ImageFolder has them, with the columns "file_name" and `column`; captions.jsonl with
-    lines {"file": ..., "caption": ...}. Files are named relative to the folder of the list. Adds
-    what is to be told to `notes`. Raises UserError for a list or a text that can't be read.
+    lines {"file": ..., "caption": ...}. Files are named relative to the folder of the list.
+    Messages for the user go to `notes`. Raises UserError for a list or text that can't be read.
     """
     lists = {name.rpartition("/")[2] for name in listing.texts} & {*CAPTIONS} - {OWN_LIST}
     if column != Prepare().caption_column and not lists:
