@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import UserError
-from ddpm_core.registry.connection import Connection
+from ddpm_core.registry.connection import MOST, Connection
 from ddpm_core.registry.current import Current
 from ddpm_core.registry.drawing import DrawingQueue, Full, Job
 from ddpm_core.registry.request import rows_of
@@ -71,6 +71,7 @@ def serve(config: Config, host: str, port: int, every: float, limits: Limits) ->
         lifespan="off",
         log_level="warning",
         access_log=False,
+        backlog=MOST,  # also how many connections asyncio accepts before it looks at them
     )
     _Server(settings).run(sockets=[listener])
 
@@ -79,7 +80,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address, IPv4 or IPv6. Raises UserError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         told = getattr(error, "strerror", None) or str(error)
         raise UserError(
