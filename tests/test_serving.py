@@ -132,7 +132,7 @@ def test_classes_samplers_and_arrays(url: str, checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"n": 0}, "n: got 0; must be the number of images, an integer from 1 to 256"),
+        ({"n": 0}, "n: got 0; must be an integer from 1 to 256"),
         ({"n": 257}, "n: got 257; must be"),
         ({"n": 1.5}, "n: got 1.5; must be"),
         ({"n": "x"}, "n: got 'x'; must be"),

@@ -43,7 +43,8 @@ class Job:
             encoded = [json.dumps(image).encode() for image in images]
             self.answer.set_result(b'{"predictions": [' + b", ".join(encoded) + b"]}")
         except BaseException as error:  # the thread has to outlive every request
-            self.answer.set_exception(error)
+            # Frames of the traceback would keep the model in memory.
+            self.answer.set_exception(error.with_traceback(None))
 
     def _check(self, step: int) -> None:
         if self.abandoned:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ddpm_core.config import Config, Sample
 from ddpm_core.config.results import SamplerName
@@ -26,7 +26,14 @@ def _integer(value: object) -> object:
     return int(value) if isinstance(value, float) and exact else value
 
 
+def _unicode(text: str) -> str:
+    """Refuse half a surrogate pair, which JSON can express and UTF-8 cannot."""
+    text.encode()
+    return text
+
+
 Integer = Annotated[int, BeforeValidator(_integer)]
+Text = Annotated[str, AfterValidator(_unicode)]
 
 
 class Request(BaseModel):
@@ -38,7 +45,7 @@ class Request(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     n: Annotated[Integer, Field(ge=1, le=LARGEST)] = Field(
-        description=f"the number of images, an integer from 1 to {LARGEST} (`first` draws more)"
+        description=f"an integer from 1 to {LARGEST}; `first` continues the numbering"
     )
     seed: Annotated[Integer, Field(ge=0, lt=2**63)] | None = Field(
         None,
@@ -46,17 +53,17 @@ class Request(BaseModel):
         "integers, and send the field in every row",
     )
     first: Annotated[Integer, Field(ge=0, le=2**31)] = Field(
-        0, description="the number of the first image, an integer from 0 to 2^31"
+        0, description="an integer from 0 to 2^31, the number of the first image"
     )
-    class_: str | Integer | None = Field(
+    class_: Text | Integer | None = Field(
         None, alias="class", description="the name (a text) or the number of a class"
     )
-    prompt: str | None = Field(None, description="a text")
+    prompt: Text | None = Field(None, description="a text")
     sampler: SamplerName | None = Field(
         None, description=f"one of {', '.join(get_args(SamplerName))}"
     )
     steps: Annotated[Integer, Field(ge=1)] | None = Field(
-        None, description="the sampler's steps, an integer of at least 1"
+        None, description="an integer of at least 1"
     )
     guidance: Annotated[float, Field(ge=0.0)] | None = Field(
         None, description="a finite number of at least 0"
@@ -208,8 +215,8 @@ def _shown(value: object) -> str:
     """The given value, cut if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # Python prints no integer of thousands of digits
-        return f"a {type(value).__name__} of too many digits"
+    except (ValueError, RecursionError):  # an integer of thousands of digits; nested lists
+        return f"a value of type {type(value).__name__}"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 

@@ -143,7 +143,7 @@ async def invocations(request: Request) -> Response:
         say("serve: a client left before its request was complete.")
         return Response(status_code=400)  # goes nowhere
     if body is None:
-        told = f"The request is larger than {LARGEST_BODY:,} bytes."
+        told = f"The request is larger than {LARGEST_BODY:,} bytes. Send fewer rows at once."
         return refusal(413, "REQUEST_LIMIT_EXCEEDED", told)
     current: Current = request.app.state.current
     loaded = current.loaded
@@ -151,13 +151,15 @@ async def invocations(request: Request) -> Response:
         return not_yet(current)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
         return refusal(415, "BAD_REQUEST", f"Content-Type must be {JSON}.")
-    limits: Limits = request.app.state.limits
     try:
-        tasks = loaded.served.tasks(rows_of(json.loads(body)), limits.work)
-    except UserError as error:
-        return refusal(400, "INVALID_PARAMETER_VALUE", str(error))
+        payload = json.loads(body)
     except (ValueError, RecursionError) as error:
         return refusal(400, "BAD_REQUEST", f"The request is not valid JSON: {error}.")
+    limits: Limits = request.app.state.limits
+    try:
+        tasks = loaded.served.tasks(rows_of(payload), limits.work)
+    except UserError as error:
+        return refusal(400, "INVALID_PARAMETER_VALUE", str(error))
     return await drawn(request, Job(loaded.served, tasks))
 
 
@@ -181,7 +183,7 @@ async def drawn(request: Request, job: Job) -> Response:
     try:
         queue.add(job)
     except Full:
-        told = "Too many requests are waiting. Try again later."
+        told = "The queue of requests is full. Try again in a few seconds."
         return refusal(429, "RESOURCE_EXHAUSTED", told, RETRY_AFTER)
     answer: asyncio.Future[Any] = asyncio.wrap_future(job.answer)
     leaving: asyncio.Future[Any] = asyncio.ensure_future(left(request))
