@@ -263,14 +263,15 @@ def test_a_length_that_is_given_twice_is_refused(serving: Serving) -> None:
 
 
 async def large_answer(scope: Any, receive: Any, send: Any) -> None:
+    """As many times LARGE bytes as the path says."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"x" * LARGE})
+    await send({"type": "http.response.body", "body": b"x" * LARGE * int(scope["path"][1:])})
 
 
-@pytest.mark.parametrize("reads", [True, False])
-def test_an_answer_that_is_not_read_is_dropped(reads: bool) -> None:
-    """The answer is larger than the kernel's buffers, and one that is read slowly arrives."""
-    protocol: Any = partial(Connection, timeout=0.5)
+@contextlib.contextmanager
+def answering(timeout: float) -> Iterator[tuple[uvicorn.Server, socket.socket]]:
+    """A real server with our connections and large answers, and a client of it."""
+    protocol: Any = partial(Connection, timeout=timeout)
     config = uvicorn.Config(large_answer, http=protocol, ws="none", lifespan="off")
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -278,21 +279,51 @@ def test_an_answer_that_is_not_read_is_dropped(reads: bool) -> None:
     thread.start()
     try:
         with socket.create_connection(listener.getsockname(), timeout=30) as client:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            assert client.recv(8) == b"HTTP/1.1"
-            if not reads:
-                wait_until(lambda: not server.server_state.connections, "it is closed", 10)
-                assert len(answer(client)) < LARGE
-            else:
-                received, started = 0, time.monotonic()
-                while part := client.recv(2**20):
-                    received += len(part)
-                    time.sleep(0.03)
-                assert received > LARGE
-                assert time.monotonic() - started > 0.5  # longer than one timeout
+            yield server, client
     finally:
         server.should_exit = True
         thread.join()
+
+
+def get_large(client: socket.socket, times: int = 1) -> None:
+    client.sendall(f"GET /{times} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+
+
+def read_large(client: socket.socket, times: int = 1, pause: float = 0.0) -> None:
+    """Read one answer, which is larger than the kernel's buffers."""
+    received = 0
+    while received < LARGE * times:
+        part = client.recv(2**20)
+        assert part, "the server closed"
+        received += len(part)
+        time.sleep(pause)
+
+
+def test_an_answer_that_is_not_read_is_dropped() -> None:
+    with answering(0.5) as (server, client):
+        get_large(client)
+        assert client.recv(8) == b"HTTP/1.1"
+        wait_until(lambda: not server.server_state.connections, "it is closed", 10)
+        assert len(answer(client)) < LARGE
+
+
+def test_an_answer_that_is_read_slowly_arrives() -> None:
+    with answering(0.5) as (_, client):
+        started = time.monotonic()
+        get_large(client)
+        read_large(client, pause=0.03)
+        assert time.monotonic() - started > 0.5
+
+
+def test_each_answer_of_a_connection_has_its_own_deadline() -> None:
+    with answering(2) as (_, client):
+        started = time.monotonic()
+        get_large(client)
+        read_large(client)
+        time.sleep(max(0.0, started + 1.5 - time.monotonic()))
+        get_large(client, times=2)
+        time.sleep(0.8)  # past the deadline of the first answer
+        read_large(client, times=2)
 
 
 def test_sigterm_waits_for_requests_and_for_no_half_ones(serving: Serving) -> None:

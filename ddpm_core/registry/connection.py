@@ -39,7 +39,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # calls pause_writing for every byte that waits
+        transport.set_write_buffer_limits(high=0)  # writing is paused while any byte waits
         self._watch_receiving()
         if len(self.connections) > MOST:
             others: list[Any] = [one for one in self.connections if isinstance(one, Connection)]
@@ -69,8 +69,12 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._sending is None:
-            self._watch_sending(math.inf)
+        self._watch_sending(math.inf)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._sending is not None:
+            self._sending.cancel()
 
     def _watch_receiving(self) -> None:
         """Start the deadline of each part of a request once, and stop it when all is there."""
@@ -96,9 +100,7 @@ class Connection(H11Protocol):
     def _watch_sending(self, before: float) -> None:
         """Abort if the client read too little of the answer since the last check."""
         left = self.transport.get_write_buffer_size()
-        if left and left > before - PROGRESS:
+        if left > before - PROGRESS:
             self.transport.abort()
-        elif left:
-            self._sending = self.loop.call_later(self._timeout, self._watch_sending, left)
         else:
-            self._sending = None
+            self._sending = self.loop.call_later(self._timeout, self._watch_sending, left)
