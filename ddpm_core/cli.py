@@ -122,6 +122,16 @@ def serve(
         float,
         typer.Option(min=0.1, metavar="SECONDS", help="How often to look for a new champion."),
     ] = 15.0,
+    max_work: Annotated[
+        int, typer.Option(min=1, help="Largest request, in images x pixels x steps.")
+    ] = 40_000_000,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 16,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1, metavar="SECONDS", help="Time for a client to send a header, or a body."
+        ),
+    ] = 10.0,
 ) -> None:
     """Serve the champion over HTTP.
 
@@ -129,9 +139,9 @@ def serve(
     """
     config = load(p, None, s, trained=True)
     require("uvicorn", "tracking")
-    from ddpm_core.registry.server import serve
+    from ddpm_core.registry.server import Limits, serve
 
-    serve(config, host, port, every)
+    serve(config, host, port, every, Limits(max_work, queue, timeout))
 
 
 @verb

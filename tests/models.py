@@ -21,7 +21,12 @@ CLASSES = ["circle", "square", "7"]
 
 
 def write_checkpoint(
-    folder: Path, conditioning: str = "none", seed: int = 0, step: int = 4, **facts: Any
+    folder: Path,
+    conditioning: str = "none",
+    seed: int = 0,
+    step: int = 4,
+    timesteps: int = 50,
+    **facts: Any,
 ) -> Checkpoint:
     """A checkpoint of 8x8 gray images: raw weights, and an average of decay 0.9."""
     given = params.validate(
@@ -34,7 +39,7 @@ def write_checkpoint(
                 "attention": [4],
                 "conditioning": conditioning,
             },
-            "diffusion": {"timesteps": 50},
+            "diffusion": {"timesteps": timesteps},
             "train": {"ema": [0.9]},
             "sample": {"steps": 4, "seed": 5},
         }

@@ -25,6 +25,16 @@ from ddpm_core.registry.models import Registry
 
 OWN = {"ema": 0.9, "seed": 5, "sampler": "ddim", "steps": 5}  # what a version's score was made with
 
+# The same request in every form that MLflow's server accepts.
+SHAPES = [
+    {"dataframe_split": {"columns": ["n", "seed"], "data": [[2, 9]]}},
+    {"dataframe_records": [{"n": 2, "seed": 9}]},
+    {"inputs": [{"n": 2, "seed": 9}]},
+    {"inputs": {"n": 2, "seed": 9}},
+    {"inputs": {"n": [2], "seed": [9]}},
+    {"instances": [{"n": 2, "seed": 9}]},
+]
+
 
 def publish(
     uri: str, name: str, checkpoint: Checkpoint, folder: Path, **tags: str

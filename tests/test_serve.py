@@ -18,7 +18,7 @@ from mlflow_server import shared_server, wait_until
 from models import write_checkpoint
 from program import Program, ddpm, start
 from s3_server import Gate
-from served_models import address, ask, assert_same_images, drawn, get, publish
+from served_models import SHAPES, address, ask, assert_same_images, drawn, get, publish
 
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.registry.models import Registry
@@ -122,16 +122,40 @@ def test_the_champion_answers_with_the_images_that_sampling_gives(serving: Servi
     )
 
 
+def test_every_form_of_a_request_is_answered_alike(serving: Serving) -> None:
+    serving.takes(1)
+    results = [serving.ask(body) for body in SHAPES]
+    assert all(result == results[0] for result in results)
+    assert (results[0][0], len(results[0][1])) == (200, 2)
+
+
 @pytest.mark.parametrize(
     ("body", "status", "told"),
     [
-        ({"inputs": [{"n": 0}]}, 400, "n: 0 given; 1 to 256 is needed"),
-        ({"inputs": [{"seed": 0}]}, 400, "Model is missing inputs ['n']"),
-        ({"rows": 1}, 400, "must be a JSON dictionary with exactly one of the input fields"),
-        (b"{", 400, "The request is no JSON: Expecting property name"),
-        (b"[" * 100_000, 400, "The request is no JSON"),
-        (b"\xff", 400, "The request is no JSON"),
-        (b" " * (2**20 + 1), 413, "larger than 1,048,576 bytes"),
+        ({"inputs": [{"n": 0}]}, 400, "n: got 0; must be"),
+        ({"inputs": [{"seed": 0}]}, 400, "n: missing; must be"),
+        (
+            {"inputs": [{"n": 1, "smapler": "ddim"}]},
+            400,
+            "Unknown field 'smapler'. Known fields: n",
+        ),
+        ({"inputs": [1]}, 400, "inputs: invalid table"),
+        (b'{"inputs": [{"n": 1, "\\ud800": 1}]}', 400, "Unknown field '\\ud800'"),
+        (b'{"inputs": [{"n": 1, "prompt": "\\ud800"}]}', 400, "prompt: got '\\ud800'; must be"),
+        (b'{"inputs": [{"n": ' + b"[" * 900 + b"]" * 900 + b"}]}", 400, "n: got "),
+        (b'{"inputs": [{"n": ' + b"9" * 4000 + b"}]}", 400, "n: got 999"),
+        ({"inputs": {"n": [1], "seed": []}}, 400, "inputs: invalid table"),
+        ({"dataframe_split": {"columns": ["n"], "data": [[]]}}, 400, "invalid table"),
+        ({"inputs": [{"n": 1}], "params": {}}, 400, "exactly one of"),
+        (
+            {"rows": 1},
+            400,
+            "must be a JSON object with exactly one of dataframe_records, dataframe_split",
+        ),
+        (b"{", 400, "The request is not valid JSON: Expecting property name"),
+        (b"[" * 100_000, 400, "The request is not valid JSON"),
+        (b"\xff", 400, "The request is not valid JSON"),
+        (b" " * (2**20 + 1), 413, "larger than 262,144 bytes"),
     ],
 )
 def test_a_bad_request_is_a_sentence(serving: Serving, body: Any, status: int, told: str) -> None:
@@ -147,7 +171,7 @@ def test_json_alone_is_taken(serving: Serving, kind: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(asked, timeout=60)
     told = json.load(refused.value)["message"]
-    assert (refused.value.code, told) == (415, "Content-Type: application/json is needed.")
+    assert (refused.value.code, told) == (415, "Content-Type must be application/json.")
 
 
 def test_the_next_champion_answers_without_a_lost_request(serving: Serving) -> None:

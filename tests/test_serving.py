@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 from mlflow_server import QUIET, Server, answers, free_port, shared_server, wait_until
 from models import CLASSES, write_checkpoint
-from served_models import ask, assert_same_images, drawn, publish
+from served_models import SHAPES, ask, assert_same_images, drawn, publish
 
 from ddpm_core import params
 from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 from ddpm_core.registry import package, request
 from ddpm_core.registry.models import download
@@ -105,15 +106,7 @@ def test_a_seed_gives_the_images_that_sampling_gives(url: str, checkpoint: Check
 
 
 def test_all_shapes_of_a_request_are_answered_alike(url: str) -> None:
-    bodies = [
-        {"dataframe_split": {"columns": ["n", "seed"], "data": [[2, 9]]}},
-        {"dataframe_records": [{"n": 2, "seed": 9}]},
-        {"inputs": [{"n": 2, "seed": 9}]},
-        {"inputs": {"n": 2, "seed": 9}},
-        {"inputs": {"n": [2], "seed": [9]}},
-        {"instances": [{"n": 2, "seed": 9}]},
-    ]
-    results = [ask(url, body) for body in bodies]
+    results = [ask(url, body) for body in SHAPES]
     assert all(result == results[0] for result in results)
     assert results[0][0] == 200
     assert len(results[0][1]) == 2
@@ -139,23 +132,26 @@ def test_classes_samplers_and_arrays(url: str, checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"n": 0}, "n: 0 given; 1 to 256 is needed"),
-        ({"n": 257}, "n: 257 given"),
-        ({"n": 1.5}, "n: 1.5 given; a whole number"),
-        ({"n": "x"}, "n: 'x' given"),
-        ({"n": 1, "class": "triangle"}, "class: 'triangle' given; a name of circle, square, 7"),
-        ({"n": 1, "class": 3}, "or 0 to 2"),
+        ({"n": 0}, "n: got 0; must be an integer from 1 to 256"),
+        ({"n": 257}, "n: got 257; must be"),
+        ({"n": 1.5}, "n: got 1.5; must be"),
+        ({"n": "x"}, "n: got 'x'; must be"),
+        ({"n": 1, "class": "triangle"}, "class: got 'triangle'; must be one of circle, square, 7"),
+        ({"n": 1, "class": 3}, "or a number from 0 to 2"),
         ({"n": 1, "prompt": "a cat"}, "not trained on texts"),
-        ({"n": 1, "sampler": "euler"}, "'ddpm', 'ddim' or 'dpmpp'"),
-        ({"n": 1, "steps": 51}, "there are only 50"),
-        ({"n": 1, "guidance": -1}, "guidance: -1.0 given"),
-        ({"n": 1, "seed": -1}, "seed: -1 given"),
-        ({"n": 1, "format": "jpeg"}, "format: 'jpeg' given; png or array"),
-        ({"n": float("inf")}, "n: inf given; a whole number is needed"),
-        ({"n": [1, 2]}, "n: [1, 2] given; a whole number is needed"),
-        ({"n": 1, "seed": 1e300}, "seed: 1e+300 given; from 2^53 on"),
-        ({"n": 1, "guidance": 10**400}, "guidance: 1000"),
-        ({"n": 1, "class": "x" * 9000}, "xxx... given; a name of circle, square, 7"),
+        ({"n": 1, "sampler": "euler"}, "sampler: got 'euler'; must be one of ddpm, ddim, dpmpp"),
+        ({"n": 1, "steps": 51}, "steps: got 51; must be 1 to 50"),
+        ({"n": 1, "guidance": -1}, "guidance: got -1; must be a finite number of at least 0"),
+        ({"n": 1, "seed": -1}, "seed: got -1; must be an integer from 0"),
+        ({"n": 1, "format": "jpeg"}, "format: got 'jpeg'; must be png or array"),
+        ({"n": float("inf")}, "n: got inf; must be"),
+        ({"n": [1, 2]}, "n: got [1, 2]; must be"),
+        (
+            {"n": 1, "seed": 1e300},
+            "seed: got 1e+300; must be an integer from 0 to 2^63 - 1; from 2^53 on",
+        ),
+        ({"n": 1, "guidance": 10**400}, "guidance: got 1000"),
+        ({"n": 1, "class": "x" * 9000}, "xxx...; must be one of circle, square, 7"),
         ({"seed": 1}, "missing inputs ['n']"),
     ],
 )
@@ -171,12 +167,12 @@ def test_a_large_seed_is_never_another_one(url: str) -> None:
     status, predictions = ask(url, {"dataframe_records": [{"n": 1, "seed": seed}]})
     assert (status, predictions[0]["seed"]) == (200, seed)
     status, message = ask(url, {"dataframe_records": [{"n": 1, "seed": seed}, {"n": 1}]})
-    assert (status, "give seed in every row" in message) == (400, True), message
+    assert (status, "send the field in every row" in message) == (400, True), message
 
 
 def test_many_rows_may_not_ask_for_more_than_one_may(url: str) -> None:
     status, message = ask(url, {"dataframe_records": [{"n": 200}, {"n": 57}]})
-    assert (status, "257 images are asked for" in message) == (400, True)
+    assert (status, "asks for 257 images" in message) == (400, True)
 
 
 def test_the_code_that_is_served_is_the_models_own(server: Server, name: str) -> None:
@@ -215,23 +211,45 @@ def test_a_version_carries_what_it_imports_and_no_more(tmp_path: Path) -> None:
 # Requests, without a server
 
 
-def test_what_a_request_leaves_out_is_the_models_own(checkpoint: Checkpoint) -> None:
-    read = request.read({"n": 3.0, "seed": None, "class": float("nan")}, checkpoint.params, CLASSES)
-    assert (read.numbers, read.format) == (range(3), "png")
-    assert read.settings == checkpoint.params.sample
+def test_a_request_falls_back_on_the_models_settings(checkpoint: Checkpoint) -> None:
+    row = {"n": 3.0, "seed": None, "class": float("nan")}
+    task = request.resolve(request.parse(row), checkpoint.params, CLASSES)
+    assert (task.numbers, task.format) == (range(3), "png")
+    assert task.settings == checkpoint.params.sample
 
 
 def test_a_model_of_texts_takes_prompts_and_no_classes(tmp_path: Path) -> None:
     config = write_checkpoint(tmp_path / "texts", "text").params
-    read = request.read({"prompt": "a red circle"}, config, CLASSES)
-    assert read.settings.prompts == ("a red circle",)
+    asked = request.parse({"n": 1, "prompt": "a red circle"})
+    assert request.resolve(asked, config, CLASSES).settings.prompts == ("a red circle",)
     with pytest.raises(UserError, match="without classes"):
-        request.read({"class": "circle"}, config, CLASSES)
+        request.resolve(request.parse({"n": 1, "class": "circle"}), config, CLASSES)
 
 
-def test_unknown_fields_are_named_with_the_known(checkpoint: Checkpoint) -> None:
-    with pytest.raises(UserError, match="'smapler' is unknown here; known are n, seed"):
-        request.read({"smapler": "ddim"}, checkpoint.params, CLASSES)
+def test_guidance_is_refused_where_the_model_has_none(tmp_path: Path) -> None:
+    config = write_checkpoint(tmp_path / "plain").params
+    assert (
+        request.resolve(request.parse({"n": 1, "guidance": 1}), config, []).settings.guidance == 1
+    )
+    with pytest.raises(UserError, match=r"guidance: got 2; must be 1"):
+        request.resolve(request.parse({"n": 1, "guidance": 2}), config, [])
+
+
+def test_every_mistake_of_a_row_is_named() -> None:
+    with pytest.raises(UserError, match=r"^n: got 0; .* class: got \[\]; .* steps: got True; "):
+        request.parse({"n": 0, "steps": True, "class": []})
+    with pytest.raises(UserError, match=r"^Unknown field 'a' and 1 more. Known fields: n, seed, "):
+        request.parse({"n": 1, "b": 1, "a": 1})
+
+
+@pytest.mark.parametrize(("size", "count"), [(8, 256), (128, 256), (256, 64), (4096, 1)])
+def test_the_pixels_of_an_answer_are_limited(size: int, count: int) -> None:
+    def tasks(n: int) -> list[request.Task]:
+        return [request.resolve(request.parse({"n": 1}), Config(), [])] * n
+
+    request.check_size(tasks(count), size**2, None)
+    with pytest.raises(UserError, match=f"asks for {count + 1} images; 1 to {count} images"):
+        request.check_size(tasks(count + 1), size**2, None)
 
 
 def test_requirements_are_pinned_to_releases() -> None:

@@ -12,6 +12,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from ddpm_core.config.deciding import deciding, flat
 from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
 
+SamplerName = Literal["ddpm", "ddim", "dpmpp"]
+
 # Settings of `sample` that are not the sampler's: which images are wanted, how many, and how they
 # are cut, drawn and stored. Every other one tells scores and images apart.
 _NOT_OF_SAMPLER = {
@@ -37,9 +39,7 @@ class Sample(Section):
         500, description="images of each checkpoint; scores compare at equal counts alone"
     )
     batch_size: Positive = Field(250, description="images drawn at once")
-    sampler: Literal["ddpm", "ddim", "dpmpp"] = Field(
-        "dpmpp", description="how noise becomes an image"
-    )
+    sampler: SamplerName = Field("dpmpp", description="how noise becomes an image")
     steps: Positive = Field(20, description="evaluations of the network for an image")
     spacing: Literal["uniform", "quadratic", "quadratic_official"] = Field(
         "uniform", description="which timesteps, of ddpm and ddim"

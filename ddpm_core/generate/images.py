@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,14 +53,21 @@ class ImageSampler:
         network = prepare_model(model, self._device, self._precision)
         self._network: Callable[..., Tensor] = torch.compile(network) if compiled else network
 
-    def images(self, indices: Sequence[int]) -> Pixels:
-        """uint8 (n, H, W, C), the images of these numbers, in one batch."""
+    def images(
+        self, indices: Sequence[int], on_step: Callable[[int], None] | None = None
+    ) -> Pixels:
+        """uint8 (n, H, W, C), the images of these numbers, in one batch.
+
+        `on_step(i)` is called after each step, on a CPU once for each half of the batch; an
+        exception that it raises ends the drawing.
+        """
         index = torch.as_tensor(list(indices), dtype=torch.int64, device=self._device)
-        pixels: Pixels = in_halves(self._draw, index).cpu().numpy()
+        draw = partial(self._draw, on_step=on_step)
+        pixels: Pixels = in_halves(draw, index).cpu().numpy()
         return pixels
 
     @torch.inference_mode()
-    def _draw(self, index: Tensor) -> Tensor:
+    def _draw(self, index: Tensor, on_step: Callable[[int], None] | None = None) -> Tensor:
         """uint8 (n, H, W, C), the images of the numbers `index` (n,)."""
         condition = self._conditions.take(index.cpu())
         if condition is not None:
@@ -72,6 +80,7 @@ class ImageSampler:
                 self._prediction,
                 self._sampler,
                 lambda step: rng.normal(key, index, self._shape, step),
+                on_step,
             )
         return to_pixels(x0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
@@ -18,13 +18,16 @@ from ddpm_core.masking import masked
 from ddpm_core.registry.models import Registry, asking, fetch_to, row_of
 from ddpm_core.tracking import reason
 
+if TYPE_CHECKING:
+    from ddpm_core.registry.serving import Served
+
 
 @dataclass(frozen=True)
 class Loaded:
-    """A version that answers; `model` is a PyFuncModel, as MLflow's scoring takes it."""
+    """A version in memory, and what /version reports of it."""
 
     key: tuple[str, Any]  # also tells a version from one of the same number in a newer registry
-    model: Any
+    served: Served
     facts: dict[str, Any]
 
 
@@ -40,7 +43,6 @@ class Current:
         if not config.tracking.uri:
             raise UserError("tracking.uri is empty; the champion is kept in MLflow.")
         self._config = config
-        self._drawing = threading.Lock()
         self._told = ""
         self.loaded: Loaded | None = None
         self.trouble = f"MLflow at {masked(config.tracking.uri)} has not been asked yet."
@@ -77,11 +79,7 @@ class Current:
 
     def _load(self, registry: Registry, version: Any) -> Loaded:
         """Fetch a version and draw an image with it; its files are gone afterwards."""
-        from mlflow.models import Model
-        from mlflow.pyfunc import PyFuncModel
-
-        from ddpm_core.registry.package import signature
-        from ddpm_core.registry.serving import Served
+        from ddpm_core.registry.serving import Served  # PyTorch takes seconds; /health does not
 
         with tempfile.TemporaryDirectory(prefix="ddpm-champion-") as place:
             with asking(registry.uri):
@@ -91,7 +89,7 @@ class Current:
         row = row_of(version, "rescored") or row_of(version, "row")
         return Loaded(
             key=_key(version),
-            model=PyFuncModel(Model(signature=signature()), _InTurn(served, self._drawing)),
+            served=served,
             facts={
                 "name": registry.name,
                 "alias": registry.alias,
@@ -110,17 +108,6 @@ class Current:
             went_on = self.loaded and f"Version {self.loaded.facts['version']} goes on answering."
             warn(f"serve: {trouble} {went_on or 'Waiting.'}")
         self._told = kind
-
-
-class _InTurn:
-    """One request draws at a time, so that memory is that of one."""
-
-    def __init__(self, served: Any, drawing: threading.Lock) -> None:
-        self._served, self._drawing = served, drawing
-
-    def predict(self, model_input: Any) -> Any:
-        with self._drawing:
-            return self._served.answer(model_input)
 
 
 def _key(version: Any) -> tuple[str, Any]:

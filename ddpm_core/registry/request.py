@@ -1,142 +1,225 @@
-"""A request to a served model: what may stand in it, and what is wrong with it."""
+"""Requests for images: the fields of a row, their validation, and the settings they lead to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, get_args
 
-from ddpm_core import params
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
 from ddpm_core.config import Config, Sample
+from ddpm_core.config.results import SamplerName
 from ddpm_core.errors import UserError
 
 LARGEST = 256  # images in one answer
-FORMATS = ("png", "array")
-EXACT = 2.0**53  # below it each whole number is a float of its own
+LARGEST_PIXELS = 2**22  # pixels in one answer, which is built in memory
 SHOWN = 60  # characters of a value in a message
+EXACT = 2.0**53  # from here on a float no longer stands for one integer
 
-FIELDS = {
-    "n": f"how many images, 1 to {LARGEST}",
-    "seed": "which images; the same seed gives the same ones",
-    "first": "the number of the first image, 0 if none is given",
-    "class": "a class, by name (text) or number, for a model with classes",
-    "prompt": "a text, for a model of texts",
-    "sampler": "ddpm, ddim or dpmpp",
-    "steps": "of the sampler",
-    "guidance": "classifier-free guidance; 1: none",
-    "format": "png (base64 text) or array (rows of pixels of 1 or 3 channels, 0 to 255)",
-}
+TABLES = ("dataframe_records", "dataframe_split", "inputs", "instances")
 
-T = TypeVar("T")
+
+def _integer(value: object) -> object:
+    """An integral float as an integer: tables turn integer columns with gaps into floats."""
+    exact = isinstance(value, float) and value.is_integer() and abs(value) < EXACT
+    return int(value) if isinstance(value, float) and exact else value
+
+
+def _unicode(text: str) -> str:
+    """Refuse half a surrogate pair, which JSON can express and UTF-8 cannot."""
+    text.encode()
+    return text
+
+
+Integer = Annotated[int, BeforeValidator(_integer)]
+Text = Annotated[str, AfterValidator(_unicode)]
+
+
+class Request(BaseModel):
+    """One row of a request. Fields that are left out take the model's own settings.
+
+    A field's description says what is allowed; error messages quote it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    n: Annotated[Integer, Field(ge=1, le=LARGEST)] = Field(
+        description=f"an integer from 1 to {LARGEST}; `first` continues the numbering"
+    )
+    seed: Annotated[Integer, Field(ge=0, lt=2**63)] | None = Field(
+        None,
+        description="an integer from 0 to 2^63 - 1; from 2^53 on floats are not exact, so send "
+        "integers, and send the field in every row",
+    )
+    first: Annotated[Integer, Field(ge=0, le=2**31)] = Field(
+        0, description="an integer from 0 to 2^31, the number of the first image"
+    )
+    class_: Text | Integer | None = Field(
+        None, alias="class", description="the name (a text) or the number of a class"
+    )
+    prompt: Text | None = Field(None, description="a text")
+    sampler: SamplerName | None = Field(
+        None, description=f"one of {', '.join(get_args(SamplerName))}"
+    )
+    steps: Annotated[Integer, Field(ge=1)] | None = Field(
+        None, description="an integer of at least 1"
+    )
+    guidance: Annotated[float, Field(ge=0.0)] | None = Field(
+        None, description="a finite number of at least 0"
+    )
+    format: Literal["png", "array"] = Field("png", description="png or array")
+
+
+_FIELDS = {info.alias or name: info for name, info in Request.model_fields.items()}
+FIELDS = tuple(_FIELDS)
 
 
 @dataclass(frozen=True)
-class Request:
-    """Images `numbers` under `settings`, as `format`."""
+class Task:
+    """Draw the images `numbers` with `settings` and encode them as `format`."""
 
     numbers: range
     settings: Sample
     format: str
 
 
-def read(given: Mapping[str, Any], config: Config, classes: list[str]) -> Request:
-    """A request, with what it leaves out taken from the model's own settings.
+def rows_of(payload: object) -> list[dict[str, Any]]:
+    """Return the rows of a JSON body in one of the forms that MLflow's scoring server accepts.
 
-    `config` is the model's, `classes` the names of its classes. Raises UserError with the mistake.
+    Raises UserError.
     """
-    row = {key: value for key, value in given.items() if not _absent(value)}
-    if unknown := [key for key in row if key not in FIELDS]:
-        raise UserError(f"{_shown(unknown[0])} is unknown here; known are {', '.join(FIELDS)}.")
-    count = _take(row, "n", _whole, 1)
-    first = _take(row, "first", _whole, 0)
-    if not 1 <= count <= LARGEST:
-        raise UserError(
-            f"n: {_shown(count)} given; 1 to {LARGEST} is needed (`first` draws further ones)."
-        )
-    if not 0 <= first <= 2**31:
-        raise UserError(f"first: {_shown(first)} given; 0 to 2^31 is needed.")
-    form = _take(row, "format", _text, "png")
-    if form not in FORMATS:
-        raise UserError(f"format: {_shown(form)} given; {' or '.join(FORMATS)} is needed.")
-    return Request(range(first, first + count), _settings(row, config, classes), form)
+    if not isinstance(payload, dict) or len(payload) != 1 or next(iter(payload)) not in TABLES:
+        raise UserError(f"The body must be a JSON object with exactly one of {', '.join(TABLES)}.")
+    [(form, table)] = payload.items()
+    rows = _split(table) if form == "dataframe_split" else _records(table)
+    if rows is None:
+        raise UserError(f'{form}: invalid table. Send for example {{"inputs": [{{"n": 4}}]}}.')
+    return rows
 
 
-def _settings(row: Mapping[str, Any], config: Config, classes: list[str]) -> Sample:
-    own = config.sample
-    changed: dict[str, Any] = {
-        "seed": _take(row, "seed", _whole, own.seed),
-        "sampler": _take(row, "sampler", _text, str(own.sampler)),
-        "steps": _take(row, "steps", _whole, own.steps),
-        "guidance": _take(row, "guidance", _number, own.guidance),
-    }
-    conditioning = config.model.conditioning
-    if "class" in row:
-        if conditioning != "class":
-            raise UserError("class: given, but this model was trained without classes.")
-        changed["classes"] = (_class(row["class"], classes),)
-    if "prompt" in row:
-        if conditioning != "text":
-            raise UserError("prompt: given, but this model was not trained on texts.")
-        changed["prompts"] = (_take(row, "prompt", _text, ""),)
-    plain = config.dump()
-    try:
-        return params.validate({**plain, "sample": {**plain["sample"], **changed}}).sample
-    except UserError as error:
-        mistakes = [line.strip() for line in str(error).splitlines()[1:]]
-        raise UserError("; ".join(m.removeprefix("sample.") for m in mistakes) + ".") from error
+def _records(table: object) -> list[dict[str, Any]] | None:
+    """Rows of a list of rows, of one row, or of equally long columns."""
+    if isinstance(table, list):
+        return table if all(isinstance(row, dict) for row in table) else None
+    if not isinstance(table, dict):
+        return None
+    if not table or not all(isinstance(column, list) for column in table.values()):
+        return [table]
+    return _split({"columns": list(table), "data": list(_transposed(table.values()))})
 
 
-def _class(given: Any, classes: list[str]) -> str:
-    """The class of a name, or of a number."""
-    if isinstance(given, str):
-        if given in classes:
-            return given
+def _transposed(columns: Iterable[list[Any]]) -> Iterable[list[Any]]:
+    lists = list(columns)
+    if len({len(column) for column in lists}) == 1:
+        yield from (list(row) for row in zip(*lists, strict=True))
     else:
-        number = _whole("class", given)
-        if 0 <= number < len(classes):
-            return classes[number]
+        yield []  # a row without its values, which is invalid
+
+
+def _split(table: object) -> list[dict[str, Any]] | None:
+    if not isinstance(table, dict) or not {"columns", "data"} <= table.keys():
+        return None
+    columns, data = table["columns"], table["data"]
+    if not isinstance(columns, list) or not isinstance(data, list):
+        return None
+    if not all(isinstance(row, list) and len(row) == len(columns) for row in data):
+        return None
+    return [dict(zip(map(str, columns), row, strict=True)) for row in data]
+
+
+def parse(row: Mapping[str, Any]) -> Request:
+    """Validate one row; None and NaN, the gaps of a table, count as left out.
+
+    Raises UserError with every mistake of the row.
+    """
+    if unknown := row.keys() - FIELDS:
+        more = f" and {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
+        raise UserError(
+            f"Unknown field {_shown(min(unknown))}{more}. Known fields: {', '.join(FIELDS)}."
+        )
+    try:
+        return Request.model_validate({key: row[key] for key in row if not _absent(row[key])})
+    except ValidationError as error:
+        names = dict.fromkeys(str(item["loc"][0]) for item in error.errors(include_url=False))
+        raise UserError(" ".join(_mistake(name, row) for name in names)) from None
+
+
+def _mistake(name: str, row: Mapping[str, Any]) -> str:
+    got = "missing" if _absent(row.get(name)) else f"got {_shown(row[name])}"
+    return f"{name}: {got}; must be {_FIELDS[name].description}."
+
+
+def resolve(request: Request, config: Config, classes: list[str]) -> Task:
+    """Return what a model draws for a request, or raise UserError if it cannot.
+
+    `config` is the model's, `classes` the names of its classes.
+    """
+    given = {name: getattr(request, name) for name in ("seed", "sampler", "steps", "guidance")}
+    changed = {name: value for name, value in given.items() if value is not None}
+    conditioning, timesteps = config.model.conditioning, config.diffusion.timesteps
+    if request.class_ is not None:
+        if conditioning != "class":
+            raise UserError("class: this model was trained without classes. Leave it out.")
+        changed["classes"] = (_class(request.class_, classes),)
+    if request.prompt is not None:
+        if conditioning != "text":
+            raise UserError("prompt: this model was not trained on texts. Leave it out.")
+        changed["prompts"] = (request.prompt,)
+    if request.steps is not None and request.steps > timesteps:
+        raise UserError(f"steps: got {_shown(request.steps)}; must be 1 to {timesteps}.")
+    settings = config.sample.model_copy(update=changed)
+    if "guidance" in changed and settings.guidance_lacks(conditioning, config.train.label_drop):
+        raise UserError(
+            f"guidance: got {request.guidance:g}; must be 1, because this model was not trained "
+            "for guidance."
+        )
+    numbers = range(request.first, request.first + request.n)
+    return Task(numbers, settings, request.format)
+
+
+def check_size(tasks: list[Task], pixels: int, max_work: int | None) -> None:
+    """Raise UserError if one answer must not have these images, of `pixels` each.
+
+    `max_work` limits the sum of images x pixels x steps. A single image is always allowed.
+    """
+    count = sum(len(task.numbers) for task in tasks)
+    work = sum(len(task.numbers) * pixels * task.settings.steps for task in tasks)
+    limit = min(LARGEST, max(1, LARGEST_PIXELS // pixels))
+    if not 1 <= count <= limit:
+        raise UserError(
+            f"The request asks for {count} images; 1 to {limit} images of {pixels:,} pixels are "
+            "allowed. Send several requests; `first` continues the numbering."
+        )
+    if max_work is not None and count > 1 and work > max_work:
+        raise UserError(
+            f"The request needs {work:,} images x pixels x steps; at most {max_work:,} are "
+            "allowed. Ask for fewer images or steps; `first` continues the numbering."
+        )
+
+
+def _class(given: str | int, classes: list[str]) -> str:
+    """Return the class of a name or of a number."""
+    if given in classes:
+        return str(given)
+    if isinstance(given, int) and 0 <= given < len(classes):
+        return classes[given]
     listed = ", ".join(classes[:20]) + (", ..." if len(classes) > 20 else "")
     raise UserError(
-        f"class: {_shown(given)} given; a name of {listed}, or 0 to {len(classes) - 1} is needed."
+        f"class: got {_shown(given)}; must be one of {listed}, or a number from 0 to "
+        f"{len(classes) - 1}."
     )
 
 
-def _take(row: Mapping[str, Any], name: str, read: Callable[[str, Any], T], default: T) -> T:
-    return read(name, row[name]) if name in row else default
-
-
-def _whole(name: str, value: Any) -> int:
-    if type(value) is int:
-        return value
-    if not isinstance(value, float) or not value.is_integer():
-        raise UserError(f"{name}: {_shown(value)} given; a whole number is needed.")
-    # Rows that lack a field make floats of the others' integers; large ones change in silence.
-    if abs(value) >= EXACT:
-        raise UserError(
-            f"{name}: {value!r} given; from 2^53 on whole numbers must not have a point, nor stand "
-            f"beside rows without {name}, which make floats of them: give {name} in every row."
-        )
-    return int(value)
-
-
-def _number(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or abs(value) >= EXACT:
-        raise UserError(f"{name}: {_shown(value)} given; a number is needed.")
-    return float(value)
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{name}: {_shown(value)} given; a text is needed.")
-    return value
-
-
-def _shown(value: Any) -> str:
-    """What was given, cut where it is long."""
-    text = repr(value)
+def _shown(value: object) -> str:
+    """The given value, cut if it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits; nested lists
+        return f"a value of type {type(value).__name__}"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _absent(value: Any) -> bool:
-    """None, or the NaN that stands for it in a table."""
+def _absent(value: object) -> bool:
+    """Whether a value is None, or the NaN that stands for it in a table."""
     return value is None or (isinstance(value, float) and value != value)
