@@ -31,6 +31,8 @@ from ddpm_core.storage import sha256_of
 
 # Images are compressed already: an archive that unpacks to far more than its own size is a bomb.
 BOMB_RATIO, BOMB_FLOOR = 200, 2**28
+# The smallest image has more bytes than ENTRY_BYTES, packed or not, and its header comes on top.
+ENTRY_BYTES, ENTRIES_FLOOR = 32, 100_000
 
 _FILE, _FOLDER, _SPARSE = "a file", "a folder", "a sparse file"
 
@@ -148,15 +150,20 @@ class Tar:
         with unpacked_file(self._path, _most(self._path)) as stream:
             stream.begin_headers()
             archive = TarFile(
-                fileobj=stream, encoding="utf-8", errors="surrogateescape", tarinfo=_Header
+                fileobj=stream,  # type: ignore[arg-type]  # of which it only reads
+                encoding="utf-8",
+                errors="surrogateescape",
+                tarinfo=_Header,
             )
-            ref = 0
+            ref, entries = 0, ENTRIES_FLOOR + self._path.stat().st_size // ENTRY_BYTES
             while (member := archive.next()) is not None:
                 yield ref, stream, member
                 archive.members.clear()  # type: ignore[attr-defined]  # or memory grows with the archive
                 stream.seek(archive.offset)
                 stream.begin_headers()
                 ref += 1
+                if ref > entries:
+                    raise Excess(f"has more than {entries:,} entries")
 
 
 class _Header(TarInfo):

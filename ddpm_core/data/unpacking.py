@@ -14,14 +14,16 @@ import lzma
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 BLOCK = 2**16
 HEADER_BYTES = 2**20  # of all headers of one tar entry: long names, pax records, sparse maps
 _LZMA_LEAST = 2**12  # the smallest dictionary of LZMA
+
+Stream = IO[bytes] | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile
 
 
 class Excess(Exception):
@@ -34,7 +36,7 @@ class Unpacked:
     tarfile reads headers with `read`, `seek` and `tell`; content is read with `take`.
     """
 
-    def __init__(self, stream: IO[bytes], most: int) -> None:
+    def __init__(self, stream: Stream, most: int) -> None:
         self._stream, self._most = stream, most
         self._position = 0
         self._header_left = 0
@@ -84,17 +86,18 @@ class Unpacked:
 def unpacked_file(path: Path, most: int) -> Iterator[Unpacked]:
     """A file that may be packed with gzip, bzip2 or xz, by its first bytes."""
     with path.open("rb") as file:
-        yield Unpacked(_unpacker(file.peek(10))(file), most)
+        yield Unpacked(_opened(file), most)
 
 
-def _unpacker(start: bytes) -> Callable[[Any], IO[bytes]]:
+def _opened(file: io.BufferedReader) -> Stream:
+    start = file.peek(10)
     if start.startswith(b"\x1f\x8b"):
-        return gzip.open
+        return gzip.open(file)
     if start.startswith(b"BZh") and start[4:10] == b"1AY&SY":
-        return bz2.open
+        return bz2.open(file)
     if start.startswith((b"\xfd7zXZ\0", b"]\0\0\x80")):
-        return lzma.open
-    return lambda file: file
+        return lzma.open(file)
+    return file
 
 
 def zip_content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, count: int) -> bytes:
@@ -117,7 +120,7 @@ def zip_content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, count: int) -
     return content
 
 
-def _zip_stream(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> IO[bytes]:
+def _zip_stream(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Stream:
     """An entry's content. zipfile itself unpacks bzip2 and LZMA without a limit."""
     if member.compress_type not in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
         return archive.open(member)
