@@ -71,8 +71,7 @@ class Prefix:
 
     def _get(self, key: str, **how: str) -> bytes:
         with _told(self._bucket, key):
-            found = self._bucket.client.get_object(Bucket=self._bucket.name, Key=key, **how)
-            return bytes(found["Body"].read())
+            return self._bucket.answer(key, **how)[1]
 
 
 def open_s3(uri: str, scratch: Path, own: Sequence[str] = ()) -> Prefix | Zip | Tar:
