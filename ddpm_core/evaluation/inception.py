@@ -1,7 +1,8 @@
 """The standard Inception network of FID, from a weights file that the user has.
 
 torch-fidelity builds the network and its exact preprocessing. Its own loader would unpickle the
-file; here the weights are read as tensors and nothing else.
+file with any code in it. Here a .pth file goes through PyTorch's restricted unpickler, which builds
+tensors and refuses everything else; a .safetensors file has no pickle in it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def open_inception(weights: Path, device: torch.device) -> Extractor:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """A state dict of a .safetensors or .pth file; of the latter only tensors are read."""
+    """Return the state dict of a .safetensors or .pth file. Raises UserError.
+
+    A .pth file is the one pickle that this program reads, with `weights_only=True`.
+    """
     try:
         if path.suffix == ".safetensors":
             return read_tensors(path)
