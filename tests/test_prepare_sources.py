@@ -125,6 +125,25 @@ def test_an_archive_in_s3_is_fetched_and_not_left_behind(
     assert Workspace.open(str(tmp_path / "b/workspace")).storage.names("") == ["data", LEASE]
 
 
+def test_images_damaged_on_their_way_from_s3_are_asked_for_again(
+    tmp_path: Path, bucket: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server sends the checksum that it was given with each object."""
+    client, name = bucket
+    root = write_classes(tmp_path / "raw", ["cat"])
+    upload(client, name, root, "photos")
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        archive.add(root, "raw")
+    client.put_object(Bucket=name, Key="x.tar", Body=(tmp_path / "x.tar").read_bytes())
+    gate = Gate(os.environ["AWS_ENDPOINT_URL"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
+    expected = prepared(tmp_path / "a", root).fingerprint
+    for number, source in enumerate(("photos", "x.tar")):
+        gate.flip((root / "cat/001.png").read_bytes()[-60:], 2)
+        found = prepared(tmp_path / f"s3-{number}", f"s3://{name}/{source}")
+        assert found.fingerprint == expected and not gate.flips
+
+
 def test_what_is_being_fetched_is_swept_where_its_writer_was_killed(
     tmp_path: Path, bucket: tuple[Any, str]
 ) -> None:

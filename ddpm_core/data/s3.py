@@ -23,6 +23,7 @@ from ddpm_core.data.sources import (
     make_listing,
 )
 from ddpm_core.errors import UserError
+from ddpm_core.storage import fetch_whole
 from ddpm_core.storage.client import CONNECTIONS, connect, split
 from ddpm_core.storage.transfer import PAGE, Bucket
 
@@ -82,8 +83,13 @@ def open_s3(uri: str, scratch: Path, own: Sequence[str] = ()) -> Prefix | Zip | 
     client, path = bucket.client, scratch / "archive"
     with _told(bucket, key):
         facts = client.head_object(Bucket=bucket.name, Key=key)
-        with console.progress(f"fetch {uri}", int(facts["ContentLength"]), "bytes") as advance:
+
+    def fetch() -> None:
+        length = int(facts["ContentLength"])
+        with _told(bucket, key), console.progress(f"fetch {uri}", length, "bytes") as advance:
             client.download_file(bucket.name, key, str(path), Callback=advance)
+
+    fetch_whole(fetch)
     archive = open_archive(path, uri)
     archive.facts["etag"] = facts["ETag"].strip('"')
     archive.facts["state"] = s3_state(uri)
