@@ -12,6 +12,7 @@ import io
 import shutil
 import tempfile
 import threading
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,18 @@ def test_code_in_a_weights_file_is_never_run(
         "it is damaged, or holds more than tensors: fetch torch-fidelity's file anew."
     )  # and no advice of torch's to run it
     assert not (tmp_path / "unpickled").exists()
+
+
+def test_weights_that_unpack_to_more_than_they_are_are_refused(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(10**6)}, tmp_path / "plain.pth")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pth") as plain,
+        zipfile.ZipFile(tmp_path / "packed.pth", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    with pytest.raises(UserError, match=r"packed\.pth .* bytes and would unpack to 4,00"):
+        open_inception(tmp_path / "packed.pth", CPU)
 
 
 @pytest.mark.parametrize(

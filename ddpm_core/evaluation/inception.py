@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import warnings
+import zipfile
 from pathlib import Path
 
 import torch
@@ -55,6 +56,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return read_tensors(path)
+        _refuse_packed(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what it finds, which is told below
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -69,6 +71,19 @@ def _read(path: Path) -> dict[str, Tensor]:
     ):
         raise UserError(f"evaluate.inception_weights: {path} is not a state dict of tensors.")
     return state
+
+
+def _refuse_packed(path: Path) -> None:
+    """Raise Corrupt where a zip claims more content than it has bytes; torch.save packs nothing.
+
+    PyTorch unpacks what is packed, and allocates whatever the entries claim.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        claimed = sum(member.file_size for member in archive.infolist())
+    if claimed > (size := path.stat().st_size):
+        raise Corrupt(f"it has {size:,} bytes and would unpack to {claimed:,}")
 
 
 def _unreadable(path: Path, reason: str) -> UserError:
