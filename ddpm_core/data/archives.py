@@ -158,7 +158,9 @@ class Tar:
             ref, entries = 0, ENTRIES_FLOOR + self._path.stat().st_size // ENTRY_BYTES
             while (member := archive.next()) is not None:
                 yield ref, stream, member
-                archive.members.clear()  # type: ignore[attr-defined]  # or memory grows with the archive
+                # Or memory grows with the archive; no global header matters for an image.
+                archive.members.clear()  # type: ignore[attr-defined]
+                archive.pax_headers = {}
                 stream.seek(archive.offset)
                 stream.begin_headers()
                 ref += 1
