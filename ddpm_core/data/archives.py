@@ -233,7 +233,7 @@ def _item(
     elif kind == _FILE:
         yield Found(name, size, ref, head)
     elif names.suffix(name) in names.PICTURE_SUFFIXES or kind == _SPARSE:
-        yield Rejection(name, f"{kind}, no file")
+        yield Rejection(name, f"{kind}; only regular files are read")
 
 
 def _plain(name: str) -> str:
