@@ -107,6 +107,7 @@ class Gate:
         self._listener: socket.socket | None = None
         self._port = 0
         self._spoiled, self._times = "", 0
+        self._flipped, self.flips = b"", 0
         self.open()
         self.endpoint = f"http://127.0.0.1:{self._port}"
 
@@ -131,6 +132,10 @@ class Gate:
         """Of the next answers none arrives: it is a `drop`, a `cut` in its body, or `hang`s."""
         self._spoiled, self._times = how, times
 
+    def flip(self, content: bytes, times: int) -> None:
+        """Flip a bit of the next answers that hold `content`; `flips` counts down."""
+        self._flipped, self.flips = content, times
+
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
@@ -151,6 +156,10 @@ class Gate:
                     if self._spoiled == "cut":
                         target.sendall(data[: data.find(b"\r\n\r\n") + 5])
                     break
+                if answers and self.flips and self._flipped in data:
+                    self.flips -= 1
+                    changed = bytes([self._flipped[0] ^ 1]) + self._flipped[1:]
+                    data = data.replace(self._flipped, changed)
                 target.sendall(data)
         for one in (source, target):
             with contextlib.suppress(OSError):

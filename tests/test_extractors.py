@@ -12,6 +12,7 @@ import io
 import shutil
 import tempfile
 import threading
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from digits_workspace import (
 )
 from mlflow_server import put_store, shared_server
 from PIL import Image, ImageFilter
+from s3_server import Gate
 from safetensors.torch import save_file
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
@@ -161,6 +163,18 @@ def test_code_in_a_weights_file_is_never_run(
     assert not (tmp_path / "unpickled").exists()
 
 
+def test_weights_that_unpack_to_more_than_they_are_are_refused(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(10**6)}, tmp_path / "plain.pth")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pth") as plain,
+        zipfile.ZipFile(tmp_path / "packed.pth", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    with pytest.raises(UserError, match=r"packed\.pth .* bytes and would unpack to 4,00"):
+        open_inception(tmp_path / "packed.pth", CPU)
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -227,7 +241,17 @@ def test_a_wrong_download_is_not_kept(
     served.write_bytes(b"right")
     for _ in range(2):
         assert locate(right, workspace).read_bytes() == b"right"
-    assert len(web[1]) == (2 if checked else 3)
+    assert len(web[1]) == (4 if checked else 5)  # TRIES for the wrong one
+
+
+def test_weights_damaged_in_transit_are_downloaded_again(
+    tmp_path: Path, web: tuple[str, list[str]]
+) -> None:
+    workspace, gate = Workspace.open(str(tmp_path / "run")), Gate(web[0])
+    gate.flip(b"weights", 2)
+    checksum = hashlib.sha256(b"weights").hexdigest()
+    path = locate(f"{gate.endpoint}/weights.pth#sha256={checksum}", workspace)
+    assert path.read_bytes() == b"weights" and not gate.flips
 
 
 def test_s3_is_fetched_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

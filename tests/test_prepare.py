@@ -304,6 +304,23 @@ def test_too_many_unusable_pictures_fail_with_the_list_and_keep_the_earlier_data
     assert prepare(config(root, max_rejected=0.8), workspace)["rejected"] == 25
 
 
+def test_large_images_are_not_all_on_their_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes may have three chunks of a thousand bytes each; these have four thousand."""
+    monkeypatch.setattr(pool, "AHEAD_BYTES", 1000)
+    on_the_way: list[int] = []
+    finished = 0
+
+    def chunks() -> Iterator[pool.Chunk]:
+        for number in range(6):
+            on_the_way.append(number - finished)
+            yield [(number, bytes(4000))]
+
+    for count in pool.spread(len, (), chunks(), 2):
+        assert count == 1
+        finished += 1
+    assert finished == 6 and max(on_the_way) == 1
+
+
 SCRIPT = """
 import resource, sys
 from ddpm_core import console

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
+import json
+import lzma
+import os
 import stat
+import struct
+import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -102,7 +111,7 @@ def test_links_and_devices_in_a_tar_are_refused(tmp_path: Path, kind: bytes) -> 
         member = tarfile.TarInfo("evil.png")
         member.type, member.linkname = kind, "/etc/passwd"
         archive.addfile(member)
-    assert_refused(tmp_path, tmp_path / "x.tar", "evil.png", "no file")
+    assert_refused(tmp_path, tmp_path / "x.tar", "evil.png", "only regular files")
 
 
 def test_a_link_in_a_zip_is_refused(tmp_path: Path) -> None:
@@ -139,7 +148,7 @@ def test_an_archive_that_promises_far_more_than_it_holds_is_refused(
         for number in range(20):
             add(tar, f"{number}.bmp", bytes(2**20))
     for name in ("x.zip", "x.tgz"):
-        with pytest.raises(UserError, match="would unpack to at least"):
+        with pytest.raises(UserError, match=r"unpacks to more than [\d,]+ bytes; no archive"):
             prepared(tmp_path, tmp_path / name)
 
 
@@ -296,3 +305,131 @@ def test_a_wrong_header_of_a_sparse_file_is_one_sentence(tmp_path: Path) -> None
         archive.addfile(member, io.BytesIO(bytes(1000)))
     with pytest.raises(UserError, match="is damaged"):
         prepared(tmp_path, tmp_path / "x.tar")
+
+
+# archives that claim little and hold much, in a process whose memory is limited
+
+ROOM = 2**25  # bytes that such a process may have beyond its imports
+BOMB = ROOM + 2**23 + 12345
+
+CHILD = """
+import json, resource, sys
+from pathlib import Path
+from pictures import prepared
+from ddpm_core.data.check import check_data
+from ddpm_core.errors import UserError
+
+size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[1]),) * 2)
+for path in map(Path, sys.argv[2:]):
+    try:
+        found = [[item.name, item.reason] for item in check_data(path).rejected]
+        assert len(prepared(path.parent, path, max_rejected=1.0)) == 1
+    except UserError as error:
+        found = str(error)
+    print(json.dumps([path.name, found]), file=sys.stderr)
+"""
+
+
+def claiming(path: Path, method: int, claimed: int) -> Path:
+    """A zip whose first entry holds BOMB bytes, and claims in its two headers to hold fewer."""
+    with zipfile.ZipFile(path, "w", method) as archive:
+        with archive.open("0.png", "w") as entry:
+            entry.write(bytes(BOMB))
+        archive.writestr("good.png", encoded(noise(1)))
+    real, lie = struct.pack("<I", BOMB), struct.pack("<I", claimed)
+    content = path.read_bytes()
+    assert content.count(real) == 2
+    path.write_bytes(content.replace(real, lie))
+    return path
+
+
+def with_header(path: Path, kind: bytes, mode: str) -> Path:
+    """A tar whose first header has BOMB bytes."""
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        member = tarfile.TarInfo("././@LongLink")
+        member.type, member.size = kind, BOMB
+        archive.addfile(member, Endless())
+        add(archive, "good.png", encoded(noise(1)))
+    return path
+
+
+class Endless(io.RawIOBase):
+    def read(self, count: int = -1) -> bytes:
+        return b"0" * count
+
+
+def test_no_claim_of_an_archive_exhausts_the_memory(tmp_path: Path) -> None:
+    """For check-data and for prepare, each archive after the other in one process."""
+    unpacks = f"cannot be unpacked: it unpacks to more than {1000:,} bytes"
+    headers = f"has an entry with headers of more than {2**20:,} bytes; no archive"
+    expected = {
+        claiming(tmp_path / "bzip2.zip", zipfile.ZIP_BZIP2, 1000): [["0.png", unpacks]],
+        claiming(tmp_path / "lzma.zip", zipfile.ZIP_LZMA, 1000): [["0.png", unpacks]],
+        tmp_path
+        / "text.zip": "The text 0.txt, which may hold captions, cannot be read: it unpacks",
+        with_header(tmp_path / "long.tgz", tarfile.GNUTYPE_LONGNAME, "w:gz"): headers,
+        with_header(tmp_path / "pax.txz", tarfile.XHDTYPE, "w:xz"): headers,
+        tmp_path / "zeros.tbz": [],
+    }
+    text = (tmp_path / "bzip2.zip").read_bytes().replace(b"0.png", b"0.txt")
+    (tmp_path / "text.zip").write_bytes(text)
+    with tarfile.open(tmp_path / "zeros.tbz", "w:bz2") as archive:
+        add(archive, "good.png", encoded(noise(1)))
+        member = tarfile.TarInfo("large.bin")
+        member.size = BOMB
+        archive.addfile(member, Endless())
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(ROOM), *map(str, expected)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = dict(json.loads(line) for line in child.stderr.splitlines() if line[:1] == "[")
+    for path, wanted in expected.items():
+        assert matches(wanted, found[path.name]), (path.name, found[path.name])
+
+
+def matches(wanted: str | list[list[str]], found: str | list[list[str]]) -> bool:
+    if isinstance(wanted, str) or isinstance(found, str):
+        return str(wanted) in str(found)
+    pairs = zip(wanted, found, strict=True)
+    return all(name == other and part in reason for (name, part), (other, reason) in pairs)
+
+
+def test_a_small_tar_of_very_many_entries_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "ENTRIES_FLOOR", 100)
+    with tarfile.open(tmp_path / "x.tbz", "w:bz2") as archive:
+        for number in range(400):
+            add(archive, f"{number}.png", b"")
+    most = 100 + (tmp_path / "x.tbz").stat().st_size // archives.ENTRY_BYTES
+    assert 100 < most < 400
+    with pytest.raises(UserError, match=f"has more than {most} entries; no archive"):
+        check_data(tmp_path / "x.tbz")
+
+
+def test_a_sparse_file_in_a_tar_is_refused(tmp_path: Path) -> None:
+    """Its map and its holes may be of any size, and no image has holes."""
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        add(archive, "good.png", encoded(noise(1)))
+        member = tarfile.TarInfo("sparse.png")
+        member.pax_headers = {"GNU.sparse.map": "0,1,4000000000,1", "GNU.sparse.size": "4000000001"}
+        member.size = 2
+        archive.addfile(member, io.BytesIO(b"ab"))
+    assert_refused(tmp_path, tmp_path / "x.tar", "sparse.png", "a sparse file; only")
+
+
+@pytest.mark.parametrize("packer", [gzip, bz2, lzma], ids=lambda packer: packer.__name__)
+def test_a_tar_packed_in_several_streams_is_read_to_its_end(
+    tmp_path: Path, folder: Path, packer: ModuleType
+) -> None:
+    """As programs write it that pack in parallel, such as pbzip2 and pixz."""
+    plain = tarred("w")(folder, tmp_path / "x.tar").read_bytes()
+    half = len(plain) // 2
+    packed = packer.compress(plain[:half]) + packer.compress(plain[half:])
+    (tmp_path / "x.tar.packed").write_bytes(packed)
+    found = prepared(tmp_path / "a", tmp_path / "x.tar.packed")
+    assert found.fingerprint == prepared(tmp_path / "b", folder).fingerprint

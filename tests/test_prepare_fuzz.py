@@ -101,7 +101,7 @@ def damaged(random_: random.Random, data: bytes) -> bytes:
 def test_a_damaged_archive_is_read_or_refused_in_a_sentence(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "archive"
     path.write_bytes(SEEDS[kind])
-    assert read(path)["bytes"] >= 4
+    assert read(path)["bytes"] >= (0 if kind == "sparse" else 4)  # sparse files are refused
     found: Counter[str] = Counter()
     for number in range(EACH):
         random_ = random.Random(f"{SEED} {kind} {number}")

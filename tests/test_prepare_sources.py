@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from dvc_registry import Registry
 from pictures import config, prepared, rejected, write, write_classes
+from s3_server import Gate
 
 from ddpm_core.data import download, dvc, s3
 from ddpm_core.data.check import check_data
@@ -123,6 +124,25 @@ def test_an_archive_in_s3_is_fetched_and_not_left_behind(
     assert found.fingerprint == prepared(tmp_path / "a", root).fingerprint
     assert found.manifest["source"]["etag"]
     assert Workspace.open(str(tmp_path / "b/workspace")).storage.names("") == ["data", LEASE]
+
+
+def test_images_damaged_on_their_way_from_s3_are_asked_for_again(
+    tmp_path: Path, bucket: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server sends the checksum that it was given with each object."""
+    client, name = bucket
+    root = write_classes(tmp_path / "raw", ["cat"])
+    upload(client, name, root, "photos")
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        archive.add(root, "raw")
+    client.put_object(Bucket=name, Key="x.tar", Body=(tmp_path / "x.tar").read_bytes())
+    gate = Gate(os.environ["AWS_ENDPOINT_URL"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
+    expected = prepared(tmp_path / "a", root).fingerprint
+    for number, source in enumerate(("photos", "x.tar")):
+        gate.flip((root / "cat/001.png").read_bytes()[-60:], 2)
+        found = prepared(tmp_path / f"s3-{number}", f"s3://{name}/{source}")
+        assert found.fingerprint == expected and not gate.flips
 
 
 def test_what_is_being_fetched_is_swept_where_its_writer_was_killed(
@@ -532,6 +552,46 @@ def test_an_archive_with_another_checksum_is_not_kept(
     with pytest.raises(UserError, match="is not the archive it should be"):
         download.fetch(archive, tmp_path / "archive")
     assert not list(tmp_path.glob("*archive*"))
+
+
+def test_an_archive_damaged_in_transit_is_downloaded_again(
+    tmp_path: Path, served: tuple[Path, str]
+) -> None:
+    archive = offer(served, tmp_path)
+    content = (served[0] / "cifar-10-binary.tar.gz").read_bytes()
+    gate = Gate(served[1])
+    gate.flip(content[:10], 2)
+    url = f"{gate.endpoint}/cifar-10-binary.tar.gz"
+    download.fetch(archive._replace(url=url), tmp_path / "archive")
+    assert (tmp_path / "archive").read_bytes() == content and not gate.flips
+
+
+@pytest.mark.parametrize("name", ["cifar10", "dtd"])
+def test_a_forged_official_archive_is_refused_by_its_checksum(
+    tmp_path: Path, served: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The file has the right size and layout, and pixels of its own."""
+    archive = offer(served, tmp_path)
+    monkeypatch.setitem(download.KNOWN, name, archive)
+    monkeypatch.chdir(tmp_path)
+    forged = tmp_path / "workspace/downloads/cifar-10-binary.tar.gz"
+    forged.parent.mkdir(parents=True)
+    content = bytearray((served[0] / forged.name).read_bytes())
+    content[5] ^= 1  # of the time in the head of gzip: the rest is as it was
+    forged.write_bytes(content)
+    found = hashlib.sha256(content).hexdigest()
+    told = rf"{forged.name} is not the official .* {name}: .* {found}; it must be {archive.sha256}"
+    for use in (check_data, lambda source: prepared(tmp_path, source, image_size=32)):
+        with pytest.raises(UserError, match=told):
+            use(name)
+    assert prepared(tmp_path, forged, image_size=32).manifest["source"]["sha256"] == found
+    data = prepared(tmp_path, name, image_size=32, download=True)
+    assert data.manifest["source"]["sha256"] == archive.sha256
+    assert hashlib.sha256(forged.read_bytes()).hexdigest() == archive.sha256
+    workspace = Workspace.open(str(tmp_path / "workspace"))
+    assert stale(config(name, image_size=32, download=True), workspace) is None
+    monkeypatch.setitem(download.KNOWN, name, archive._replace(sha256=found))
+    assert stale(config(name, image_size=32, download=True), workspace)
 
 
 @pytest.mark.parametrize("difference, word", [(5, "fewer"), (-5, "more")])

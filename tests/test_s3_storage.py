@@ -287,6 +287,30 @@ def test_a_body_that_breaks_off_is_asked_for_as_often_as_a_request(
         storage.read("file")
 
 
+@pytest.mark.parametrize("validation", ["when_supported", "when_required"])
+def test_a_bit_flipped_in_transit_is_asked_for_again(
+    gated: tuple[Gate, S3Storage], validation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the server's checksum, or by ours where boto3 does not compare the server's."""
+    monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", validation)
+    gate, storage = gated
+    ask(storage, attempts=2)
+    content = b"some weights"
+    with storage.new_folder("a") as folder:
+        (folder / "model").write_bytes(content)
+    storage.forget("a")
+    gate.flip(content, 2)
+    assert storage.read("a/model") == content and not gate.flips
+    gate.flip(content, 2)
+    assert (storage.local("a") / "model").read_bytes() == content and not gate.flips
+    storage.forget("a")
+    for fetch in (storage.read, storage.local):
+        gate.flip(content, 1000)
+        with pytest.raises(Corrupt, match="its checksum differs"):
+            fetch("a/model")
+        assert gate.flips >= 1000 - 2 * 3
+
+
 def test_a_lease_outlives_answers_that_break_off_or_never_come(
     gated: tuple[Gate, S3Storage], capsys: pytest.CaptureFixture[str]
 ) -> None:

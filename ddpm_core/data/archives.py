@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import stat
-import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from tarfile import HeaderError, ReadError, TarFile, TarInfo
+from tarfile import BLOCKSIZE, HeaderError, ReadError, TarFile, TarInfo
 from typing import Any, Self
 
 from ddpm_core.data import names
@@ -26,21 +25,23 @@ from ddpm_core.data.sources import (
     Unreadable,
     make_listing,
 )
+from ddpm_core.data.unpacking import Excess, Unpacked, unpacked_file, zip_content
 from ddpm_core.errors import UserError
 from ddpm_core.storage import sha256_of
 
-# Pictures are compressed already: an archive that promises far more than it holds is a bomb.
-BOMB_RATIO, BOMB_FLOOR = 200, 2**30
+# Images are compressed already: an archive that unpacks to far more than its own size is a bomb.
+BOMB_RATIO, BOMB_FLOOR = 200, 2**28
+# The smallest image has more bytes than ENTRY_BYTES, packed or not, and its header comes on top.
+ENTRY_BYTES, ENTRIES_FLOOR = 32, 100_000
 
-
-_FILE, _FOLDER = "a file", "a folder"
+_FILE, _FOLDER, _SPARSE = "a file", "a folder", "a sparse file"
 
 
 def open_archive(path: Path, uri: str) -> Zip | Tar:
     """By its content, whatever its name. Raises UserError for any other file."""
     with _told(uri):
         # A zip is known by its end, which a tar has too whose last file is one.
-        if tarfile.is_tarfile(path):
+        if _is_tar(path):
             return Tar(path, uri)
         if zipfile.is_zipfile(path):
             return Zip(path, uri)
@@ -66,7 +67,8 @@ class Zip:
 
     def listing(self) -> Listing:
         with _told(self._uri), zipfile.ZipFile(self._path) as archive:
-            _refuse_bomb(self._uri, self._path, sum(i.file_size for i in archive.infolist()))
+            if sum(member.file_size for member in archive.infolist()) > _most(self._path):
+                raise Excess(f"unpacks to more than {_most(self._path):,} bytes")
             return make_listing(_zip_items(archive))
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
@@ -105,8 +107,9 @@ def _zip_name(member: zipfile.ZipInfo) -> str:
 
 def _zip_head(archive: zipfile.ZipFile, member: zipfile.ZipInfo, count: int) -> bytes:
     try:
-        with archive.open(member) as file:
-            return file.read(count)
+        return zip_content(archive, member, count)
+    except Excess as error:
+        raise Unreadable(f"it {error}, which is what its header claims") from error
     except Exception as error:  # whatever a damaged entry leads its decompressor to
         raise Unreadable(_reason(error)) from error
 
@@ -115,9 +118,9 @@ def _zip_content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes | R
     if member.file_size > FILE_BYTES:
         return _too_large(member.filename, member.file_size)
     try:
-        return archive.read(member)
-    except Exception as error:
-        return Rejection(member.filename, f"cannot be unpacked: {_reason(error)}")
+        return _zip_head(archive, member, member.file_size)
+    except Unreadable as error:
+        return Rejection(member.filename, f"cannot be unpacked: {error}")
 
 
 class Tar:
@@ -134,27 +137,35 @@ class Tar:
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
         positions = {entry.ref: position for position, entry in enumerate(entries)}
         with _told(self._uri):
-            for ref, archive, member in self._members():
+            for ref, stream, member in self._members():
                 if ref in positions:
-                    yield positions[ref], _tar_content(archive, member)
+                    yield positions[ref], _tar_content(stream, member)
 
     def _items(self) -> Iterator[Item]:
-        total = 0
-        for ref, archive, member in self._members():
-            total += member.size
-            _refuse_bomb(self._uri, self._path, total)
-            head = partial(_tar_head, archive, member)
+        for ref, stream, member in self._members():
+            head = partial(_tar_head, stream, member)
             yield from _item(member.name, member.size, ref, head, _tar_kind(member))
 
-    def _members(self) -> Iterator[tuple[int, TarFile, TarInfo]]:
-        with tarfile.open(
-            self._path, "r|*", encoding="utf-8", errors="surrogateescape", tarinfo=_Header
-        ) as archive:
-            ref = 0
+    def _members(self) -> Iterator[tuple[int, Unpacked, TarInfo]]:
+        with unpacked_file(self._path, _most(self._path)) as stream:
+            stream.begin_headers()
+            archive = TarFile(
+                fileobj=stream,  # type: ignore[arg-type]  # of which it only reads
+                encoding="utf-8",
+                errors="surrogateescape",
+                tarinfo=_Header,
+            )
+            ref, entries = 0, ENTRIES_FLOOR + self._path.stat().st_size // ENTRY_BYTES
             while (member := archive.next()) is not None:
-                yield ref, archive, member
-                archive.members.clear()  # type: ignore[attr-defined]  # or memory grows with the archive
+                yield ref, stream, member
+                # Or memory grows with the archive; no global header matters for an image.
+                archive.members.clear()  # type: ignore[attr-defined]
+                archive.pax_headers = {}
+                stream.seek(archive.offset)
+                stream.begin_headers()
                 ref += 1
+                if ref > entries:
+                    raise Excess(f"has more than {entries:,} entries")
 
 
 class _Header(TarInfo):
@@ -170,21 +181,37 @@ class _Header(TarInfo):
             raise ReadError(f"after {tarfile.offset:,} bytes: {error}") from error
 
 
+def _is_tar(path: Path) -> bool:
+    """Whether a file, unpacked if it is packed, begins with a tar header or with the end mark."""
+    with unpacked_file(path, BLOCKSIZE) as stream:
+        start = stream.take(BLOCKSIZE)
+    try:
+        TarInfo.frombuf(start, "utf-8", "surrogateescape")
+    except HeaderError:
+        return start == bytes(BLOCKSIZE)
+    return True
+
+
 def _tar_kind(member: TarInfo) -> str:
+    if member.issparse():  # maps of thousands of holes make reading one very slow
+        return _SPARSE
     if member.isdir() or member.isreg():
         return _FOLDER if member.isdir() else _FILE
     return "a link" if member.islnk() or member.issym() else "a device"
 
 
-def _tar_head(archive: TarFile, member: TarInfo, count: int) -> bytes:
-    file = archive.extractfile(member)
-    return file.read(count) if file else b""
+def _tar_head(stream: Unpacked, member: TarInfo, count: int) -> bytes:
+    stream.seek(member.offset_data)
+    content = stream.take(min(count, member.size))
+    if len(content) < min(count, member.size):
+        raise ReadError("unexpected end of data")
+    return content
 
 
-def _tar_content(archive: TarFile, member: TarInfo) -> bytes | Rejection:
+def _tar_content(stream: Unpacked, member: TarInfo) -> bytes | Rejection:
     if member.size > FILE_BYTES:
         return _too_large(member.name, member.size)
-    return _tar_head(archive, member, member.size)
+    return _tar_head(stream, member, member.size)
 
 
 def _too_large(name: str, size: int) -> Rejection:
@@ -205,8 +232,8 @@ def _item(
         yield Folder(name)
     elif kind == _FILE:
         yield Found(name, size, ref, head)
-    elif names.suffix(name) in names.PICTURE_SUFFIXES:
-        yield Rejection(name, f"{kind}, no file")
+    elif names.suffix(name) in names.PICTURE_SUFFIXES or kind == _SPARSE:
+        yield Rejection(name, f"{kind}; only regular files are read")
 
 
 def _plain(name: str) -> str:
@@ -215,13 +242,9 @@ def _plain(name: str) -> str:
     return ("/" if name.startswith("/") else "") + "/".join(parts)
 
 
-def _refuse_bomb(uri: str, path: Path, total: int) -> None:
-    size = path.stat().st_size
-    if total > BOMB_FLOOR + BOMB_RATIO * size:
-        raise UserError(
-            f"The archive {uri} of {size:,} bytes would unpack to at least {total:,}: no archive "
-            "of pictures does. Unpack it yourself and give the directory, if you trust it."
-        )
+def _most(path: Path) -> int:
+    """Bytes that an archive may unpack to."""
+    return BOMB_FLOOR + BOMB_RATIO * path.stat().st_size
 
 
 @contextmanager
@@ -231,6 +254,16 @@ def _told(uri: str) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except Excess as error:
+        raise UserError(
+            f"The archive {uri} {error}; no archive of images of its size does. If you trust it, "
+            "unpack it yourself and give the directory."
+        ) from error
+    except MemoryError as error:
+        raise UserError(
+            f"There is not enough memory to read the archive {uri}. Use a machine or a container "
+            "with more, or unpack it yourself and give the directory."
+        ) from error
     except Exception as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise UserError(f"Cannot read {uri}: {error.strerror}.") from error

@@ -5,12 +5,13 @@ from __future__ import annotations
 import http.client
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpm_core import console
-from ddpm_core.errors import UserError
-from ddpm_core.storage import sha256_of
+from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.storage import fetch_whole, sha256_of
 
 DOWNLOADS = "downloads"
 _TIMEOUT = 60.0
@@ -40,11 +41,21 @@ KNOWN = {
 
 
 def known_archive(name: str, folder: Path, download: bool) -> Path:
-    """The archive of `cifar10` or `dtd` in `folder`, fetched there if `download` allows it."""
+    """Return the official archive of `cifar10` or `dtd` in `folder`, by its SHA-256.
+
+    A missing or different file is downloaded if `download` allows it. Raises UserError.
+    """
     archive = KNOWN[name]
     path = folder / archive.url.rpartition("/")[2]
-    if path.is_file() and path.stat().st_size == archive.size:
+    found = sha256_of(path) if path.is_file() else ""
+    if found == archive.sha256:
         return path
+    if found and not download:
+        raise UserError(
+            f"prepare.source: {path} is not the official archive of {name}: its SHA-256 is "
+            f"{found}; it must be {archive.sha256}. Replace it with -S prepare.download=true, or "
+            "set prepare.source to its path to use it as an archive of your own."
+        )
     if not download:
         raise UserError(
             f"prepare.source: {name} is not in {folder}, and prepare.download is false. With "
@@ -58,17 +69,21 @@ def known_archive(name: str, folder: Path, download: bool) -> Path:
 
 def fetch(archive: Archive, path: Path) -> None:
     """Download to `path`, whole and with the right checksum, or not at all. Raises UserError."""
-    partial = path.with_name(f".{path.name}.part")
+    fetch_whole(partial(_fetch, archive, path))
+
+
+def _fetch(archive: Archive, path: Path) -> None:
+    arriving = path.with_name(f".{path.name}.part")
     try:
         with urllib.request.urlopen(archive.url, timeout=_TIMEOUT) as response:
-            _copy(response, partial, archive)
-        found = sha256_of(partial)
+            _copy(response, arriving, archive)
+        found = sha256_of(arriving)
         if found != archive.sha256:
-            raise UserError(
+            raise Corrupt(
                 f"{archive.url} is not the archive it should be: its SHA-256 is {found}, "
                 f"{archive.sha256} is needed. It was not kept."
             )
-        partial.replace(path)
+        arriving.replace(path)
     except (
         urllib.error.URLError,
         http.client.HTTPException,
@@ -77,7 +92,7 @@ def fetch(archive: Archive, path: Path) -> None:
     ) as error:
         raise UserError(f"Cannot fetch {archive.url}: {error}.") from error
     finally:
-        partial.unlink(missing_ok=True)
+        arriving.unlink(missing_ok=True)
 
 
 def _copy(response: Any, path: Path, archive: Archive) -> None:
@@ -89,7 +104,7 @@ def _copy(response: Any, path: Path, archive: Archive) -> None:
             left -= len(block)
             advance(len(block))
     if left or response.read(1):
-        raise UserError(
+        raise Corrupt(
             f"{archive.url} has {'fewer' if left else 'more'} than the {archive.size:,} bytes it "
             "should have. It was not kept."
         )

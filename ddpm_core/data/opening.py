@@ -38,9 +38,7 @@ def open_source(settings: Prepare, root: Path, own: Sequence[str] = ()) -> Itera
         yield Digits()
     elif uri in KNOWN:
         path = known_archive(uri, root / DOWNLOADS, settings.download)
-        source = open_archive(path, KNOWN[uri].url)
-        source.facts["state"] = {"sha256": KNOWN[uri].sha256}
-        yield source
+        yield open_archive(path, KNOWN[uri].url)
     elif uri.startswith(("s3://", "dvc:")):
         with staged_folder(root / "source") as place:
             try:
@@ -59,6 +57,8 @@ def changed(settings: Prepare, facts: dict[str, Any], own: Sequence[str] = ()) -
 
     What can't be told, or is no longer within reach, has not changed.
     """
+    if settings.source in KNOWN:
+        return bool(facts.get("sha256") != KNOWN[settings.source].sha256)
     try:
         found = _state(settings, own)
     except (UserError, OSError):
@@ -76,8 +76,6 @@ def _state(settings: Prepare, own: Sequence[str]) -> dict[str, Any] | None:
     uri = settings.source
     if uri == "digits":
         return dict(DIGITS_STATE)
-    if uri in KNOWN:
-        return {"sha256": KNOWN[uri].sha256}
     if uri.startswith("s3://"):
         return s3_state(uri, own, settings.anonymous)
     if uri.startswith("dvc:"):

@@ -20,7 +20,7 @@ CHUNK_BYTES = 2**22
 CHUNK_PICTURES = 64
 MOST_WORKERS = 8  # what `auto` takes at most: beyond, reading is what limits
 ALONE_PICTURES, ALONE_BYTES = 4000, 2**24
-_AHEAD = 3  # chunks on their way for each worker
+_AHEAD, AHEAD_BYTES = 3, 2**24  # chunks on their way for each worker, and bytes for each of them
 
 Chunk = list[tuple[int, Payload]]
 Result = TypeVar("Result")
@@ -92,15 +92,28 @@ def _in_order_of_completion(
     chunks: Iterable[Chunk],
     ahead: int,
 ) -> Iterator[Result]:
-    pending: set[Future[Result]] = set()
+    """At most `ahead` chunks are on their way. Large images are a chunk each: of them, as many as
+    fit into `ahead` times AHEAD_BYTES, and at least one."""
+    pending: dict[Future[Result], int] = {}
     for chunk in chunks:
-        pending.add(_submit(pool, work, args, chunk))
-        if len(pending) >= ahead:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
+        size = _bytes_of(chunk)
+        while len(pending) >= ahead or (
+            pending and size + sum(pending.values()) > ahead * AHEAD_BYTES
+        ):
+            yield from _completed(pending)
+        pending[_submit(pool, work, args, chunk)] = size
     while pending:
-        done, pending = wait(pending, return_when=FIRST_COMPLETED)
-        yield from (future.result() for future in done)
+        yield from _completed(pending)
+
+
+def _completed(pending: dict[Future[Result], int]) -> Iterator[Result]:
+    for future in wait(pending, return_when=FIRST_COMPLETED).done:
+        del pending[future]
+        yield future.result()
+
+
+def _bytes_of(chunk: Chunk) -> int:
+    return sum(len(payload) for _, payload in chunk if isinstance(payload, bytes))
 
 
 def _submit(

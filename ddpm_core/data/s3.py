@@ -24,6 +24,7 @@ from ddpm_core.data.sources import (
     make_listing,
 )
 from ddpm_core.errors import UserError
+from ddpm_core.storage import fetch_whole
 from ddpm_core.storage.base import Refused
 from ddpm_core.storage.client import CONNECTIONS, connect, split
 from ddpm_core.storage.transfer import PAGE, Bucket
@@ -72,8 +73,7 @@ class Prefix:
 
     def _get(self, key: str, **how: str) -> bytes:
         with _told(self._bucket, key):
-            found = self._bucket.client.get_object(Bucket=self._bucket.name, Key=key, **how)
-            return bytes(found["Body"].read())
+            return self._bucket.answer(key, **how)[1]
 
 
 def open_s3(
@@ -86,8 +86,13 @@ def open_s3(
     client, path = bucket.client, scratch / "archive"
     with _told(bucket, key):
         facts = client.head_object(Bucket=bucket.name, Key=key)
-        with console.progress(f"fetch {uri}", int(facts["ContentLength"]), "bytes") as advance:
+
+    def fetch() -> None:
+        length = int(facts["ContentLength"])
+        with _told(bucket, key), console.progress(f"fetch {uri}", length, "bytes") as advance:
             client.download_file(bucket.name, key, str(path), Callback=advance)
+
+    fetch_whole(fetch)
     archive = open_archive(path, uri)
     archive.facts["etag"] = facts["ETag"].strip('"')
     archive.facts["state"] = s3_state(uri, anonymous=anonymous)

@@ -1,13 +1,15 @@
 """The standard Inception network of FID, from a weights file that the user has.
 
 torch-fidelity builds the network and its exact preprocessing. Its own loader would unpickle the
-file; here the weights are read as tensors and nothing else.
+file with any code in it. Here a .pth file goes through PyTorch's restricted unpickler, which builds
+tensors and refuses everything else; a .safetensors file has no pickle in it.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
+import zipfile
 from pathlib import Path
 
 import torch
@@ -47,10 +49,14 @@ def open_inception(weights: Path, device: torch.device) -> Extractor:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """A state dict of a .safetensors or .pth file; of the latter only tensors are read."""
+    """Return the state dict of a .safetensors or .pth file. Raises UserError.
+
+    A .pth file is the one pickle that this program reads, with `weights_only=True`.
+    """
     try:
         if path.suffix == ".safetensors":
             return read_tensors(path)
+        _refuse_packed(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what it finds, which is told below
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -65,6 +71,19 @@ def _read(path: Path) -> dict[str, Tensor]:
     ):
         raise UserError(f"evaluate.inception_weights: {path} is not a state dict of tensors.")
     return state
+
+
+def _refuse_packed(path: Path) -> None:
+    """Raise Corrupt where a zip claims more content than it has bytes; torch.save packs nothing.
+
+    PyTorch unpacks what is packed, and allocates whatever the entries claim.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        claimed = sum(member.file_size for member in archive.infolist())
+    if claimed > (size := path.stat().st_size):
+        raise Corrupt(f"it has {size:,} bytes and would unpack to {claimed:,}")
 
 
 def _unreadable(path: Path, reason: str) -> UserError:

@@ -6,13 +6,14 @@ import shutil
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 
 from ddpm_core.console import say
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.masking import masked
-from ddpm_core.storage import MANIFEST, sha256_of
+from ddpm_core.storage import MANIFEST, fetch_whole, sha256_of
 from ddpm_core.storage.client import connect, split
 from ddpm_core.workspace import EVALUATION, Workspace, fingerprint
 
@@ -36,9 +37,9 @@ def locate(given: str, workspace: Workspace) -> Path:
 
 
 def _must_be(path: Path, wanted: str, told: str) -> None:
-    """Raise UserError unless a file has the SHA-256 that is wanted, or none is."""
+    """Raise Corrupt unless a file has the SHA-256 that is wanted, or none is."""
     if wanted and (found := sha256_of(path)) != wanted:
-        raise UserError(
+        raise Corrupt(
             f"evaluate.inception_weights: {told} has the SHA-256 {found}; {wanted} is asked for."
         )
 
@@ -59,12 +60,11 @@ def _fetched(uri: str, wanted: str, workspace: Workspace) -> Path:
     if not kept or (wanted and storage.checksum(file) != wanted):
         say(f"evaluate: fetching {masked(uri)}")
         with storage.new_folder(key, {"uri": masked(uri)}) as folder:
-            _fetch(uri, folder / name)
-            _must_be(folder / name, wanted, masked(uri))
+            fetch_whole(partial(_fetch, uri, folder / name, wanted))
     return workspace.path(file)
 
 
-def _fetch(uri: str, path: Path) -> None:
+def _fetch(uri: str, path: Path, wanted: str) -> None:
     scheme = urlsplit(uri).scheme
     if scheme not in ("http", "https", "s3"):
         raise UserError(
@@ -79,7 +79,7 @@ def _fetch(uri: str, path: Path) -> None:
     for attempt in range(1, ATTEMPTS + 1):
         try:
             (_from_s3 if scheme == "s3" else _from_web)(uri, path)
-            return
+            break
         except UserError:
             raise
         except Exception as error:  # boto3 and urllib have families of their own
@@ -89,6 +89,7 @@ def _fetch(uri: str, path: Path) -> None:
                     f"{masked(str(error))}."
                 ) from error
             time.sleep(attempt)
+    _must_be(path, wanted, masked(uri))
 
 
 def _is_final(error: Exception) -> bool:

@@ -20,6 +20,7 @@ from ddpm_core.mlflow_client import connect, is_mlflows, is_refusal, sqlite_path
 from ddpm_core.ranking import Scored
 from ddpm_core.reading import parse_object, validated
 from ddpm_core.registry.package import CHECKPOINT
+from ddpm_core.storage import fetch_whole, verify
 from ddpm_core.tracking import reason
 
 UPLOAD_TIMEOUT = 120  # seconds without an answer, for files of hundreds of MB
@@ -261,7 +262,13 @@ def fetch(origin: str) -> Path:
 
 
 def fetch_to(origin: str, place: str) -> Path:
-    """Download the checkpoint folder of a version into the folder `place`."""
-    mlflow = require("mlflow", "tracking")
-    path = mlflow.artifacts.download_artifacts(f"{origin}/artifacts/{CHECKPOINT}", dst_path=place)
-    return Path(path)
+    """Download the checkpoint folder of a version into the folder `place`. Raises Corrupt."""
+    artifacts = require("mlflow.artifacts", "tracking")
+
+    def fetch() -> Path:
+        uri = f"{origin}/artifacts/{CHECKPOINT}"
+        folder = Path(artifacts.download_artifacts(uri, dst_path=place))
+        verify(folder)
+        return folder
+
+    return fetch_whole(fetch)

@@ -17,7 +17,15 @@ import re
 from pathlib import Path
 
 from ddpm_core.errors import UserError
-from ddpm_core.storage.base import Changed, Locked, Mirror, Storage, Tagged, Unreachable
+from ddpm_core.storage.base import (
+    Changed,
+    Locked,
+    Mirror,
+    Storage,
+    Tagged,
+    Unreachable,
+    fetch_whole,
+)
 from ddpm_core.storage.local import LocalStorage
 from ddpm_core.storage.sealing import MANIFEST, seal, sha256_of, verify
 
@@ -30,6 +38,7 @@ __all__ = [
     "Storage",
     "Tagged",
     "Unreachable",
+    "fetch_whole",
     "open_storage",
     "seal",
     "sha256_of",

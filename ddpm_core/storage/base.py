@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Corrupt, UserError
+
+TRIES = 3
+Fetched = TypeVar("Fetched")
 
 
 class Unreachable(UserError, OSError):
@@ -38,6 +42,20 @@ class Tagged(NamedTuple):
     data: bytes
     tag: str
     age: float
+
+
+def fetch_whole(fetch: Callable[[], Fetched]) -> Fetched:
+    """Return what `fetch` returns; while it raises Corrupt, call it again, TRIES times in all.
+
+    A bit that flips on its way is right in the next copy. What is damaged where it is stored is
+    damaged in every copy, and stays Corrupt.
+    """
+    for _ in range(TRIES - 1):
+        try:
+            return fetch()
+        except Corrupt:
+            continue
+    return fetch()
 
 
 class Mirror(Protocol):

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddpm_core.errors import Corrupt
+from ddpm_core.storage.base import fetch_whole
 from ddpm_core.storage.sealing import sha256_of
 from ddpm_core.storage.staging import beside, remove, stage, staged_file, sweep
 
@@ -50,22 +51,23 @@ class Cache:
     def fetch(self, key: str, size: int, sha256: str, download: Callable[[Path], None]) -> Path:
         """The copy of a file, downloaded if it isn't there with this checksum.
 
-        Raises Corrupt where what comes is something else, twice.
+        Raises Corrupt where what comes is something else, each time.
         """
         path = self.root / key
-        with self._lock(key):
-            for _ in range(2):
-                if self._holds(path, size, sha256):
-                    return path
-                with staged_file(path) as staging:
-                    download(staging)
-                    staging.replace(path)
+
+        def fetch() -> Path:
+            with staged_file(path) as staging:
+                download(staging)
+                staging.replace(path)
             if self._holds(path, size, sha256):
                 return path
             found = path.stat().st_size
             remove(path)
-        told = f"has {found} bytes; {size} were written" if found != size else "was changed"
-        raise Corrupt(f"{key} {told}, or damaged: its checksum differs.")
+            told = f"has {found} bytes; {size} were written" if found != size else "was changed"
+            raise Corrupt(f"{key} {told}, or damaged: its checksum differs.")
+
+        with self._lock(key):
+            return path if self._holds(path, size, sha256) else fetch_whole(fetch)
 
     def put(self, key: str, data: bytes) -> Path:
         path = self.root / key

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ddpm_core.errors import UserError, require
+from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.storage.base import Refused, Unreachable
 
 CONNECTIONS = 16  # a request waits far longer than it transfers
@@ -90,9 +90,15 @@ def broken_off() -> tuple[type[Exception], ...]:
     return errors.HTTPClientError, errors.IncompleteReadError
 
 
+def checksum_error() -> type[Exception]:
+    """What boto3 raises where a body does not match the checksum that the server sends with it."""
+    error: type[Exception] = require("botocore.exceptions", "s3").FlexibleChecksumError
+    return error
+
+
 @contextmanager
 def told(client: Any, bucket: str, what: str) -> Iterator[None]:
-    """Turn what boto3 raises into FileNotFoundError or Unreachable; `what` is a URI."""
+    """Turn what boto3 raises into FileNotFoundError, Unreachable or Corrupt; `what` is a URI."""
     errors = require("botocore.exceptions", "s3")
     families = (
         errors.BotoCoreError,
@@ -103,6 +109,8 @@ def told(client: Any, bucket: str, what: str) -> Iterator[None]:
     )
     try:
         yield
+    except checksum_error() as error:
+        raise Corrupt(f"{what} was damaged: its checksum differs.") from error
     except families as error:
         last = getattr(error, "last_exception", error)  # of several tries
         raise _translated(last, str(client.meta.endpoint_url), bucket, what) from error

@@ -170,6 +170,8 @@ class S3Storage:
             found, data = self._quick.answer(self._name(key))
         except FileNotFoundError:
             return None
+        except Corrupt as error:  # its readers wait for what does not answer, as it should
+            raise Unreachable(str(error)) from error
         # Both times are the server's: clocks of other machines don't matter.
         now = parsedate_to_datetime(found["ResponseMetadata"]["HTTPHeaders"]["date"])
         return Tagged(data, found["ETag"], max(0.0, (now - found["LastModified"]).total_seconds()))

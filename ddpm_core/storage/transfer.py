@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_core.errors import Corrupt, require
-from ddpm_core.storage.base import Changed, Unreachable
-from ddpm_core.storage.client import CONNECTIONS, LOST, broken_off, code_of, told
+from ddpm_core.storage.base import Changed, Unreachable, fetch_whole
+from ddpm_core.storage.client import CONNECTIONS, LOST, broken_off, checksum_error, code_of, told
 from ddpm_core.storage.sealing import sha256_of
 
 PART = 2**24  # bytes of a part of a larger object
@@ -49,25 +49,30 @@ class Bucket:
         return Facts(int(head["ContentLength"]), str(head["Metadata"].get(SHA256, "")))
 
     def get(self, name: str) -> bytes:
-        """Raises Corrupt where the content is not what its writer recorded."""
-        found, data = self.answer(name)
-        recorded = found["Metadata"].get(SHA256)
-        if recorded and recorded != hashlib.sha256(data).hexdigest():
-            raise Corrupt(f"s3://{self.name}/{name} was damaged: its checksum differs.")
-        return data
+        """Raises Corrupt where the content is not what its writer recorded, however often asked."""
 
-    def answer(self, name: str) -> tuple[dict[str, Any], bytes]:
-        """What the server tells of an object, and all of its bytes.
+        def fetch() -> bytes:
+            found, data = self.answer(name)
+            recorded = found["Metadata"].get(SHA256)
+            if recorded and recorded != hashlib.sha256(data).hexdigest():
+                raise Corrupt(f"s3://{self.name}/{name} was damaged: its checksum differs.")
+            return data
 
-        boto3 asks again where no answer begins, and not where one breaks off.
+        return fetch_whole(fetch)
+
+    def answer(self, name: str, **asked: str) -> tuple[dict[str, Any], bytes]:
+        """What the server tells of an object, and all of its bytes; `asked` are for get_object.
+
+        boto3 asks again where no answer begins, and not where one breaks off or has another
+        checksum than its head gives.
         """
         left = int(self.client.meta.config.retries["total_max_attempts"])
         with self.told(name):
             while True:
-                found = self.client.get_object(Bucket=self.name, Key=name)
+                found = self.client.get_object(Bucket=self.name, Key=name, **asked)
                 try:
                     return found, bytes(found["Body"].read())
-                except broken_off():
+                except (*broken_off(), checksum_error()):
                     left -= 1
                     if not left:
                         raise
