@@ -5,9 +5,17 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from ddpm_core.masking import masked
+
 
 class UserError(Exception):
-    """What was given, where, what is allowed, and what to do. Shown as it is; exit status 1."""
+    """What was given, where, what is allowed, and what to do; exit status 1.
+
+    Its text may reach a log, an HTTP answer or a page, so it comes without the secrets of URIs.
+    """
+
+    def __str__(self) -> str:
+        return masked(super().__str__())
 
 
 class Corrupt(UserError):

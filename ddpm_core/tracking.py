@@ -238,7 +238,7 @@ class Tracker:
     def _known(self) -> dict[str, Any]:
         """What run.json says of the MLflow run, if that is this server's and this training's."""
         known = self._workspace.read_json(RUN).get("mlflow")
-        if not isinstance(known, dict) or known.get("uri") != self._uri:
+        if not isinstance(known, dict) or masked(str(known.get("uri"))) != masked(self._uri):
             return {}
         other = self._identity and known.get("training") not in (None, self._identity)
         return {} if other else known
@@ -246,7 +246,7 @@ class Tracker:
     def _note(self, **facts: Any) -> None:
         """Put facts into run.json; empty ones are taken out."""
         run = self._workspace.read_json(RUN)
-        merged = {**self._known(), "uri": self._uri, **facts}
+        merged = {**self._known(), "uri": masked(self._uri), **facts}
         mlflow = {key: value for key, value in merged.items() if value}
         if run.get("mlflow") != mlflow:
             self._workspace.write_json(RUN, {**run, "mlflow": mlflow})
