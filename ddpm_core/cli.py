@@ -121,7 +121,9 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8080,
     every: Annotated[
         float,
-        typer.Option(min=0.1, metavar="SECONDS", help="How often to look for a new champion."),
+        typer.Option(
+            min=0.1, max=86400, metavar="SECONDS", help="How often to look for a new champion."
+        ),
     ] = 15.0,
 ) -> None:
     """Serve the champion over HTTP.
@@ -270,7 +272,9 @@ def scaling(
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Largest number to measure. Default: all GPUs, else up to 4 cores."
+            min=1,
+            max=10_000,
+            help="Largest number to measure. Default: all GPUs, else up to 4 cores.",
         ),
     ] = None,
     steps: Annotated[

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
+from ddpm_core.config.section import Auto, Fraction, Processes, Section, as_tuple
 
 
 class Prepare(Section):
@@ -31,7 +31,7 @@ class Prepare(Section):
     caption: str = Field(
         "a photo of a {class}", description="the caption of a picture that comes without"
     )
-    workers: Auto | Positive = Field(
+    workers: Auto | Processes = Field(
         "auto", description="processes that decode; auto: one a processor"
     )
     max_rejected: Fraction = Field(
