@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ddpm_core import memory
 from ddpm_core.durations import in_words
 from ddpm_core.errors import Interrupted, UserError
 from ddpm_core.masking import masked, shown
@@ -25,7 +26,7 @@ from ddpm_core.masking import masked, shown
 WIDE = 70  # columns of a terminal that has room for more than what is done and the time left
 PLAIN_INTERVAL = 10.0  # seconds between the first lines where there is no terminal
 
-_console = Console(stderr=True, highlight=False, soft_wrap=True)
+_console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
 def say(message: str) -> None:
@@ -74,7 +75,8 @@ def telling(who: str) -> Iterator[None]:
     """
     guard()
     try:
-        yield
+        with memory.translate_errors():
+            yield
     except UserError as error:
         say(f"{who}: {error}")
         raise SystemExit(1) from None

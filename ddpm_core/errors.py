@@ -37,9 +37,14 @@ def require(module: str, extra: str) -> ModuleType:
     """Import an optional dependency, or name the extra that brings it."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         name = (error.name or module).partition(".")[0]
         raise UserError(
             f"The package {name!r} is not installed. It comes with the extra {extra!r}: "
             f"pip install 'ddpm-core[{extra}]'"
+        ) from error
+    except ImportError as error:
+        raise UserError(
+            f"The package {module!r} is installed, but cannot be imported: {error}. Install it "
+            f"again: pip install --force-reinstall 'ddpm-core[{extra}]'"
         ) from error
