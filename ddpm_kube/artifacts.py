@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddpm_core.masking import shown, throughout
+from ddpm_core.masking import masked, shown, throughout
 from ddpm_core.workspace import (
     DATA,
     LOG,
@@ -46,7 +46,7 @@ class Artifact(Protocol):
 
 def put(artifact: Artifact, content: str, facts: Mapping[str, Any]) -> None:
     """Write the file, and the facts as metadata; a fact that is not known is left out."""
-    Path(artifact.path).write_text(content, encoding="utf-8")
+    Path(artifact.path).write_text(masked(content), encoding="utf-8")
     given = throughout(shown, facts)
     artifact.metadata.update({key: value for key, value in given.items() if value is not None})
 

@@ -136,6 +136,9 @@ class Artifact:
 
 def test_a_page_of_the_pipeline_is_masked_and_escaped(tmp_path: Path) -> None:
     artifact = Artifact(tmp_path / "page.html")
-    artifacts.put_page(artifact, "Data", {"source": "https://me:hunter2@h/\u202ef"}, [])
+    facts = {"source": "https://me:hunter2@h/\u202ef"}
+    artifacts.put_page(artifact, "Data", facts, [])
     for text in (Path(artifact.path).read_text(), artifact.metadata["source"]):
         assert "https://***@h/\\u202ef" in text
+    artifacts.put(artifact, "From https://me:hunter2@h/f.", {})
+    assert Path(artifact.path).read_text() == "From https://***@h/f."
