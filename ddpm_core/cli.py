@@ -15,6 +15,7 @@ import typer
 
 from ddpm_core import __version__, command
 from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load
+from ddpm_core.console import guard
 from ddpm_core.errors import UserError, require
 from ddpm_core.template import presets, template
 from ddpm_core.workspace import REPORT, Workspace
@@ -120,7 +121,9 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8080,
     every: Annotated[
         float,
-        typer.Option(min=0.1, metavar="SECONDS", help="How often to look for a new champion."),
+        typer.Option(
+            min=0.1, max=86400, metavar="SECONDS", help="How often to look for a new champion."
+        ),
     ] = 15.0,
     max_work: Annotated[
         int, typer.Option(min=1, help="Largest request, in images x pixels x steps.")
@@ -281,7 +284,9 @@ def scaling(
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Largest number to measure. Default: all GPUs, else up to 4 cores."
+            min=1,
+            max=10_000,
+            help="Largest number to measure. Default: all GPUs, else up to 4 cores.",
         ),
     ] = None,
     steps: Annotated[
@@ -333,6 +338,7 @@ def main() -> None:
     # runs: on two cores beside one busy process a training step took 4 times as long. Those that
     # sleep at once, with 0, wake late: on two quiet cores it took 1.7 times as long.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    guard()
     join_commands()
     app()
 

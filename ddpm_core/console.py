@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -17,13 +18,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ddpm_core import memory
 from ddpm_core.durations import in_words
 from ddpm_core.errors import Interrupted, UserError
+from ddpm_core.masking import masked, shown
 
 WIDE = 70  # columns of a terminal that has room for more than what is done and the time left
 PLAIN_INTERVAL = 10.0  # seconds between the first lines where there is no terminal
 
-_console = Console(stderr=True, highlight=False, soft_wrap=True)
+_console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
 def say(message: str) -> None:
@@ -35,11 +38,45 @@ def warn(message: str) -> None:
     _console.print("warning: " + printable(message), markup=False, style="yellow")
 
 
+class _Guarded:
+    """A stream of text that masks what is written to it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(masked(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stream)
+
+
+def guard() -> None:
+    """Mask all that this process prints: log records and tracebacks of libraries too."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Guarded):
+            setattr(sys, name, _Guarded(stream))
+
+
 @contextmanager
 def telling(who: str) -> Iterator[None]:
-    """Turn our errors and the machine's into one sentence, `who: ...`, and the exit status."""
+    """Turn our errors and the machine's into one sentence, `who: ...`, and the exit status.
+
+    What the process prints is masked from then on.
+    """
+    guard()
     try:
-        yield
+        with memory.translate_errors():
+            yield
     except UserError as error:
         say(f"{who}: {error}")
         raise SystemExit(1) from None
@@ -73,10 +110,9 @@ class Outage:
 
 
 def printable(text: str) -> str:
-    """Text from file names and other strangers, with nothing that steers a terminal."""
-    escaped = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    """Text without secrets and with nothing that steers a terminal, in the terminal's encoding."""
     encoding = getattr(sys.stderr, "encoding", None) or "ascii"
-    return escaped.encode(encoding, "backslashreplace").decode(encoding)
+    return shown(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 @contextmanager

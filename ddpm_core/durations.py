@@ -6,15 +6,19 @@ import re
 
 from ddpm_core.errors import UserError
 
+YEAR = 366 * 86400.0  # seconds; what waits counts in finer ones, which run over
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def duration(text: str) -> float:
-    """Seconds of `90`, `90s`, `5m`, `2h` or `1d`. Raises UserError."""
+    """Seconds of `90`, `90s`, `5m`, `2h` or `1d`, a year at most. Raises UserError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
     if not match:
         raise UserError(f"{text!r} given; a time such as 90s, 5m, 2h or 1d is needed.")
-    return float(match[1]) * _UNITS[match[2]]
+    seconds = float(match[1]) * _UNITS[match[2]]
+    if seconds > YEAR:
+        raise UserError(f"{text!r} given; at most {YEAR / _UNITS['d']:g}d is allowed.")
+    return seconds
 
 
 def in_words(seconds: float) -> str:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from ddpm_core.masking import masked
+
 
 class UserError(Exception):
-    """What was given, where, what is allowed, and what to do. Shown as it is; exit status 1."""
+    """What was given, where, what is allowed, and what to do; exit status 1.
+
+    Its text may reach a log, an HTTP answer or a page, so it comes without the secrets of URIs.
+    """
+
+    def __str__(self) -> str:
+        return masked(super().__str__())
 
 
 class Corrupt(UserError):
@@ -29,9 +37,14 @@ def require(module: str, extra: str) -> ModuleType:
     """Import an optional dependency, or name the extra that brings it."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         name = (error.name or module).partition(".")[0]
         raise UserError(
             f"The package {name!r} is not installed. It comes with the extra {extra!r}: "
             f"pip install 'ddpm-core[{extra}]'"
+        ) from error
+    except ImportError as error:
+        raise UserError(
+            f"The package {module!r} is installed, but cannot be imported: {error}. Install it "
+            f"again: pip install --force-reinstall 'ddpm-core[{extra}]'"
         ) from error

@@ -112,6 +112,12 @@ def _allowed(item: Any, description: str | None) -> str:
         return description or f"a text that matches {item['ctx']['pattern']}"
     if kind == "too_short":
         return f"a list of at least {item['ctx']['min_length']}"
+    if kind == "too_long":
+        return f"a list of at most {item['ctx']['max_length']}"
+    if kind == "string_too_long":
+        return f"a text of at most {item['ctx']['max_length']} characters"
+    if kind == "string_too_short":
+        return "a text that is not empty"
     if kind == "string_type":
         if given is None:
             return "a text in quotes, where it is null or begins with #,"

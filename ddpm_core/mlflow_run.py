@@ -22,6 +22,7 @@ from ddpm_core.masking import masked
 from ddpm_core.mlflow_client import connect, find_experiment, is_active
 
 PARAM_LENGTH, TAG_LENGTH = 6000, 8000  # what a server takes
+DATASET_LENGTH, RUN_LENGTH = 500, 250
 METRIC_BATCH, PARAM_BATCH = 1000, 100
 
 
@@ -61,7 +62,11 @@ class MlflowRun:
         place = find_experiment(client, uri, experiment)
         made = client.search_runs([place], f"tags.`{TOKEN}` = '{token}'", max_results=1)
         tags = {TOKEN: token, **_origin()}
-        run = made[0] if made else client.create_run(place, run_name=name, tags=tags)
+        run = (
+            made[0]
+            if made
+            else client.create_run(place, run_name=_ending(name, RUN_LENGTH), tags=tags)
+        )
         return cls(client, str(run.info.run_id))
 
     def experiment(self) -> str:
@@ -167,7 +172,12 @@ class MlflowRun:
         from mlflow.entities import Dataset, DatasetInput
 
         if fingerprint not in self._datasets:
-            data = Dataset(masked(name), fingerprint, "ddpm", masked(json.dumps(source)))
+            data = Dataset(
+                _ending(masked(name), DATASET_LENGTH),
+                fingerprint,
+                "ddpm",
+                masked(json.dumps(source)),
+            )
             self.client.log_inputs(self.run_id, [DatasetInput(data)])
             self._datasets.add(fingerprint)
 
@@ -220,6 +230,11 @@ def metric_name(section: str, key: str) -> str:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _ending(name: str, most: int) -> str:
+    """A name of `most` characters at most: of a long one the end, which tells paths apart."""
+    return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

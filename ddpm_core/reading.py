@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.memory import shortage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -242,11 +243,13 @@ def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], Mapping[st
         with safe_open(path, framework="pt") as opened:
             metadata = opened.metadata() or {}
             return {key: opened.get_tensor(key) for key in opened.keys()}, metadata  # noqa: SIM118
-    except (Corrupt, MemoryError):
+    except Corrupt:
         raise
-    except OSError as error:
-        raise Corrupt(f"{name} cannot be read: {error.strerror}.") from error
     except Exception as error:  # safetensors and torch have families of their own
+        if shortage(error):  # says nothing of the file
+            raise
+        if isinstance(error, OSError):
+            raise Corrupt(f"{name} cannot be read: {error.strerror}.") from error
         raise Corrupt(f"{name} is damaged: {error!s:.300}.") from error
 
 

@@ -22,6 +22,7 @@ from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 from ddpm_core.logtail import Log
 from ddpm_core.masking import masked
+from ddpm_core.memory import shortage
 from ddpm_core.mlflow_client import is_active, is_mlflows, is_refusal
 from ddpm_core.mlflow_run import MlflowRun
 from ddpm_core.storage import MANIFEST
@@ -238,7 +239,7 @@ class Tracker:
     def _known(self) -> dict[str, Any]:
         """What run.json says of the MLflow run, if that is this server's and this training's."""
         known = self._workspace.read_json(RUN).get("mlflow")
-        if not isinstance(known, dict) or known.get("uri") != self._uri:
+        if not isinstance(known, dict) or masked(str(known.get("uri"))) != masked(self._uri):
             return {}
         other = self._identity and known.get("training") not in (None, self._identity)
         return {} if other else known
@@ -246,7 +247,7 @@ class Tracker:
     def _note(self, **facts: Any) -> None:
         """Put facts into run.json; empty ones are taken out."""
         run = self._workspace.read_json(RUN)
-        merged = {**self._known(), "uri": self._uri, **facts}
+        merged = {**self._known(), "uri": masked(self._uri), **facts}
         mlflow = {key: value for key, value in merged.items() if value}
         if run.get("mlflow") != mlflow:
             self._workspace.write_json(RUN, {**run, "mlflow": mlflow})
@@ -296,12 +297,15 @@ def _below(path: Any, root: str) -> bool:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether to try again helps: MLflow is away, or a store on this disk; no mistake of ours."""
-    return is_mlflows(error) or isinstance(error, OSError | UserError)
+    """Whether to try again helps: MLflow is away, a store on this disk, or memory; no mistake of
+    ours."""
+    return is_mlflows(error) or isinstance(error, OSError | UserError) or bool(shortage(error))
 
 
 def reason(error: Exception) -> str:
     """An error of MLflow or of what it stands on, in a few words and without passwords."""
+    if short := shortage(error):
+        return f"out of memory ({type(short).__name__})."
     text = masked(" ".join(str(error).split())) or type(error).__name__
     for said, meaning in MEANINGS.items():
         if re.search(said, text, re.IGNORECASE):

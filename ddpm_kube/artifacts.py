@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ddpm_core.masking import masked, shown, throughout
 from ddpm_core.workspace import (
     DATA,
     LOG,
@@ -45,8 +46,9 @@ class Artifact(Protocol):
 
 def put(artifact: Artifact, content: str, facts: Mapping[str, Any]) -> None:
     """Write the file, and the facts as metadata; a fact that is not known is left out."""
-    Path(artifact.path).write_text(content, encoding="utf-8")
-    artifact.metadata.update({key: value for key, value in facts.items() if value is not None})
+    Path(artifact.path).write_text(masked(content), encoding="utf-8")
+    given = throughout(shown, facts)
+    artifact.metadata.update({key: value for key, value in given.items() if value is not None})
 
 
 def put_json(artifact: Artifact, content: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -63,15 +65,15 @@ def put_page(artifact: Artifact, title: str, facts: Facts, pictures: Pictures) -
     """A page of HTML that fetches nothing: a table of the facts, and the pictures."""
     rows = "".join(
         f"<tr><th>{html.escape(key)}</th><td>{html.escape(str(value))}</td></tr>"
-        for key, value in facts.items()
+        for key, value in throughout(shown, facts).items()
         if value is not None
     )
-    shown = "".join(_figure(caption, data) for caption, data in pictures if data)
+    figures = "".join(_figure(caption, data) for caption, data in pictures if data)
     name = html.escape(title)
     put(
         artifact,
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
-        f"<style>{_STYLE}</style><h1>{name}</h1><table>{rows}</table>{shown}</html>\n",
+        f"<style>{_STYLE}</style><h1>{name}</h1><table>{rows}</table>{figures}</html>\n",
         facts,
     )
 
@@ -142,7 +144,7 @@ def samples_facts(workspace: Workspace, step: int, part: str) -> Facts:
 
 def scores(workspace: Workspace) -> tuple[Facts, Facts, str]:
     """Of an evaluation: its facts, metrics.json, and a table of its rows in Markdown."""
-    results = workspace.read_json(RESULTS)
+    results = throughout(shown, workspace.read_json(RESULTS))
     rows, best = results["rows"], results["best"]
     facts = {
         "workspace": workspace.uri,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from ddpm_core import yaml_text
-from ddpm_core.config.section import Positive, Section, as_tuple
+from ddpm_core.config.section import Processes, Section, as_tuple
 from ddpm_core.errors import UserError
 
 _UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -27,7 +27,8 @@ Quantity = Annotated[str, BeforeValidator(_as_text), Field(pattern=f"^{_QUANTITY
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 Names = Annotated[tuple[Name, ...], BeforeValidator(as_tuple)]
 Texts = dict[str, str]
-Seconds = Annotated[int, Field(ge=1)]
+Seconds = Annotated[int, Field(ge=1, le=10**9)]
+Restarts = Annotated[int, Field(ge=0, le=10**6)]
 
 
 def amount(quantity: str) -> float:
@@ -60,9 +61,9 @@ class Options(Section):
     image: str = Field("", description="empty: that of the launcher's own pod")
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
     image_pull_secrets: Names = ()
-    min_replicas: Positive = Field(1, description="training goes on while this many workers run")
-    max_replicas: Positive = Field(1, description="how many are asked for, and may ever be")
-    processes: Positive | None = Field(
+    min_replicas: Processes = Field(1, description="training goes on while this many workers run")
+    max_replicas: Processes = Field(1, description="how many are asked for, and may ever be")
+    processes: Processes | None = Field(
         None, description="in each worker's pod; empty: one a GPU, else train.processes"
     )
     cpu: Quantity | None = Field(None, description="empty: 500m, with GPUs 4")
@@ -70,7 +71,7 @@ class Options(Section):
     memory: Quantity | None = Field(
         None, description="request and limit; empty: 2Gi, with GPUs 16Gi"
     )
-    gpu: Annotated[int, Field(ge=0)] = 0
+    gpu: Annotated[int, Field(ge=0, le=1000)] = 0
     gpu_resource: str = "nvidia.com/gpu"
     shm: Quantity | None = Field(
         None, description="of /dev/shm; counts as memory; empty: 128Mi, with several GPUs 1Gi"
@@ -86,10 +87,10 @@ class Options(Section):
     labels: Texts = Field({})
     annotations: Texts = Field({})
     service_account: Name = "ddpm"
-    max_restarts: Annotated[int, Field(ge=0)] = Field(
+    max_restarts: Restarts = Field(
         10, description="of all processes by torchrun, after one of them died"
     )
-    backoff_limit: Annotated[int, Field(ge=0)] = Field(
+    backoff_limit: Restarts = Field(
         10, description="restarts of containers, after torchrun itself ended"
     )
     join_seconds: Seconds = Field(

@@ -15,7 +15,7 @@ from ddpm_core.registry.card import as_description, write_card
 
 
 def test_the_card_names_data_scores_evidence_and_caveats(tmp_path: Path) -> None:
-    odd = ["a|b", "c\nd", "<b>"]
+    odd = ["a|b", "c\nd", "<b>\x1b\u202e"]
     checkpoint = write_checkpoint(tmp_path / "step", "class", classes=odd)
     facts = {
         "extractor": "in_domain",
@@ -35,7 +35,7 @@ def test_the_card_names_data_scores_evidence_and_caveats(tmp_path: Path) -> None
         "against 1,628 training images",
         "somewhat nearer to the training images",
         "source revision: v1",
-        r"classes: a\|b (3), c d (2), \<b\> (1)",
+        r"classes: a\|b (3), c d (2), \<b\>\\x1b\\u202e (1)",
         "rest on 500 images",
         "is no FID",
         "licence of the images is not known",

@@ -227,6 +227,20 @@ def test_a_uri_is_fetched_once(tmp_path: Path, web: tuple[str, list[str]]) -> No
     assert asked == ["/weights.pth"]
 
 
+def test_a_uri_that_is_signed_again_is_not_fetched_again(
+    tmp_path: Path, web: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace.open(str(tmp_path / "run"))
+    address, asked = web
+    for date in ("20260101", "20270101"):
+        signed = f"?X-Amz-Date={date}&X-Amz-Signature=hunter2"
+        assert locate(f"{address}/weights.pth{signed}", workspace).read_bytes() == b"weights"
+    assert asked == ["/weights.pth?X-Amz-Date=20260101&X-Amz-Signature=hunter2"]
+    with pytest.raises(UserError, match=r"absent\.pth\?\*\*\* cannot be fetched: HTTP") as failed:
+        locate(f"{address}/absent.pth{signed}", workspace)
+    assert "hunter2" not in str(failed.value) + capsys.readouterr().err
+
+
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "without a sum at first"])
 def test_a_wrong_download_is_not_kept(
     tmp_path: Path, web: tuple[str, list[str]], checked: bool

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -11,8 +12,10 @@ import yaml
 from ddpm_core import config, params, yaml_text
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
+from ddpm_kube.options import Options
 
 ROOT = Path(__file__).parent.parent
+BOUNDS = {"maximum", "exclusiveMaximum", "enum"}  # of a JSON schema
 
 
 def mistakes(tmp_path: Path, text: str, *overrides: str) -> str:
@@ -107,6 +110,14 @@ def test_nothing_is_told_of_what_was_left_out() -> None:
         ("train={steps: 20,000}", "train.000: unknown key in train; write a number without commas"),
         ("train.steps='5'", "'5' given; a valid integer without quotes is needed"),
         ("prepare.source=null", "prepare.source: null given; a text in quotes"),
+        ("train.processes=1000000000", "given; 'auto', or less than or equal to 10000 is needed"),
+        ("train.batch_size=1000000000000", "given; less than or equal to 1000000 is needed"),
+        (f"tracking.experiment={'e' * 256}", "given; a text of at most 255 characters is needed"),
+        ("tracking.experiment=", "'' given; a text that is not empty is needed"),
+        (f"register.alias={'a' * 256}", "given; a text of at most 255 characters is needed"),
+        (f"register.name={'n' * 256}", "given; a text of at most 255 characters is needed"),
+        (f"train.ema={[i / 200 for i in range(1, 102)]}", "given; a list of at most 100 is needed"),
+        ("train.snapshot_every=9999999h", "given; a number of steps, or a time such as"),
     ],
 )
 def test_a_mistake_is_told_in_words_of_the_params_file(override: str, told: str) -> None:
@@ -314,3 +325,20 @@ def test_the_home_directory_may_begin_a_path(
     for name in settings:
         told = f"{name}: '~nobody-here/x' given; no home directory is known for ~nobody-here"
         assert told in str(caught.value)
+
+
+def test_every_whole_number_has_an_upper_bound() -> None:
+    """So that no slip of the finger is attempted; a high `snapshot_every` costs nothing."""
+
+    def unbounded(node: Any, path: str = "") -> Iterator[str]:
+        if isinstance(node, dict):
+            if node.get("type") == "integer" and not BOUNDS & set(node):
+                yield path
+            for key, item in node.items():
+                yield from unbounded(item, f"{path}/{key}")
+        elif isinstance(node, list):
+            for item in node:
+                yield from unbounded(item, path)
+
+    found = set(unbounded(Config.model_json_schema())) | set(unbounded(Options.model_json_schema()))
+    assert found == {"/$defs/Train/properties/snapshot_every/anyOf"}

@@ -15,6 +15,7 @@ import pytest
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageColor, ImageFont
 
+from ddpm_core import masking
 from ddpm_core.config import Sample
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import plots, verdict
@@ -34,6 +35,7 @@ HOSTILE = (
     "{{ 7 * 7 }}{% raw %}",
     "</style><img src=http://example.org/x.png onerror=alert(1)>",
     "smørrebrød 🥪 ' ` \\ \n\t",
+    "red \x1b[31m and back \u202e to front",
 )
 
 
@@ -439,7 +441,7 @@ def test_names_from_strangers_are_text_and_nothing_else(name: str, tmp_path: Pat
     found = page(tmp_path / "hostile", results(rows, (name, "b")))
     assert len(found.all("img")) == len(plain.all("img"))
     assert not [a for _, attributes in found.tags for a in attributes if a.startswith("on")]
-    assert found.text.count(name) >= 2  # as class and as problem, as it was given
+    assert found.text.count(masking.shown(name)) >= 2  # as class and as problem, as it was given
 
 
 def test_near_copies_are_told_with_how_many_were_looked_at(tmp_path: Path) -> None:

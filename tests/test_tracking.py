@@ -282,14 +282,16 @@ def test_an_experiment_that_was_deleted_is_named_with_what_brings_it_back(
 
 
 def test_the_run_names_its_data_and_training(server: Server, workspace: Workspace) -> None:
-    source = {"uri": "shapes.zip", "sha256": "abc"}
+    uri = f"/data/{'deep/' * 100}shapes.zip"  # MLflow refuses a data set's name of 501 characters
+    source = {"uri": uri, "sha256": "abc"}
     workspace.write_json("data/manifest.json", {"fingerprint": "feed", "source": source})
     for _ in range(2):
         Tracker.open(config(server.uri), workspace, identity="cafe").close()
     run = connect(server.uri).get_run(run_id(workspace))
     assert [(i.dataset.name, i.dataset.digest) for i in run.inputs.dataset_inputs] == [
-        ("shapes.zip", "feed")
+        (f"…{uri[-499:]}", "feed")
     ]
+    assert run.data.tags["source.uri"] == uri
     named = {key: run.data.tags.get(key) for key in ("data", "source.sha256", "training")}
     assert named == {"data": "feed", "source.sha256": "abc", "training": "cafe"}
     assert run.data.tags["ddpm"] == __version__

@@ -17,6 +17,7 @@ from ddpm_core.config.prepare import Prepare
 from ddpm_core.config.results import Evaluate, Register, Sample, Tracking
 from ddpm_core.config.section import Section
 from ddpm_core.config.train import Loss, Optimizer, Timesteps, Train
+from ddpm_core.masking import masked, throughout
 
 __all__ = [
     "Config",
@@ -48,6 +49,10 @@ class Config(Section):
     def dump(self) -> dict[str, Any]:
         """Plain data, as in a params file; `params.validate` makes the same Config of it."""
         return self.model_dump(mode="json", by_alias=True)
+
+    def record(self) -> dict[str, Any]:
+        """The same without secrets: what logs, MLflow, checkpoints and results get."""
+        return dict(throughout(masked, self.dump()))
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         0, description="of weights, batches and noise: the same seed gives the same model"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ddpm_core.config.section import Positive, Section, as_tuple
+from ddpm_core.config.section import LEVELS, Depth, Section, Width, as_tuple
 
 
 def attention_sizes(image_size: int, levels: int) -> list[int]:
@@ -23,18 +23,18 @@ def attention_sizes(image_size: int, levels: int) -> list[int]:
 class Model(Section):
     """The U-Net of Ho et al. (2020), section B."""
 
-    channels: Annotated[int, Field(ge=2)] = Field(32, description="channels of the first level")
-    multipliers: Annotated[tuple[Positive, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
-        Field(
-            (1, 2, 2),
-            description="channels of each level, times `channels`; a level halves the size",
-        )
+    channels: Annotated[Width, Field(ge=2)] = Field(32, description="channels of the first level")
+    multipliers: Annotated[
+        tuple[Depth, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=LEVELS)
+    ] = Field(
+        (1, 2, 2),
+        description="channels of each level, times `channels`; a level halves the size",
     )
-    blocks: Positive = Field(1, description="residual blocks a level")
-    attention: Annotated[tuple[Positive, ...], BeforeValidator(as_tuple)] = Field(
+    blocks: Depth = Field(1, description="residual blocks a level")
+    attention: Annotated[tuple[Depth, ...], BeforeValidator(as_tuple)] = Field(
         (8,), description="image sizes with self-attention: a list, or auto, the largest up to 16"
     )
-    heads: Positive = Field(1, description="attention heads")
+    heads: Width = Field(1, description="attention heads")
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="share of activations that are dropped in training"
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
+from ddpm_core.config.section import Auto, Fraction, Processes, Section, as_tuple
 
 
 class Prepare(Section):
@@ -34,7 +34,7 @@ class Prepare(Section):
     caption_column: Annotated[str, Field(min_length=1)] = Field(
         "text", description="the column of metadata.csv or key of metadata.jsonl with captions"
     )
-    workers: Auto | Positive = Field(
+    workers: Auto | Processes = Field(
         "auto", description="processes that decode; auto: one a processor"
     )
     max_rejected: Fraction = Field(

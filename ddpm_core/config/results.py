@@ -10,7 +10,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ddpm_core.config.deciding import deciding, flat
-from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
+from ddpm_core.config.section import (
+    NAME,
+    Auto,
+    Batch,
+    Fraction,
+    Images,
+    Parts,
+    Section,
+    Steps,
+    Width,
+    as_tuple,
+)
 
 SamplerName = Literal["ddpm", "ddim", "dpmpp"]
 
@@ -32,15 +43,15 @@ class Sample(Section):
     """Which checkpoints are sampled, how many images, by which sampler."""
 
     checkpoints: Annotated[
-        Literal["latest", "all", "best"] | Annotated[tuple[Positive, ...], Field(min_length=1)],
+        Literal["latest", "all", "best"] | Annotated[tuple[Steps, ...], Field(min_length=1)],
         BeforeValidator(as_tuple),
     ] = Field("all", description="latest, all, best, or a list of steps as in [200, 800]")
-    count: Positive = Field(
+    count: Images = Field(
         500, description="images of each checkpoint; scores compare at equal counts alone"
     )
-    batch_size: Positive = Field(250, description="images drawn at once")
+    batch_size: Batch = Field(250, description="images drawn at once")
     sampler: SamplerName = Field("dpmpp", description="how noise becomes an image")
-    steps: Positive = Field(20, description="evaluations of the network for an image")
+    steps: Steps = Field(20, description="evaluations of the network for an image")
     spacing: Literal["uniform", "quadratic", "quadratic_official"] = Field(
         "uniform", description="which timesteps, of ddpm and ddim"
     )
@@ -62,9 +73,7 @@ class Sample(Section):
     )
     compile: Auto | bool = Field("auto", description="auto: on a GPU, for a lot of images")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1, description="of the images' noise")
-    shards: Positive = Field(
-        1, description="parts that may be drawn apart: ddpm sample --shard 0/4"
-    )
+    shards: Parts = Field(1, description="parts that may be drawn apart: ddpm sample --shard 0/4")
     png: bool = Field(False, description="also single PNG files")
 
     def of_sampler(self) -> dict[str, Any]:
@@ -110,7 +119,7 @@ class Evaluate(Section):
         ("fid", "kid", "is", "prdc", "memorisation"),
         description="scores to compute; fid or kid ranks the checkpoints",
     )
-    neighbours: Positive = Field(5, description="k of precision, recall, density and coverage")
+    neighbours: Width = Field(5, description="k of precision, recall, density and coverage")
     inception_weights: str | None = Field(
         None, description="a file, or a URI; #sha256=HEX at the end is checked"
     )
@@ -132,10 +141,10 @@ class Evaluate(Section):
 class Register(Section):
     """The model in MLflow's registry."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = Field(
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=NAME)] = Field(
         "ddpm", description="letters, digits, dots, - and _"
     )
-    alias: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = Field(
+    alias: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=NAME)] = Field(
         "champion", description="a letter, then letters, digits, - and _"
     )
 
@@ -161,7 +170,9 @@ class Tracking(Section):
     uri: str = Field(
         "sqlite:///mlflow.db", description="an MLflow tracking URI; empty: no tracking"
     )
-    experiment: str = Field("ddpm", description="MLflow's experiment of the runs")
+    experiment: Annotated[str, Field(min_length=1, max_length=NAME)] = Field(
+        "ddpm", description="MLflow's experiment of the runs"
+    )
 
     @field_validator("uri")
     @classmethod

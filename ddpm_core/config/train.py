@@ -7,10 +7,19 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ddpm_core.config.section import Auto, Fraction, Positive, Section, as_tuple
-from ddpm_core.durations import duration
+from ddpm_core.config.section import Auto, Batch, Fraction, Processes, Section, Steps, as_tuple
+from ddpm_core.durations import YEAR, duration
+from ddpm_core.errors import UserError
 
-YEAR = 366 * 86400.0  # seconds; what waits counts in finer ones, which run over
+
+def _is_interval(every: int | str) -> bool:
+    """Whether something can be done every so many steps, or after such a time of a year at most."""
+    if isinstance(every, int):
+        return every > 0
+    try:
+        return bool(re.fullmatch("[1-9][0-9]*[smh]", every) and duration(every))
+    except UserError:
+        return False
 
 
 class Optimizer(Section):
@@ -27,7 +36,9 @@ class Optimizer(Section):
     weight_decay: Annotated[float, Field(ge=0.0)] = Field(
         0.0, description="pull of the weights towards 0"
     )
-    warmup: Annotated[int, Field(ge=0)] = Field(100, description="steps of linear warm-up")
+    warmup: Annotated[int, Field(ge=0, le=10**10)] = Field(
+        100, description="steps of linear warm-up"
+    )
     schedule: Literal["constant", "cosine"] = Field(
         "constant", description="learning rate after the warm-up"
     )
@@ -60,16 +71,16 @@ class Timesteps(Section):
 class Train(Section):
     """One run of training; `batch_size` is that of all workers and microbatches together."""
 
-    steps: Positive = Field(800, description="updates of the weights")
-    batch_size: Positive = Field(
+    steps: Steps = Field(800, description="updates of the weights")
+    batch_size: Batch = Field(
         32, description="images a step, of all workers and microbatches together"
     )
-    microbatches: Positive = Field(1, description="gradient accumulation, for memory alone")
-    processes: Auto | Positive = Field(1, description="auto: one a GPU")
+    microbatches: Batch = Field(1, description="gradient accumulation, for memory alone")
+    processes: Auto | Processes = Field(1, description="auto: one a GPU")
     worker_timeout: Annotated[float, Field(gt=0.0, le=YEAR)] = Field(
         300.0, description="seconds until a worker that does not answer counts as hung"
     )
-    restarts: Annotated[int, Field(ge=0)] = Field(
+    restarts: Annotated[int, Field(ge=0, le=10**6)] = Field(
         3, description="how often `processes` start again after one died"
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
@@ -84,7 +95,9 @@ class Train(Section):
     )
     optimizer: Optimizer = Optimizer()
     ema: Annotated[
-        tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...], BeforeValidator(as_tuple)
+        tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...],
+        BeforeValidator(as_tuple),
+        Field(max_length=100),
     ] = Field(
         (0.99,), description="decays of the averaged weights; 0.9999 for runs of 100,000s of steps"
     )
@@ -97,13 +110,15 @@ class Train(Section):
     )
     loss: Loss = Loss()
     timesteps: Timesteps = Timesteps()
-    log_every: Positive = Field(20, description="steps between rows of the log")
-    grid: Annotated[int, Field(ge=0)] = Field(36, description="images in a milestone's preview")
+    log_every: Steps = Field(20, description="steps between rows of the log")
+    grid: Annotated[int, Field(ge=0, le=10**4)] = Field(
+        36, description="images in a milestone's preview"
+    )
     snapshot_every: int | str = Field(
         200, description="steps, or a time such as 90s, 5m or 1h, looked at with each logged step"
     )
-    keep: Positive = Field(3, description="snapshots kept beside the milestones")
-    milestone_every: Positive = Field(200, description="steps between checkpoints for evaluation")
+    keep: Steps = Field(3, description="snapshots kept beside the milestones")
+    milestone_every: Steps = Field(200, description="steps between checkpoints for evaluation")
 
     @property
     def snapshot_steps(self) -> int | None:
@@ -128,10 +143,9 @@ class Train(Section):
             mistakes.append(
                 f"microbatches: {self.microbatches} is more than batch_size, {self.batch_size}"
             )
-        every = self.snapshot_every
-        if (every < 1) if isinstance(every, int) else not re.fullmatch("[1-9][0-9]*[smh]", every):
+        if not _is_interval(self.snapshot_every):
             mistakes.append(
-                f"snapshot_every: {every!r} given; a number of steps, or a time such "
+                f"snapshot_every: {self.snapshot_every!r} given; a number of steps, or a time such "
                 "as 90s, 5m or 1h, is needed"
             )
         if self.reduction == "exact" and self.precision == "fp16":

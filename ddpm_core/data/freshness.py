@@ -6,6 +6,7 @@ from ddpm_core.config import Config, Prepare
 from ddpm_core.data.dataset import Prepared, was_changed
 from ddpm_core.data.opening import changed
 from ddpm_core.data.place import written_places
+from ddpm_core.masking import masked, throughout
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, Workspace
 
@@ -26,8 +27,8 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     manifest = workspace.read_json(f"{DATA}/{MANIFEST}", Prepared)
     if not {"fingerprint", "prepare", "source", "files"} <= set(manifest):
         return "there are no data yet"
-    before = {**Prepare().model_dump(mode="json"), **manifest["prepare"]}
-    for key, value in config.prepare.model_dump(mode="json").items():
+    before = throughout(masked, {**Prepare().model_dump(mode="json"), **manifest["prepare"]})
+    for key, value in config.record()["prepare"].items():  # other credentials, same images
         if key not in _FREE and value != before[key]:
             return f"prepare.{key} is {value!r}, it was {before[key]!r}"
     if was_changed(manifest):

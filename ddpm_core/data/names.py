@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import unicodedata
 
+from ddpm_core.masking import visible
+
 _PICTURES = (
     "jpg jpeg jpe jfif jif png apng webp bmp dib gif tif tiff avif jp2 j2k ppm pgm pbm pnm ico "
     "mpo heic heif psd svg tga raw cr2 nef arw dng jxl exr"
@@ -50,7 +52,7 @@ def composed(name: str) -> str:
 def one_line(text: str) -> str:
     """Text with names in it as `shown` gives them, and control characters, among them new lines, as
     `\\n` or `\\x1b`: nobody forges a line with one."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown(text))
+    return visible(shown(text))
 
 
 def suffix(name: str) -> str:

@@ -39,6 +39,7 @@ from ddpm_core.data.split import untrainable
 from ddpm_core.data.square import Square, squares
 from ddpm_core.errors import UserError
 from ddpm_core.lease import hold
+from ddpm_core.masking import masked, throughout
 from ddpm_core.storage import MANIFEST
 from ddpm_core.workspace import DATA, Workspace
 
@@ -61,7 +62,7 @@ def prepare(config: Config, workspace: Workspace) -> dict[str, Any]:
         return workspace.read_json(f"{DATA}/{MANIFEST}")
     refuse_own_places(settings.source, workspace)
     console.say(f"Preparing {settings.source}: {reason}.")
-    facts: dict[str, Any] = {"prepare": settings.model_dump(mode="json")}
+    facts: dict[str, Any] = {"prepare": config.record()["prepare"]}
     # What was fetched goes after the lease: whoever waited for the data may train by then.
     with _told_unwritable(workspace), kept_list(workspace), ExitStack() as later, hold(workspace):
         source = open_source(
@@ -101,7 +102,7 @@ def _fill(folder: Path, facts: dict[str, Any], opened: Source, config: Config) -
     facts.update(
         told,
         bound=bound(told),
-        source=source.facts,
+        source=throughout(masked, source.facts),
         rejected=len(rejected),
         ignored=dict(listing.ignored),
     )

@@ -10,6 +10,7 @@ from ddpm_core.evaluation.extractors import chosen
 from ddpm_core.evaluation.rows import Results
 from ddpm_core.evaluation.shared import FOLDER
 from ddpm_core.evaluation.weights import locate
+from ddpm_core.masking import masked, throughout
 from ddpm_core.ranking import is_as_measured, is_scored, ranked, wanted
 from ddpm_core.reading import Manifest
 from ddpm_core.storage import MANIFEST, sha256_of
@@ -118,7 +119,8 @@ def _difference(
         return f"the samples of step {step} are not scored yet"
     if row.get("problem"):
         return f"step {step} could not be scored"
-    if results.get("settings") != settings.model_dump(mode="json"):
+    before, now = results.get("settings"), settings.model_dump(mode="json")
+    if throughout(masked, before) != throughout(masked, now):
         return "the settings of evaluate have changed"
     if row["evidence"].get("data") != data.get("fingerprint"):
         return "the data have changed"

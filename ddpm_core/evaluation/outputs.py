@@ -10,6 +10,7 @@ from ddpm_core.evaluation.freshness import OUTPUTS
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.evaluation.tables import best_csv, flat, results_csv
+from ddpm_core.masking import masked, throughout
 from ddpm_core.precision import choose
 from ddpm_core.ranking import Row, best, ranked
 from ddpm_core.workspace import EVALUATION, METRICS, RESULTS, TABLE, Workspace, snapshot_key
@@ -48,7 +49,7 @@ def _results(config: Config, workspace: Workspace, scorer: Scorer, rows: list[Ro
         "rows": rows,
         "sample": sample,
         "best": row and {key: row[key] for key in ("step", "score_name", "score")},
-        "settings": config.evaluate.model_dump(mode="json"),
+        "settings": config.record()["evaluate"],
         "data": _data(scorer),
         "extractor": {
             **extractor.facts,
@@ -73,7 +74,7 @@ def _data(scorer: Scorer) -> dict[str, Any]:
         "class_counts": train.class_counts,
         "image_size": train.image_size,
         "channels": train.channels,
-        "source": train.manifest.get("source"),
+        "source": throughout(masked, train.manifest.get("source")),
     }
 
 
@@ -101,4 +102,5 @@ def _run(config: Config, workspace: Workspace, row: Row | None) -> dict[str, Any
     given = saved.get("params")
     if not isinstance(given, dict):
         given = config.dump()
-    return {name: given[name] for name in SECTIONS if name in given} | {"seed": given.get("seed")}
+    chosen = {name: given[name] for name in SECTIONS if name in given} | {"seed": given.get("seed")}
+    return dict(throughout(masked, chosen))

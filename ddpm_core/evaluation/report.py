@@ -17,6 +17,7 @@ from ddpm_core.evaluation.extractors import SPACES
 from ddpm_core.evaluation.metrics import count_label, metric_name
 from ddpm_core.evaluation.pictures import FOLDER
 from ddpm_core.evaluation.rows import Results, samples_of
+from ddpm_core.masking import shown, throughout
 from ddpm_core.ranking import Row, best, best_inception, is_scored, ranked
 from ddpm_core.workspace import REPORT, RESULTS, Workspace
 
@@ -94,6 +95,7 @@ def _small_enough(data: bytes) -> tuple[str, int, int, bytes]:
 
 def render(results: dict[str, Any], pictures: Pictures) -> str:
     """The page of results.json. Names from strangers are escaped, and nothing is fetched."""
+    results = throughout(shown, results)
     jinja2 = require("jinja2", "eval")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),

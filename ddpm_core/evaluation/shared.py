@@ -24,6 +24,7 @@ from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.frozen import load, read_facts, save_extractor
 from ddpm_core.evaluation.in_domain import InDomain
+from ddpm_core.masking import masked, throughout
 from ddpm_core.reading import Count, Schema
 from ddpm_core.tracking import may_pass, reason
 from ddpm_core.workspace import EVALUATION, Workspace
@@ -65,7 +66,7 @@ def open_in_domain(
     """
     own = _own(workspace, train.fingerprint)
     uri = config.tracking.uri
-    if not own or (uri and workspace.read_json(NOTE) != {"uri": uri, "sha256": own["sha256"]}):
+    if not own or (uri and throughout(masked, workspace.read_json(NOTE)) != _noted(uri, own)):
         found, away = _fetch_into(config, workspace, train.fingerprint)
         if not found and not own:
             with workspace.storage.new_folder(FOLDER) as folder:
@@ -188,8 +189,12 @@ def _publish(config: Config, workspace: Workspace, data: str) -> bool:
 
 
 def _note(config: Config, workspace: Workspace) -> None:
-    sha256 = read_facts(workspace.path(FOLDER))["sha256"]
-    workspace.write_json(NOTE, {"uri": config.tracking.uri, "sha256": sha256})
+    workspace.write_json(NOTE, _noted(config.tracking.uri, read_facts(workspace.path(FOLDER))))
+
+
+def _noted(uri: str, facts: dict[str, Any]) -> dict[str, str]:
+    """Which server has, or was asked for, which extractor."""
+    return {"uri": masked(uri), "sha256": facts["sha256"]}
 
 
 def _with_client(config: Config, action: Callable[[Any, str], T]) -> T:

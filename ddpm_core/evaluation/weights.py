@@ -53,12 +53,13 @@ def _file(uri: str) -> Path | None:
 
 def _fetched(uri: str, wanted: str, workspace: Workspace) -> Path:
     """The workspace's copy of what a URI names: only a file that is the wanted one is kept."""
-    key = f"{EVALUATION}/inception/{fingerprint(uri)}"
+    # The same file when the URI is signed again, or its credentials change.
+    key = f"{EVALUATION}/inception/{fingerprint(masked(uri))}"
     name = Path(urlsplit(urldefrag(uri).url).path).name or "weights.pth"
     storage, file = workspace.storage, f"{key}/{name}"
     kept = storage.exists(f"{key}/{MANIFEST}") and storage.size(file) is not None
     if not kept or (wanted and storage.checksum(file) != wanted):
-        say(f"evaluate: fetching {masked(uri)}")
+        say(f"evaluate: fetching {uri}")
         with storage.new_folder(key, {"uri": masked(uri)}) as folder:
             fetch_whole(partial(_fetch, uri, folder / name, wanted))
     return workspace.path(file)
@@ -68,12 +69,12 @@ def _fetch(uri: str, path: Path, wanted: str) -> None:
     scheme = urlsplit(uri).scheme
     if scheme not in ("http", "https", "s3"):
         raise UserError(
-            f"evaluate.inception_weights: {masked(uri)!r} given; a file, or a URI that begins with "
+            f"evaluate.inception_weights: {uri!r} given; a file, or a URI that begins with "
             "file://, http://, https:// or s3://, is needed."
         )
     if "@" in urlsplit(uri).netloc:
         raise UserError(
-            f"evaluate.inception_weights: {masked(uri)} has a user or password, which is not "
+            f"evaluate.inception_weights: {uri} has a user or password, which is not "
             "supported: fetch the file yourself, and give its path."
         )
     for attempt in range(1, ATTEMPTS + 1):
@@ -85,11 +86,10 @@ def _fetch(uri: str, path: Path, wanted: str) -> None:
         except Exception as error:  # boto3 and urllib have families of their own
             if attempt == ATTEMPTS or _is_final(error):
                 raise UserError(
-                    f"evaluate.inception_weights: {masked(uri)} cannot be fetched: "
-                    f"{masked(str(error))}."
+                    f"evaluate.inception_weights: {uri} cannot be fetched: {error}."
                 ) from error
             time.sleep(attempt)
-    _must_be(path, wanted, masked(uri))
+    _must_be(path, wanted, uri)
 
 
 def _is_final(error: Exception) -> bool:

@@ -6,6 +6,7 @@ it. A shard takes whole chunks, so that one worker and forty draw the same bytes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from ddpm_core.config import Config, Sample
 from ddpm_core.config.deciding import unlike
 from ddpm_core.config.results import SAMPLER_DEFAULTS
 from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.params import validate
 from ddpm_core.ranking import Rows, best_to_sample
 from ddpm_core.workspace import RESULTS, SNAPSHOTS, Workspace, fingerprint
 
@@ -207,7 +209,9 @@ def whole(
 
 def parse_shard(text: str) -> tuple[int, int]:
     """(number, of) of `I/N`, 0 <= I < N. Raises UserError."""
-    number, slash, of = text.partition("/")
-    if slash and number.isdecimal() and of.isdecimal() and int(number) < int(of):
-        return int(number), int(of)
+    if match := re.fullmatch(r"(\d{1,18})/(\d{1,18})", text):
+        number, of = map(int, match.groups())
+        if number < of:
+            validate({"sample": {"shards": of}})  # as if that setting had asked for them
+            return number, of
     raise UserError(f"--shard {text}: I/N is needed, with I from 0 to N - 1, as in --shard 0/4.")

@@ -11,7 +11,7 @@ from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.evaluation.extractors import SPACES
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.rows import named_metrics
-from ddpm_core.masking import masked
+from ddpm_core.masking import shown, throughout
 from ddpm_core.ranking import Row
 
 LISTED = 20  # classes that are named
@@ -63,6 +63,7 @@ JSON, below `artifacts/checkpoint`.
 
 def write_card(name: str, checkpoint: Checkpoint, row: Row) -> str:
     """Markdown. `row` is the checkpoint's row of results.json."""
+    row = throughout(shown, row)
     return TEMPLATE.format(
         name=name,
         kind=_kind(checkpoint),
@@ -71,7 +72,7 @@ def write_card(name: str, checkpoint: Checkpoint, row: Row) -> str:
         scores=_list(_scores(row)),
         evidence=_list(_evidence(row["evidence"])),
         copies=_copies(row.get("memorisation") or {}),
-        data=_list(_data(checkpoint.data)),
+        data=_list(_data(throughout(shown, checkpoint.data))),
         caveats=_list(_caveats(row)),
         settings=_settings(checkpoint),
     )
@@ -138,7 +139,7 @@ def _data(data: Mapping[str, Any]) -> Iterator[str]:
         yield f"{data['count']:,} images, fingerprint `{data['fingerprint']}`"
     for key, value in (data.get("source") or {}).items():
         if isinstance(value, str | int):
-            yield f"source {key}: {_plain(masked(str(value)))}"
+            yield f"source {key}: {_plain(value)}"
     names, counts = data.get("classes") or [], data.get("class_counts") or []
     listed = [f"{_plain(name)} ({count})" for name, count in zip(names, counts, strict=False)]
     if listed:
@@ -163,9 +164,8 @@ def _caveats(row: Row) -> Iterator[str]:
 
 def _settings(checkpoint: Checkpoint) -> str:
     """What made the model, without the places of one machine and passwords in URIs."""
-    given = {k: v for k, v in checkpoint.params.dump().items() if k not in ELSEWHERE}
-    text = yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100)
-    return masked(text).rstrip()
+    given = {k: v for k, v in checkpoint.params.record().items() if k not in ELSEWHERE}
+    return yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100).rstrip()
 
 
 def _list(lines: Iterable[str]) -> str:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 
 from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError, require
-from ddpm_core.masking import masked
 from ddpm_core.mlflow_client import connect, is_mlflows, is_refusal, sqlite_path
 from ddpm_core.ranking import Scored
 from ddpm_core.reading import parse_object, validated
@@ -39,7 +38,7 @@ def asking(uri: str) -> Iterator[None]:
     except Exception as error:
         if not is_mlflows(error):
             raise
-        raise UserError(f"MLflow at {masked(uri)} cannot be used: {reason(error)}") from error
+        raise UserError(f"MLflow at {uri} cannot be used: {reason(error)}") from error
 
 
 def asks(method: Method) -> Method:
@@ -185,12 +184,12 @@ def rows_of(version: Any) -> list[dict[str, Any]]:
     return [row for key in ("rescored", "row") if (row := row_of(version, key))]
 
 
-def lost(record: dict[str, Any]) -> str | None:
-    """What MLflow has no longer of a registered.json; None where all is there.
+def lost(uri: str, record: dict[str, Any]) -> str | None:
+    """What MLflow at `uri` has no longer of a registered.json; None where all is there.
 
     None too where MLflow is away, or does not answer in PATIENCE seconds.
     """
-    store = sqlite_path(record["uri"])
+    store = sqlite_path(uri)
     if store is not None and not store.exists():  # which connecting would make
         return f"{store} is gone"
     with suppress(UserError):
@@ -199,7 +198,7 @@ def lost(record: dict[str, Any]) -> str | None:
 
     def ask() -> None:
         with suppress(Exception):
-            answers.append(_lost(connect(record["uri"]), record))
+            answers.append(_lost(connect(uri), record))
 
     asker = threading.Thread(target=ask, name="lost", daemon=True)
     asker.start()

@@ -18,7 +18,7 @@ from typing import Any
 import ddpm_core
 from ddpm_core.checkpoint import SETTINGS, Checkpoint
 from ddpm_core.errors import require
-from ddpm_core.masking import masked
+from ddpm_core.masking import masked, throughout
 from ddpm_core.reading import read_object
 from ddpm_core.registry.request import FIELDS
 from ddpm_core.storage import seal
@@ -46,14 +46,14 @@ def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Pa
     """
     folder.mkdir(parents=True)
     settings = read_object(checkpoint.folder / SETTINGS, SETTINGS)
-    settings["params"] = checkpoint.params.dump()
+    settings["params"] = checkpoint.params.record()
     settings["params"]["sample"].update(sampled)
     for key in ("workspace", "tracking"):
         settings["params"].pop(key, None)
     weights = checkpoint.weights_name(sampled["ema"])
     shutil.copyfile(checkpoint.folder / weights, folder / weights)
-    text = masked(json.dumps(settings, indent=1))
-    (folder / SETTINGS).write_text(text + "\n", encoding="utf-8")
+    settings["data"]["source"] = throughout(masked, settings["data"]["source"])
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     seal(folder)
 
 

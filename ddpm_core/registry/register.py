@@ -13,7 +13,7 @@ from ddpm_core.config import Config, Sample
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.mlflow_log import open_tracker
-from ddpm_core.masking import masked
+from ddpm_core.masking import masked, throughout
 from ddpm_core.ranking import Row, Rows, best, must_be_as_measured
 from ddpm_core.reading import Schema
 from ddpm_core.registry.card import as_description, write_card
@@ -65,7 +65,8 @@ def register(config: Config, workspace: Workspace) -> dict[str, Any]:
         registry.tag(version, "memorisation", verdict(row))
     if decision.promote:
         decision = promote(registry, version, decision, row, before)
-    record = recorded(registry, version, decision, row) | {"run_id": run_id, "uri": registry.uri}
+    record = recorded(registry, version, decision, row)
+    record |= {"run_id": run_id, "uri": masked(registry.uri)}
     workspace.write_json(REGISTERED, record)
     say(f"{registry.name} version {version.version}, step {row['step']}. {decision.why}")
     return record
@@ -91,10 +92,10 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     wanted = {
         "name": config.registration.name,
         "alias": config.registration.alias,
-        "uri": config.tracking.uri,
+        "uri": masked(config.tracking.uri),
         **identity(row),
     }
-    record = workspace.read_json(REGISTERED, Registered)
+    record = throughout(masked, workspace.read_json(REGISTERED, Registered))
     if not record:
         return "nothing is registered yet"
     differing = [
@@ -103,7 +104,9 @@ def stale(config: Config, workspace: Workspace) -> str | None:
         if record.get(key) != value
     ]
     told = " and ".join(dict.fromkeys(differing))
-    return f"{told}: another one now than was registered" if told else lost(record)
+    if told:
+        return f"{told}: another one now than was registered"
+    return lost(config.tracking.uri, record)
 
 
 def best_row(workspace: Workspace) -> Row:
@@ -136,8 +139,8 @@ def tracked_run(config: Config, workspace: Workspace, row: Row) -> str:
     """The MLflow run of the workspace, with all that MLflow lacked of it sent."""
     open_tracker(config, workspace, row).close()
     known = workspace.read_json(RUN).get("mlflow", {})
-    if known.get("uri") != config.tracking.uri or "run_id" not in known:
-        raise UserError(f"MLflow at {masked(config.tracking.uri)} has no run of this workspace.")
+    if masked(str(known.get("uri"))) != masked(config.tracking.uri) or "run_id" not in known:
+        raise UserError(f"MLflow at {config.tracking.uri} has no run of this workspace.")
     return str(known["run_id"])
 
 

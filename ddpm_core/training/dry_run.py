@@ -43,7 +43,7 @@ def describe(config: Config, workspace: Workspace, processes: int) -> str:
     execution = Execution.choose(config.train, device)
     parameters = budget.count_parameters(config, pictures)
     lines = [
-        yaml.safe_dump(config.dump(), sort_keys=False).rstrip(),
+        yaml.safe_dump(config.record(), sort_keys=False).rstrip(),
         "---",
         f"data        {_pictures(pictures)}",
         f"network     {parameters:,} parameters",

@@ -37,7 +37,7 @@ def keeping_records(
         mirror.start()
         identity = settings["train_fingerprint"]
         tracker = Tracker.open(config, workspace, identity, log=log.path)
-        tracker.params(config.dump())
+        tracker.params(config.record())
 
     def may_write() -> None:
         """The rows of the log come first: a run that resumes does not make them again."""

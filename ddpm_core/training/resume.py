@@ -12,6 +12,7 @@ from ddpm_core.console import say, warn
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.distributed import World
 from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.masking import masked, throughout
 from ddpm_core.models.unet import UNet
 from ddpm_core.storage import Unreachable
 from ddpm_core.training import snapshot
@@ -85,7 +86,7 @@ def settings_of(config: Config, data: PackedDataset) -> dict[str, Any]:
         captions = caption_counts(data)[:MOST_CAPTIONS]
     return {
         "ddpm": __version__,
-        "params": config.dump(),
+        "params": config.record(),
         "network": asdict(network_config(config, data)),
         "data": {
             "fingerprint": data.fingerprint,
@@ -95,7 +96,7 @@ def settings_of(config: Config, data: PackedDataset) -> dict[str, Any]:
             "image_size": data.image_size,
             "channels": data.channels,
             "count": len(data),
-            "source": data.manifest.get("source", {}),
+            "source": throughout(masked, data.manifest.get("source", {})),
         },
         "train_fingerprint": train_fingerprint(config, data.fingerprint),
         "identity": identity(config, data.fingerprint),
