@@ -27,7 +27,7 @@ from ddpm_core.workspace import (
     snapshot_key,
 )
 
-RECIPE = 4  # raised when the same samples would give other scores
+RECIPE = 5  # raised when the same samples would give other scores, or another verdict
 
 
 # The files that an evaluation is asked for; their sizes stand in results.json.
