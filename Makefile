@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster test-faults image lint lock clean
+.PHONY: help demo test test-cluster test-faults test-gpu image lint lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,10 @@ COUNT ?= 120
 SEED ?= 0
 test-faults: .venv/installed  ## kill, stop, fill and damage real runs, in COUNT drawn ways from SEED on
 	$(BIN)/python tests/faults --seed $(SEED) --count $(COUNT)
+
+CIFAR10 ?= ../shared/data/cifar10-jpeg.zip
+test-gpu: .venv/installed  ## all that needs a GPU, in 9 minutes: docs/results/gpu-CARD.json
+	$(BIN)/python -m benchmarks.gpu --cifar10 $(CIFAR10)
 
 lint: .venv/installed  ## ruff, formatting, mypy
 	$(BIN)/ruff check .

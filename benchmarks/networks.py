@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpm_core.config import Config
@@ -33,6 +33,19 @@ class Network:
     @property
     def sample_batch(self) -> int:
         return self.config.sample.batch_size
+
+
+def resized(network: Network, batch: int | None) -> Network:
+    """The network with batches of another size, to train and to sample; of its own if None."""
+    if batch is None:
+        return network
+    config = network.config.model_copy(
+        update={
+            "train": network.config.train.model_copy(update={"batch_size": batch}),
+            "sample": network.config.sample.model_copy(update={"batch_size": batch}),
+        }
+    )
+    return replace(network, config=config)
 
 
 def ho(steps: int) -> Network:

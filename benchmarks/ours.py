@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.networks import Network
-from ddpm_core import rng
+from ddpm_core import compiling, rng
 from ddpm_core.distributed import World
 from ddpm_core.generate.images import ImageSampler
 from ddpm_core.models.unet import UNet
@@ -19,7 +19,15 @@ from ddpm_core.training.initial import initial_weights, network_config
 from ddpm_core.training.state import TrainState
 from ddpm_core.training.step import Batch, step
 
+CPU = torch.device("cpu")
 _DRAWS = ("uniform", "normal", "dropout_mask")
+
+
+def use_kernels(repeatable: bool) -> None:
+    """Set the kernels of a GPU to those of `ddpm`, or to PyTorch's defaults, which others have."""
+    torch.backends.cudnn.allow_tf32 = not repeatable
+    torch.backends.cudnn.deterministic = repeatable
+    torch.use_deterministic_algorithms(repeatable, warn_only=True)
 
 
 def unet(network: Network) -> UNet:
@@ -29,9 +37,9 @@ def unet(network: Network) -> UNet:
     return made
 
 
-def train_state(network: Network) -> TrainState:
+def train_state(network: Network, device: torch.device = CPU) -> TrainState:
     """The state of a run on one worker before its first step."""
-    world = World(0, 1, torch.device("cpu"))
+    world = World(0, 1, device)
     execution = Execution.choose(network.config.train, world.device)
     return TrainState.create(network.config, world, execution, unet(network))
 
@@ -39,17 +47,20 @@ def train_state(network: Network) -> TrainState:
 def train_step(network: Network, state: TrainState | None = None) -> Callable[[], None]:
     """One step as `ddpm train` takes it, on images that are in memory already."""
     state = state or train_state(network)
+    device = state.world.device
     shape = (network.batch, network.image_size, network.image_size, network.channels)
     values = torch.arange(torch.Size(shape).numel()) * 37 % 256
-    batch = Batch(values.view(shape).to(torch.uint8), None, torch.arange(network.batch))
-    return lambda: step(state, batch, torch.zeros(()))
+    pixels = values.view(shape).to(device, torch.uint8)
+    batch = Batch(pixels, None, torch.arange(network.batch, device=device))
+    return lambda: step(state, batch, torch.zeros((), device=device))
 
 
-def denoise(network: Network) -> Callable[[], None]:
-    """The images of one batch, as `ddpm sample` makes them, in `network.steps` updates."""
+def denoise(network: Network, device: torch.device = CPU) -> Callable[[], None]:
+    """The images of one batch, as `ddpm sample` makes many, in `network.steps` updates."""
     config = network.config
-    model = unet(network).eval().requires_grad_(False)
-    sampler = ImageSampler(model, {}, config.sample, config.diffusion)
+    model = unet(network).eval().requires_grad_(False).to(device)
+    compiled = compiling.wanted(config.sample.compile, device, compiling.MANY)
+    sampler = ImageSampler(model, {}, config.sample, config.diffusion, compiled)
 
     def run() -> None:
         sampler.images(range(network.sample_batch))

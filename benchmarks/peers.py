@@ -1,13 +1,15 @@
-"""Our speed over diffusers', interleaved in one run on this machine's CPU.
+"""Our speed over diffusers', interleaved in one run on this machine's CPU or a GPU.
 
     python -m benchmarks.peers --json FILE [--quick] [--networks NAME...] [--rounds N] [--threads N]
-                               [--clock cpu]
+                               [--clock cpu] [--device cuda] [--batch N] [--diffusers bf16]
+                               [--any-kernels] [--train-only]
 
 The file holds `train` and `sample`: peer -> our speed over theirs, the geometric mean over the
 networks, each of which stands under `networks`: the median over rounds that measure both, one right
 after the other. A train step is forward, backward, clip,
 Adam, EMA, dropout and all random draws; a denoising step one evaluation and its update. Ours is
-what `ddpm train` and `ddpm sample` run with `precision: auto`.
+what `ddpm train` and `ddpm sample` run with `precision: auto`. On a GPU ours is compiled if it can
+be, and has repeatable kernels unless --any-kernels is given; theirs has PyTorch's defaults.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import diffusers
 import torch
 
 from benchmarks import ours, theirs
-from benchmarks.networks import NETWORKS, Network
+from benchmarks.networks import NETWORKS, Network, resized
+from ddpm_core.devices import choose_device
 from ddpm_core.precision import choose
 
 Work = Callable[[], None]
@@ -37,6 +40,17 @@ def seconds(work: Work, clock: Clock) -> float:
     started = clock()
     work()
     return clock() - started
+
+
+def on_gpu(work: Work, repeatable: bool, device: torch.device) -> Work:
+    """`work` to its end on a GPU, with one kind of kernels; on a CPU `work` as it is."""
+
+    def run() -> None:
+        ours.use_kernels(repeatable)
+        work()
+        torch.cuda.synchronize(device)
+
+    return run if device.type == "cuda" else work
 
 
 def compare(contestants: dict[str, Work], rounds: int, clock: Clock) -> dict[str, list[float]]:
@@ -66,50 +80,77 @@ def random_share(step: Work, rounds: int) -> float:
     return round(median(shares), 4)
 
 
-def measure(network: Network, rounds: int, clock: Clock) -> dict[str, Any]:
-    """Both works of one network: seconds a step, ratios, and the share of random numbers."""
-    own_step = ours.train_step(network)
-    train = compare({"diffusers": theirs.train_step(network), "ours": own_step}, rounds, clock)
-    share = random_share(own_step, rounds)
-    denoise = {"diffusers": theirs.denoise(network), "ours": ours.denoise(network)}
-    sample = compare(denoise, rounds, clock)
-    sample = {name: [t / network.steps for t in times] for name, times in sample.items()}
+def measure(
+    network: Network,
+    rounds: int,
+    clock: Clock,
+    device: torch.device,
+    precision: str = "fp32",
+    repeatable: bool = True,
+    sampling: bool = True,
+) -> dict[str, Any]:
+    """The works of one network: seconds a step, ratios, and the share of random numbers.
+
+    `precision` is that of diffusers. On a GPU the share is not known: work there goes on meanwhile.
+    """
+
+    def contest(own: Work, their: Work) -> dict[str, list[float]]:
+        works = {"diffusers": on_gpu(their, False, device), "ours": on_gpu(own, repeatable, device)}
+        return compare(works, rounds, clock)
+
+    own_step = ours.train_step(network, ours.train_state(network, device))
+    train = contest(own_step, theirs.train_step(network, device, precision))
+    share = random_share(own_step, rounds) if device.type == "cpu" else None
+    del own_step  # a GPU's memory holds one work at a time
+    works = {"train": train}
+    if sampling:
+        own, their = ours.denoise(network, device), theirs.denoise(network, device, precision)
+        works["sample"] = {
+            name: [t / network.steps for t in times] for name, times in contest(own, their).items()
+        }
     return {
         "batch": {"train": network.batch, "sample": network.sample_batch},
-        "ratios": {"train": ratio(train), "sample": ratio(sample)},
+        "ratios": {work: ratio(times) for work, times in works.items()},
         "random_share": share,
         "seconds": {
             work: {name: round(median(values), 5) for name, values in times.items()}
-            for work, times in (("train", train), ("sample", sample))
+            for work, times in works.items()
         },
     }
 
 
-def report(measured: dict[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
+def report(
+    measured: dict[str, dict[str, Any]], rounds: int, device: torch.device, precision: str
+) -> dict[str, Any]:
     """What the file holds."""
     return {
         **{
             work: {
                 "diffusers": round(geometric_mean(m["ratios"][work] for m in measured.values()), 3)
             }
-            for work in ("train", "sample")
+            for work in next(iter(measured.values()))["ratios"]
         },
         "networks": {name: m["ratios"] for name, m in measured.items()},
         "random_share": {name: m["random_share"] for name, m in measured.items()},
         "seconds": {name: m["seconds"] for name, m in measured.items()},
         "batch": {name: m["batch"] for name, m in measured.items()},
         "rounds": rounds,
-        "precision": {"ours": choose("auto", torch.device("cpu")), "diffusers": "fp32"},
+        "precision": {"ours": choose("auto", device), "diffusers": precision},
         "machine": {
             "processor": processor(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "system": platform.platform(),
             "threads": torch.get_num_threads(),
         },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "diffusers": diffusers.__version__,
-        },
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
     }
 
 
@@ -132,18 +173,33 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu: with one thread, on a busy machine"
     )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--batch", type=int, help="images a batch, for all networks")
+    parser.add_argument("--diffusers", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument(
+        "--any-kernels", action="store_true", help="on a GPU: ours with PyTorch's defaults"
+    )
+    parser.add_argument("--train-only", action="store_true", help="no sampling")
     arguments = parser.parse_args(argv)
+    repeatable = not arguments.any_kernels
+    device = choose_device(arguments.device) if repeatable else torch.device(arguments.device)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     rounds, steps = (3, 2) if arguments.quick else (15, 4)
     rounds = arguments.rounds or rounds
     clock = CLOCKS[arguments.clock]
-    measured = {name: measure(NETWORKS[name](steps), rounds, clock) for name in arguments.networks}
-    result = {**report(measured, rounds), "clock": arguments.clock}
+    measured = {}
+    for name in arguments.networks:
+        network = resized(NETWORKS[name](steps), arguments.batch)
+        given = (rounds, clock, device, arguments.diffusers, repeatable)
+        measured[name] = measure(network, *given, sampling=not arguments.train_only)
+    result = report(measured, rounds, device, arguments.diffusers)
+    result |= {"clock": arguments.clock, "repeatable": repeatable}
     arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(
         json.dumps(
-            {key: result[key] for key in ("train", "sample", "networks", "random_share")}, indent=2
+            {key: result[key] for key in (*measured[name]["ratios"], "networks", "random_share")},
+            indent=2,
         )
     )
 

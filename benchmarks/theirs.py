@@ -1,4 +1,4 @@
-"""The same work by diffusers, in float32, step by step as its training example does it."""
+"""The same work by diffusers, step by step as its training example does it, in fp32 or bf16."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from diffusers.training_utils import EMAModel
 from torch.nn import functional
 
 from benchmarks.networks import Network
+from ddpm_core.precision import autocast
+
+CPU = torch.device("cpu")
 
 
 def unet(network: Network) -> UNet2DModel:
@@ -31,20 +34,24 @@ def unet(network: Network) -> UNet2DModel:
     )
 
 
-def train_step(network: Network) -> Callable[[], None]:
+def train_step(
+    network: Network, device: torch.device = CPU, precision: str = "fp32"
+) -> Callable[[], None]:
     """Noise, loss, backward, clip, Adam, EMA, on images that are in memory already."""
-    model, scheduler = unet(network).train(), DDPMScheduler()
+    model, scheduler = unet(network).train().to(device), DDPMScheduler()
     settings = network.config.train
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.optimizer.lr)
     ema = EMAModel(model.parameters(), decay=settings.ema[0])
     shape = (network.batch, network.channels, network.image_size, network.image_size)
-    images = torch.rand(shape) * 2 - 1
+    images = torch.rand(shape, device=device) * 2 - 1
+    timesteps = scheduler.config.num_train_timesteps
 
     def run() -> None:
-        noise = torch.randn(images.shape)
-        t = torch.randint(0, scheduler.config.num_train_timesteps, (network.batch,))
-        output = model(scheduler.add_noise(images, noise, t), t).sample
-        loss: Any = functional.mse_loss(output, noise)
+        noise = torch.randn(images.shape, device=device)
+        t = torch.randint(0, timesteps, (network.batch,), device=device)
+        with autocast(precision, device):
+            output = model(scheduler.add_noise(images, noise, t), t).sample
+        loss: Any = functional.mse_loss(output.float(), noise)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optimizer.clip)
         optimizer.step()
@@ -54,17 +61,21 @@ def train_step(network: Network) -> Callable[[], None]:
     return run
 
 
-def denoise(network: Network) -> Callable[[], None]:
+def denoise(
+    network: Network, device: torch.device = CPU, precision: str = "fp32"
+) -> Callable[[], None]:
     """The images of one batch by its ancestral sampler, in `network.steps` updates."""
-    model, scheduler = unet(network).eval(), DDPMScheduler()
+    model, scheduler = unet(network).eval().to(device), DDPMScheduler()
     shape = (network.sample_batch, network.channels, network.image_size, network.image_size)
 
     @torch.no_grad()
     def run() -> None:
-        x = torch.randn(shape)
+        x = torch.randn(shape, device=device)
         scheduler.set_timesteps(network.steps)
         for t in scheduler.timesteps:
-            x = scheduler.step(model(x, t).sample, t, x).prev_sample
-        ((x / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+            with autocast(precision, device):
+                output = model(x, t).sample
+            x = scheduler.step(output.float(), t, x).prev_sample
+        ((x / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).cpu()
 
     return run

@@ -49,6 +49,16 @@ class Memorisation(Schema):
     p_value: float | None = None
 
 
+class Collapse(Schema):
+    """What is read of a row's `collapse`."""
+
+    verdict: str
+    count: Count = 0
+    exact: Count = 0
+    repeats: Count = 0
+    real_repeats: Count = 0
+
+
 class Scored(Schema):
     """A row of a checkpoint that was measured."""
 
@@ -57,6 +67,7 @@ class Scored(Schema):
     score: float
     evidence: Evidence
     memorisation: Memorisation | None = None
+    collapse: Collapse | None = None
     floor: dict[str, float | None] | None = None
     at_floor: dict[str, float | None] | None = None
     floor_count: Count | None = None

@@ -156,15 +156,15 @@ def scores(workspace: Workspace) -> tuple[Facts, Facts, str]:
         best["score_name"]: best["score"],
     }
     lines = [
-        f"| step | {best['score_name']} | precision | recall | memorisation |",
-        "|--" * 5 + "|",
+        f"| step | {best['score_name']} | precision | recall | memorisation | collapse |",
+        "|--" * 6 + "|",
     ]
     for row in rows:
         if row.get("problem"):
-            lines.append(f"| {row['step']} | not scored: {row['problem']} | | | |")
+            lines.append(f"| {row['step']} | not scored: {row['problem']} | | | | |")
             continue
         shares = [row.get("precision"), row.get("recall")]
         cells = [f"{row['score']:.4g}", *("" if s is None else f"{s:.2f}" for s in shares)]
-        memory = (row.get("memorisation") or {}).get("verdict", "")
-        lines.append(f"| {row['step']} | {' | '.join(cells)} | {memory} |")
+        cells += [(row.get(c) or {}).get("verdict", "") for c in ("memorisation", "collapse")]
+        lines.append(f"| {row['step']} | {' | '.join(cells)} |")
     return facts, workspace.read_json(METRICS), "\n".join(lines) + "\n"

@@ -21,6 +21,7 @@ from ddpm_core import params
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 from ddpm_core.masking import masked
+from ddpm_core.registry.gate import FAULTS, failed, verdicts
 from ddpm_core.workspace import Workspace
 from ddpm_kube import options
 from ddpm_kube.options import Options
@@ -206,8 +207,8 @@ def gate(results: dict[str, Any], worst: float) -> str:
     row: dict[str, Any] = next(
         (r for r in results["rows"] if r["step"] == results["best"]["step"]), {}
     )
-    if (row.get("memorisation") or {}).get("verdict") == "copies":
-        return f"The best checkpoint, step {row['step']}, copies training images."
+    if check := failed(verdicts(row)):
+        return f"The best checkpoint, step {row['step']}, {FAULTS[check][1]}."
     if 0 < worst < row["score"]:
         return (
             f"The best checkpoint, step {row['step']}, has {row['score_name']} "

@@ -69,5 +69,12 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of a file share a process, as they share fixtures (--dist loadfile)."""
+    """The tests of a file share a process, as they share fixtures (--dist loadfile).
+
+    Those that are marked for CUDA are skipped where it finds no GPU.
+    """
+    if not torch.cuda.is_available() and "DDPM_TEST_GPU" not in os.environ:
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="CUDA finds no GPU"))
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else 99)

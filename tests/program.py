@@ -18,6 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+# Where tests marked for CUDA compute; with DDPM_TEST_GPU=cpu they can be tried without a GPU.
+GPU = os.environ.get("DDPM_TEST_GPU", "cuda")
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [

@@ -48,3 +48,39 @@ def test_the_snapshot_benchmark_measures_the_stall_and_ho_has_his_number_of_weig
     with torch.device("meta"):
         weights = ours.unet(importlib.import_module("benchmarks.networks").ho(1)).parameters()
     assert sum(parameter.numel() for parameter in weights) == pytest.approx(35.7e6, rel=2e-3)
+
+
+def test_checks_of_a_gpu_go_on_after_a_failure_and_keep_to_the_time(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    checks = importlib.import_module("benchmarks.gpu").Checks("cpu", 60, file, {"card": "none"})
+    checks.check("fails", 60, checks.run, "json.tool", str(tmp_path / "missing"))
+    checks.check("has no end", 16, checks.run, "http.server", "0")  # 15 of them are kept back
+    checks.check("passes", 60, checks.run, "platform")
+    checks.check("the preset", 60, checks.preset, str(tmp_path), tmp_path / "missing")
+    found = json.loads(file.read_text())
+    assert found["card"] == "none"
+    states = [(check["check"], check["state"]) for check in found["checks"]]
+    assert states == [
+        ("fails", "fail"),
+        ("has no end", "not reached"),
+        ("passes", "pass"),
+        ("the preset", "not reached"),
+    ]
+    assert "No such file" in found["checks"][0]["why"]
+    assert "The time for it was up" in found["checks"][1]["why"] and found["checks"][1]["took"] < 12
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_checks_end_with_status_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu"])
+    assert importlib.import_module("benchmarks.gpu").main() == 3
+    assert "CUDA finds no GPU" in capsys.readouterr().err
+
+
+def test_diffusers_in_bf16_is_a_peer_too(tmp_path: Path) -> None:
+    given = ("--networks", "demo", "--rounds", "1", "--batch", "2", "--diffusers", "bf16")
+    result = measured("peers", tmp_path / "peers.json", *given, "--train-only")
+    assert result["precision"]["diffusers"] == "bf16" and "sample" not in result
+    assert result["batch"]["demo"] == {"train": 2, "sample": 2}

@@ -42,10 +42,11 @@ from ddpm_core.evaluation.evaluate import evaluate
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.freshness import stale
 from ddpm_core.evaluation.frozen import load_extractor, save_extractor
-from ddpm_core.evaluation.in_domain import InDomain, train_extractor
+from ddpm_core.evaluation.in_domain import InDomain, steps_for, train_extractor
 from ddpm_core.evaluation.inception import STANDARD, open_inception
 from ddpm_core.evaluation.metrics import Moments, frechet_distance, moments
 from ddpm_core.evaluation.shared import FOLDER, NOTE, open_in_domain
+from ddpm_core.evaluation.statistics import extract
 from ddpm_core.evaluation.weights import locate
 from ddpm_core.storage import sha256_of
 from ddpm_core.workspace import Workspace
@@ -371,6 +372,33 @@ def test_any_size_and_colour_has_128_features(size: int, tmp_path: Path) -> None
     found = train_extractor(*splits(workspace), steps=2)
     features, _ = found.extractor("x", CPU)(torch.from_numpy(images))
     assert features.shape == (24, 128) and bool(features.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("count", "steps"),
+    [(2, 25), (40, 25), (100, 62), (400, 250), (1388, 250), (1628, 254), (50_000, 600)],
+)
+def test_few_images_take_few_steps_and_usual_sets_what_they_took(count: int, steps: int) -> None:
+    assert steps_for(count) == steps
+
+
+def test_a_classifier_of_few_images_tells_good_samples_from_bad_ones(tmp_path: Path) -> None:
+    images, labels = digits()
+    workspace = workspace_at(tmp_path, images=images[:58], labels=labels[:58], held_out=10)
+    found = train_extractor(*splits(workspace))
+    assert found.facts["steps"] == 30
+    extractor = found.extractor("x", CPU)
+    real, held_out = images[10:58], images[100:148]
+    noise = np.random.default_rng(0).normal(0, 60, held_out.shape)
+    blurred = held_out.astype(float)
+    for axis in (1, 2) * 3:
+        blurred = (np.roll(blurred, 1, axis) + blurred + np.roll(blurred, -1, axis)) / 3
+    one_class = images[labels == 3][:48]
+    sets = [held_out, (held_out + noise).clip(0, 255), blurred, one_class]
+    features = [extract(extractor, [images.astype(np.uint8)]) for images in (real, *sets)]
+    real_moments, *others = [one.moments for one in features]
+    good, *bad = [frechet_distance(one, real_moments) for one in others]
+    assert 1.5 * good < min(bad)
 
 
 def test_without_held_out_images_there_is_no_accuracy(tmp_path: Path) -> None:

@@ -96,9 +96,21 @@ def test_a_model_that_copies_is_never_promoted() -> None:
 
 
 def test_a_champion_that_copies_gives_way_whatever_the_scores() -> None:
-    decision = decide(row(10.0), Champion("7", [row(1.0)], copies=True), dict)
+    decision = decide(row(10.0), Champion("7", [row(1.0)], "memorisation"), dict)
     assert decision.promote
     assert decision.why == "Promoted: the champion, version 7, copies training images."
+
+
+def test_a_model_that_has_collapsed_is_never_promoted_and_gives_way() -> None:
+    collapsed = {**row(1.0), "collapse": {"verdict": "collapsed"}}
+    for decision in (gate(collapsed, row(11.0)), decide(collapsed, None, dict)):
+        assert not decision.promote
+        assert decision.why == (
+            "Not promoted: it draws the same images repeatedly, by the collapse check."
+        )
+    assert gate({**row(1.0), "collapse": {"verdict": "repeats"}}, row(11.0)).promote
+    decision = decide(row(10.0), Champion("7", [row(1.0)], "collapse"), dict)
+    assert decision.why == "Promoted: the champion, version 7, draws the same images repeatedly."
 
 
 def test_of_versions_announced_at_once_all_find_the_same_to_be_the_best() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from program import ddpm
 
 from ddpm_core import params
 from ddpm_core.config import Config
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.unet import UNet
+from ddpm_core.precision import choose
 from ddpm_core.template import presets, template
+from ddpm_core.training.initial import network_config
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "ddpm_core" / "presets"
@@ -72,7 +75,8 @@ def test_the_program_prints_a_preset_and_lists_them(tmp_path: Path) -> None:
 
 def test_dtd_10_is_dtd_with_ten_classes() -> None:
     ten, all_classes = params.load(FOLDER / "dtd-10.yaml"), params.load(FOLDER / "dtd.yaml")
-    assert ten.prepare.classes is not None and len(set(ten.prepare.classes)) == 10
+    published = "cracked crystalline fibrous grooved honeycombed marbled scaly studded veined woven"
+    assert list(ten.prepare.classes or ()) == published.split()
     assert ten.prepare.model_copy(update={"classes": None}) == all_classes.prepare
 
 
@@ -95,9 +99,37 @@ def test_cifar10_is_the_published_recipe() -> None:
     assert not config.train.ema_warmup
 
 
-def test_cifar10_has_hos_network() -> None:
+def test_cifar10_computes_and_is_compared_as_the_published_runs() -> None:
+    """fp32 on every device, and precision and recall of 3 neighbours as in tqch/ddpm-torch."""
     config = params.load(FOLDER / "cifar10.yaml")
-    names = {field.name for field in fields(UNetConfig)} & set(type(config.model).model_fields)
-    settings = {name: getattr(config.model, name) for name in names}
-    network = UNet(UNetConfig(image_size=32, in_channels=3, **settings))
-    assert round(sum(p.numel() for p in network.parameters()) / 1e6, 1) == 35.7
+    for setting in (config.train.precision, config.sample.precision):
+        assert choose(setting, torch.device("cuda")) == "fp32"
+    assert config.evaluate.neighbours == 3
+
+
+CLASSES = {"animals10": 10, "cifar10": 0, "digits": 0, "dtd": 47, "dtd-10": 10, "sysu-shape": 5}
+MILLIONS = {"cifar10": 35.7}  # Ho's network
+
+
+@dataclass(frozen=True)
+class Images:
+    """What a network is built for."""
+
+    image_size: int
+    channels: int
+    classes: list[str]
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_describes_a_network_that_computes(path: Path) -> None:
+    config = params.load(path)
+    size, classes = config.prepare.image_size, [str(i) for i in range(CLASSES[path.stem])]
+    channels = 1 if path.stem == "digits" else 3
+    settings = network_config(config, Images(size, channels, classes))
+    network = UNet(settings)
+    condition = torch.zeros(1, dtype=torch.int64) if classes else None
+    with torch.no_grad():
+        output = network(torch.zeros(1, channels, size, size), torch.zeros(1), condition)
+    assert output.shape == (1, channels, size, size) and settings.classes == len(classes)
+    weights = sum(parameter.numel() for parameter in network.parameters()) / 1e6
+    assert round(weights, 1) == MILLIONS.get(path.stem, round(weights, 1))

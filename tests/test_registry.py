@@ -268,26 +268,38 @@ def test_what_copies_is_registered_but_not_promoted(
     assert not connect(store).get_registered_model(project.name).aliases
 
 
-def test_a_champion_that_is_found_to_copy_later_is_told_and_gives_way(
-    store: str, rows: list[Row], tmp_path: Path
+@pytest.mark.parametrize(
+    ("check", "verdict", "what", "fault"),
+    [
+        ("memorisation", "copies", "copies of training images", "copies training images"),
+        (
+            "collapse",
+            "collapsed",
+            "samples that repeat one another",
+            "draws the same images repeatedly",
+        ),
+    ],
+)
+def test_a_champion_that_fails_a_check_later_is_told_and_gives_way(
+    store: str, rows: list[Row], tmp_path: Path, check: str, verdict: str, what: str, fault: str
 ) -> None:
-    project = Project(tmp_path, "digits-found-out", store)
+    project = Project(tmp_path, f"digits-found-out-{check}", store)
     assert project.register(rows[0])["promoted"]
-    found_out = {**rows[0], "memorisation": {"verdict": "copies"}}
+    found_out = {**rows[0], check: {"verdict": verdict}}
     project.put(found_out)
     told = str(stale(project.config(), project.workspace))
-    assert told.startswith("the verdict on copies of training images: another one now")
+    assert told.startswith(f"the verdict on {what}: another one now")
     record = project.register(found_out)
     assert (record["version"], record["promoted"]) == ("1", False)
     assert record["why"] == (
-        "Not promoted: it copies training images, by the memorisation check. The champion, "
-        "version 1, is the same network: it gives way to the next that does not copy."
+        f"Not promoted: it {fault}, by the {check} check. The champion, version 1, is the same "
+        "network: it gives way to the next that passes this check."
     )
-    assert project.champion().tags["memorisation"] == "copies"
+    assert project.champion().tags[check] == verdict
     assert stale(project.config(), project.workspace) is None
     worse = project.register(rows[1])
     assert (worse["version"], worse["promoted"]) == ("2", True)
-    assert worse["why"] == "Promoted: the champion, version 1, copies training images."
+    assert worse["why"] == f"Promoted: the champion, version 1, {fault}."
 
 
 def test_a_verdict_that_comes_later_is_a_tag_and_no_second_version(

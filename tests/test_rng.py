@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from program import GPU
 from scipy import stats
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from ddpm_core import rng
 from ddpm_core.rng import Purpose
 
 KEY = rng.key(Purpose.NOISE, 0)
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DRAWS: dict[str, Callable[..., Tensor]] = {
     "bits": lambda key, sample, elements, **k: rng.bits(key, sample, elements, **k),
     "uniform": lambda key, sample, elements, **k: rng.uniform(key, sample, (elements,), **k),
@@ -88,11 +88,11 @@ def test_a_step_may_be_a_number_or_a_tensor_of_one_or_of_one_a_sample(
     assert not torch.equal(mixed[0], number[0])
 
 
-@pytest.mark.skipif(DEVICES == ["cpu"], reason="needs a CUDA device, and here is none")
+@pytest.mark.cuda
 @every_draw
 def test_cpu_and_gpu_draw_the_same_to_the_last_bit(draw: Callable[..., Tensor]) -> None:
     sample = torch.arange(256)
-    there = draw(KEY, sample.cuda(), 999, step=torch.tensor(3, device="cuda"))
+    there = draw(KEY, sample.to(GPU), 999, step=torch.tensor(3, device=GPU))
     assert torch.equal(there.cpu(), draw(KEY, sample, 999, step=3))
 
 

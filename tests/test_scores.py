@@ -185,17 +185,38 @@ def test_a_report_that_was_written_anew_is_up_to_date(run: Run) -> None:
     assert run.workspace.storage.size(REPORT) != before and run.stale() is None
 
 
-def test_training_images_that_do_not_differ_are_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_training_images_that_do_not_differ_are_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Run(tmp_path)
     same = run.images[:1].repeat(50, axis=0)
     run.put_data(images=same, labels=run.labels[:1].repeat(50), held_out=10)
     run.put_samples(200, 5, count=30)
+    capsys.readouterr()
     with pytest.raises(UserError, match="The training images don't differ"):
         run.evaluate()
+    assert "classifier" not in capsys.readouterr().err  # no minute of training comes first
     scorer = Scorer(run.config, run.workspace)
     scorer.__dict__["extractor"] = Extractor("x", "x", "x", lambda x: (flatten(x, 8), None))
     scores = scorer.score([run.images[100:130]])
     assert scores["fd"] > 0 and scores["fd_pixel_pca"] is None
+
+
+def test_samples_that_cannot_be_scored_train_no_classifier(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path)
+    run.put_data()
+    run.put_samples(200, 5, count=1)
+    for _ in range(2):
+        with pytest.raises(UserError, match="No checkpoint could be scored"):
+            run.evaluate()
+        assert run.stale() == "step 200 could not be scored"
+    assert "classifier" not in capsys.readouterr().err
+    assert not run.workspace.storage.exists("evaluation/extractor")
+    assert "No checkpoint could be scored" in run.workspace.path(REPORT).read_text()
+    run.put_samples(200, 5)
+    assert run.evaluate()[200]["score"] > 0 and run.stale() is None
 
 
 def test_fewer_than_twenty_images_have_no_inception_score(run: Run) -> None:

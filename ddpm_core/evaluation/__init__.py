@@ -5,6 +5,7 @@ statistics      features of many images, streamed
 extractors      what turns images into features; inception, in_domain, pixel_pca are the members
 frozen, shared  the in-domain extractor on disk and in MLflow: one per data fingerprint
 reference       the training set's side of every score, kept between runs
+collapse        near duplicates among samples, against those among real images
 memorisation    nearest training images of samples, against those of held-out images
 scorer           all scores of one set of images
 evaluate        the verb: every sampled checkpoint, its row, the files

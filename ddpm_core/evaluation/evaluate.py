@@ -15,7 +15,7 @@ from ddpm_core import memory
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import Corrupt, UserError, require
-from ddpm_core.evaluation import memorisation, pictures
+from ddpm_core.evaluation import memorisation, pictures, verdict
 from ddpm_core.evaluation.freshness import outlived, row_key, sampled
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.outputs import write_outputs
@@ -169,14 +169,16 @@ def _scored(scorer: Scorer, workspace: Workspace, step: int, samples: Samples) -
     scores = scorer.score(samples.shards, f"step {step}")
     first = _first(samples, memorisation.EXAMINED)
     pictures.write_grid(workspace, step, first)
-    facts = None
+    facts = repeats = None
     if scorer.remembers:
         facts, found = scorer.memorisation(first)
+        repeats = scorer.collapse(first, samples.evidence["sampler"])
         pictures.write_neighbours(workspace, f"{step:08d}", first, found, scorer.train)
     row = {
         "step": step,
         **scores,
         "memorisation": facts,
+        "collapse": repeats,
         "evidence": evidence(
             samples.evidence,
             scorer.train.fingerprint,
@@ -211,6 +213,9 @@ def _tell(rows: list[Row], new: list[Row], first: Row | None) -> None:
     if first:
         name, score = first["score_name"], first["score"]
         say(f"evaluate: the best is step {first['step']}, {name} = {score:.4g}.")
+        diversity = verdict.diversity(first.get("collapse"))
+        if diversity.level in ("bad", "caution"):
+            warn(f"Step {first['step']}: {diversity.detail}")
 
 
 def _track(config: Config, workspace: Workspace, rows: list[Row]) -> None:

@@ -28,7 +28,7 @@ from ddpm_core.workspace import (
     snapshot_key,
 )
 
-RECIPE = 4  # raised when the same samples would give other scores
+RECIPE = 5  # raised when the same samples would give other scores, or another verdict
 
 
 # The files that an evaluation is asked for; their sizes stand in results.json.
@@ -68,7 +68,7 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     data = workspace.read_json(f"{DATA}/{MANIFEST}")
     settings = config.evaluate
     extractor = _extractor(settings, workspace)
-    if results["extractor"]["fingerprint"] != extractor:
+    if results["extractor"]["fingerprint"] not in ("", extractor):  # "": nothing has a score
         return "the scores are of another extractor"
     rows = {int(row["step"]): row for row in results["rows"]}
     there = [step for step in sampled(workspace) if not outlived(workspace, step)]

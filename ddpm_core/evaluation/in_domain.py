@@ -32,13 +32,19 @@ RECIPE = 1  # raised when the same images would give another extractor
 LARGEST = 64  # pixels a side; larger images are averaged down to it
 BATCH = 64
 EPOCHS = 10
-STEPS = (250, 600)  # the fewest and the most
+STEPS = (250, 600)  # the fewest and the most, of at least 400 images
+PASSES = 40  # over fewer images than that; more made the distances no better, and took minutes
+FEWEST = 25  # steps; the statistics of batch norm need as many
 RATE = 3e-3
 SPREAD = 100.0  # total variance of the features on the training set
 FLAT = 1e-10  # a total variance below it is that of rounding
 TURNS = 4
 MEASURED_ON = 2000  # images
 _WEIGHTS = 1  # stream of the initial weights; stream 0 orders the images
+_SAME = (
+    "The training images don't differ, or no network can tell them apart. Scores need images that "
+    "differ. Look at the prepared images (data/contact.png), and choose another prepare.source."
+)
 
 
 class Network(nn.Module):
@@ -101,15 +107,19 @@ class InDomain:
 def train_extractor(
     train: PackedDataset, holdout: PackedDataset, seed: int = 0, steps: int | None = None
 ) -> InDomain:
-    """Train on the CPU for 10 epochs, within 250 to 600 steps of 64; measure on held-out images.
+    """Train on the CPU and measure the accuracy on held-out images.
 
     Every draw is keyed by `seed`, which is not the run's: one data set has one extractor.
+
+    Raises:
+        UserError: the training images don't differ.
     """
+    _must_differ(train)
     turned = len(train.classes) < 2
     network = Network(train.channels, train.image_size, TURNS if turned else len(train.classes))
     key = rng.key(Purpose.EVALUATE, seed)
     _initialise(network, key)
-    steps = steps or min(max(EPOCHS * len(train) // BATCH, STEPS[0]), STEPS[1])
+    steps = steps or steps_for(len(train))
     with _one_thread():
         _fit(network, train, turned, steps, key)
         _standardise(network, train, key)
@@ -128,6 +138,23 @@ def train_extractor(
             "data_fingerprint": train.fingerprint,
         },
     )
+
+
+def steps_for(count: int) -> int:
+    """Return how many steps of 64 to train on `count` images: 10 epochs, within 250 to 600 steps.
+
+    Fewer than 400 images are seen 40 times each instead, in at least 25 steps.
+    """
+    epochs = min(max(EPOCHS * count // BATCH, STEPS[0]), STEPS[1])
+    return min(epochs, max(PASSES * count // BATCH, FEWEST))
+
+
+def _must_differ(data: PackedDataset) -> None:
+    """Raise UserError if all images are the same; reads as far as the first that is not."""
+    first = data.images[0]
+    batches = (data.images[start : start + BATCH] for start in range(0, len(data), BATCH))
+    if all((images == first).all() for images in batches):
+        raise UserError(_SAME)
 
 
 def _block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
@@ -207,10 +234,7 @@ def _standardise(network: Network, data: PackedDataset, key: Key) -> None:
     rows = torch.cat([network(_examples(data, some, False)[0])[0] for some in _cut(indices)])
     spreads = rows.var(0).nan_to_num().view(2, -1).sum(1)
     if spreads.min() < FLAT:
-        raise UserError(
-            "The training images don't differ, or no network can tell them apart, so that samples "
-            "cannot be scored by how they differ: look at them, and give other ones."
-        )
+        raise UserError(_SAME)
     network.offset.copy_(rows.mean(0))
     network.scale.copy_((SPREAD / 2 / spreads).sqrt().repeat_interleave(len(network.scale) // 2))
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddpm_core.data.dataset import PackedDataset
+from ddpm_core.data.dataset import PackedArray, PackedDataset
 from ddpm_core.errors import require
 from ddpm_core.evaluation.pixel_pca import flatten
 from ddpm_core.images import Pixels
@@ -31,6 +31,8 @@ SEVERAL = 3
 CHANCE = 0.01  # a p-value below it is no chance
 LEAST = 0.04  # contrast of an even image, of pixels in [-1, 1]
 PAIRS = 16
+
+Images = Pixels | PackedArray  # uint8 (n, H, W, C), of which rows are taken by their numbers
 
 
 @dataclass(frozen=True)
@@ -50,38 +52,57 @@ def nearest(
     A chunk of training images is in memory at a time. The search is in float32; the distance of
     the image found is computed anew from the difference, so that a copy has exactly 0.
     """
+    return _neighbours(queries, train.images, device)
+
+
+def nearest_other(images: Pixels, device: torch.device | None = None) -> Neighbours:
+    """Find the nearest other one of each of at least two images, uint8 (n, H, W, C)."""
+    return _neighbours(images, images, device, other=True)
+
+
+def _neighbours(
+    queries: Pixels, images: Images, device: torch.device | None, other: bool = False
+) -> Neighbours:
+    """Find the nearest of `images`; if `other`, query i is image i, which does not count."""
     if not len(queries):
         return Neighbours(np.empty(0), np.empty(0, np.int64), np.empty(0, np.bool_))
     both = torch.cat([_flat(queries), _flat(queries[:, :, ::-1])])
-    found = _search(both, train, device or torch.device("cpu"))
-    straight, mirrored = _distances(both, train, found).reshape(2, -1) / _contrast(queries)
+    found = _search(both, images, device or torch.device("cpu"), other)
+    straight, mirrored = _distances(both, images, found).reshape(2, -1) / _contrast(queries)
     flip = mirrored < straight
     plain, turned = found.reshape(2, -1)
     index = np.where(flip, turned, plain)
     return Neighbours(np.minimum(straight, mirrored), index, flip)
 
 
-def _search(queries: Tensor, train: PackedDataset, device: torch.device) -> NDArray[np.int64]:
-    """The index of the nearest training image of each row (n, P)."""
+def _search(
+    queries: Tensor, images: Images, device: torch.device, other: bool
+) -> NDArray[np.int64]:
+    """The index of the nearest image of each row (n, P); `other` as in `_neighbours`."""
     queries = queries.to(device)
+    own = torch.arange(len(queries), device=device) % len(images)
     best = torch.full((len(queries),), torch.inf, device=device)
     where = torch.zeros(len(queries), dtype=torch.int64, device=device)
-    for start in range(0, len(train), CHUNK):
-        rows = _flat(train.images[start : start + CHUNK]).to(device)
+    for start in range(0, len(images), CHUNK):
+        rows = _flat(images[start : start + CHUNK]).to(device)
         # |q - r|^2 without |q|^2, which is the same for all r.
-        squares, places = torch.addmm(rows.square().sum(1), queries, rows.T, alpha=-2).min(1)
+        table = torch.addmm(rows.square().sum(1), queries, rows.T, alpha=-2)
+        if other:
+            columns = torch.arange(start, start + len(rows), device=device)
+            table.masked_fill_(own[:, None] == columns, torch.inf)
+        squares, places = table.min(1)
         where = torch.where(squares < best, places + start, where)
         best = torch.minimum(squares, best)
     found: NDArray[np.int64] = where.cpu().numpy()
     return found
 
 
-def _distances(queries: Tensor, train: PackedDataset, index: NDArray[np.int64]) -> Any:
-    """Root mean square differences (n,) float64 of rows (n, P) in [-1, 1] and training images."""
+def _distances(queries: Tensor, images: Images, index: NDArray[np.int64]) -> Any:
+    """Root mean square differences (n,) float64 of rows (n, P) in [-1, 1] and images."""
     parts = []
     for start in range(0, len(queries), CHUNK):
         part = slice(start, start + CHUNK)
-        difference = queries[part].double() - _flat(train.take(index[part])).double()
+        difference = queries[part].double() - _flat(images[index[part]]).double()
         parts.append(difference.square().mean(1).sqrt().numpy())
     return np.concatenate(parts)
 

@@ -6,13 +6,14 @@ from typing import Any
 
 from ddpm_core.config import Config
 from ddpm_core.evaluation import memorisation, pictures, plots
+from ddpm_core.evaluation.extractors import chosen
 from ddpm_core.evaluation.freshness import OUTPUTS
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.evaluation.tables import best_csv, flat, results_csv
 from ddpm_core.masking import masked, throughout
 from ddpm_core.precision import choose
-from ddpm_core.ranking import Row, best, ranked
+from ddpm_core.ranking import Row, best, is_scored, ranked
 from ddpm_core.workspace import EVALUATION, METRICS, RESULTS, TABLE, Workspace, snapshot_key
 
 SECTIONS = ("model", "diffusion", "train", "sample", "prepare")
@@ -44,22 +45,30 @@ def _results(config: Config, workspace: Workspace, scorer: Scorer, rows: list[Ro
     precision = choose(config.sample.precision, scorer.device)
     sample = config.sample.model_dump(mode="json") | {"precision": precision}
     row = best(rows, sample)
-    extractor = scorer.extractor
     return {
         "rows": rows,
         "sample": sample,
         "best": row and {key: row[key] for key in ("step", "score_name", "score")},
         "settings": config.record()["evaluate"],
         "data": _data(scorer),
-        "extractor": {
-            **extractor.facts,
-            "name": extractor.name,
-            "space": extractor.space,
-            "fingerprint": extractor.fingerprint,
-            "accuracy": extractor.accuracy,
-        },
+        "extractor": _extractor(scorer, rows),
         "straddling": _straddling(workspace, scorer) if scorer.remembers else None,
         "run": _run(config, workspace, row),
+    }
+
+
+def _extractor(scorer: Scorer, rows: list[Row]) -> dict[str, Any]:
+    """Return the facts of the extractor; without scores only its name, so that none is trained."""
+    if not any(map(is_scored, rows)):
+        name = chosen(scorer.settings)
+        return {"name": name, "space": name, "fingerprint": "", "accuracy": None}
+    extractor = scorer.extractor
+    return {
+        **extractor.facts,
+        "name": extractor.name,
+        "space": extractor.space,
+        "fingerprint": extractor.fingerprint,
+        "accuracy": extractor.accuracy,
     }
 
 

@@ -96,4 +96,7 @@ def named_metrics(row: Row) -> dict[str, float]:
         value = (row.get("memorisation") or {}).get(key)
         if value is not None:
             named[f"memorisation_{key}"] = float(value)
+    collapse = row.get("collapse") or {}
+    if collapse.get("repeats") is not None:
+        named["repeats_share"] = collapse["repeats"] / collapse["count"]
     return named

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ddpm_core.config import Config, Evaluate
 from ddpm_core.console import progress
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.devices import choose_device
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation import memorisation, metrics, pixel_pca
+from ddpm_core.evaluation import collapse, memorisation, metrics, pixel_pca
 from ddpm_core.evaluation.extractors import Extractor, chosen
 from ddpm_core.evaluation.held_out import open_held_out
 from ddpm_core.evaluation.inception import open_inception
@@ -42,10 +44,11 @@ class Scorer:
             raise UserError(f"Scores need 2 training images; there are {len(self.train)}.")
         self._config, self._workspace = config, workspace
         self._floors: dict[int, Scores] = {}
+        self._apart: dict[tuple[int | str, ...], NDArray[np.float64]] = {}
 
     @property
     def remembers(self) -> bool:
-        """Whether memorisation is looked at."""
+        """Whether memorisation and collapse are looked at."""
         return "memorisation" in self.settings.metrics
 
     @cached_property
@@ -123,6 +126,24 @@ class Scorer:
         _, held = self.held_out
         found = memorisation.nearest(images[: memorisation.EXAMINED], self.train, self.device)
         return memorisation.compare(found.distance, held.distance), found
+
+    def collapse(self, images: Pixels, sampler: Mapping[str, Any]) -> Scores:
+        """Compare images, at most 2,000, with as many training images of the classes drawn.
+
+        `sampler` are the settings that drew them. Of chosen prompts no training images are known.
+        """
+        order, drawn = shuffled(len(self.train)), tuple(sampler.get("classes") or ())
+        if drawn:
+            kinds = [i for i, name in enumerate(self.train.classes) if name in drawn]
+            order = order[np.isin(self.train.labels[order], kinds)]
+        count = min(len(images), len(order), memorisation.EXAMINED)
+        if count < collapse.FEWEST or sampler.get("prompts"):
+            return {"count": count, "verdict": "unknown"}
+        if (count, *drawn) not in self._apart:
+            real = self.train.take(order[:count])
+            self._apart[count, *drawn] = memorisation.nearest_other(real, self.device).distance
+        found = memorisation.nearest_other(images[:count], self.device)
+        return collapse.compare(found.distance, self._apart[count, *drawn])
 
     def _measure(self, features: Features, plain: Features) -> Scores:
         wanted, k = self.settings.metrics, self.settings.neighbours

@@ -26,6 +26,7 @@ _EVIDENCE = (
     "train",
 )
 _MEMORISATION = ("verdict", "share_below", "p_value", "copies", "count")
+_COLLAPSE = ("verdict", "repeats", "real_repeats", "count")
 
 
 def flat(ranked: list[Row]) -> dict[str, float]:
@@ -49,12 +50,14 @@ def results_csv(rows: list[Row]) -> str:
     lines = []
     for row in sorted(rows, key=lambda row: int(row["step"])):
         facts, memory = row.get("evidence") or {}, row.get("memorisation") or {}
+        collapse = row.get("collapse") or {}
         floor, same = row.get("floor") or {}, row.get("at_floor") or {}
         lines.append(
             {name: row.get(name) for name in ("step", "score_name", "score", *MEASURES)}
             | {name: row.get(name) for name in ("floor_count", "kid_count", "prdc_count")}
             | {"fd_at_floor_count": same.get("fd"), "floor_fd": floor.get("fd")}
             | {f"memorisation_{name}": memory.get(name) for name in _MEMORISATION}
+            | {f"collapse_{name}": collapse.get(name) for name in _COLLAPSE}
             | {name: _cell(facts.get(name)) for name in _EVIDENCE}
             | {"problem": row.get("problem")}
         )

@@ -30,6 +30,7 @@ class Verdict:
     headline: str
     summary: str
     quality: Answer | None = None
+    diversity: Answer | None = None
     memorisation: Answer | None = None
     trend: Answer | None = None
 
@@ -46,10 +47,13 @@ def judge(results: dict[str, Any]) -> Verdict:
     else:
         headline += "compared with no other checkpoint" if others else "the one checkpoint scored"
     quality, trend = _quality(row), _trend(listed, row)
-    memory = _memorisation(row.get("memorisation"))
-    headline += ", but it copies training images" if memory.level == "bad" else ""
-    summary = " ".join(answer.summary for answer in (quality, memory, trend))
-    return Verdict(f"{headline}.", summary, quality, memory, trend)
+    variety, memory = diversity(row.get("collapse")), _memorisation(row.get("memorisation"))
+    faults = ["it has collapsed: its samples repeat one another"] * (variety.level == "bad")
+    faults += ["it copies training images"] * (memory.level == "bad")
+    headline += f", but {', and '.join(faults)}" if faults else ""
+    answers = (variety, quality, memory, trend)
+    summary = " ".join(answer.summary for answer in answers if answer.summary)
+    return Verdict(f"{headline}.", summary, quality, variety, memory, trend)
 
 
 def sort_rows(results: dict[str, Any]) -> tuple[list[Row], list[Row], list[Row]]:
@@ -96,6 +100,28 @@ def _quality(row: Row) -> Answer:
         return Answer(score, "Its samples are about as near to the data as real images.", detail)
     far = f"Its samples are {number(ratio)} times as far from the data as real images are."
     return Answer(score, far, detail)
+
+
+def diversity(facts: dict[str, Any] | None) -> Answer:
+    """Answer whether samples repeat one another more than real images do."""
+    if facts is None:
+        return Answer("unknown", "", "Repeats among the samples were not looked at.", "unknown")
+    if facts["verdict"] == "unknown":
+        detail = "There are too few real images of their kind to tell whether samples repeat."
+        return Answer("unknown", "", detail, "unknown")
+    count, share = facts["count"], percent(facts["repeats"] / facts["count"])
+    real = percent(facts["real_repeats"] / count)
+    detail = f"{share} of {count:,} samples are nearly the same as another one"
+    if facts["exact"]:
+        detail += f", {facts['exact']:,} of them exactly"
+    detail += f"; of as many real images {real} are."
+    if facts["verdict"] == "collapsed":
+        summary = f"Do not use it: {share} of its samples are nearly the same as another one."
+        return Answer("collapsed", summary, detail, "bad")
+    if facts["verdict"] == "repeats":
+        summary = f"{share} of its samples are nearly the same as another one."
+        return Answer("repeats", summary, detail, "caution")
+    return Answer("no sign of collapse", "", detail, "good")
 
 
 def _memorisation(facts: dict[str, Any] | None) -> Answer:

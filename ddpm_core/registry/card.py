@@ -37,8 +37,10 @@ A denoising diffusion model (DDPM) after {step} steps of training.
 ## How they were measured
 {evidence}
 
-## Copies of training images
+## Copies of training images, and of one another
 {copies}
+
+{repeats}
 
 ## Data
 {data}
@@ -72,6 +74,7 @@ def write_card(name: str, checkpoint: Checkpoint, row: Row) -> str:
         scores=_list(_scores(row)),
         evidence=_list(_evidence(row["evidence"])),
         copies=_copies(row.get("memorisation") or {}),
+        repeats=_repeats(row.get("collapse") or {}),
         data=_list(_data(throughout(shown, checkpoint.data))),
         caveats=_list(_caveats(row)),
         settings=_settings(checkpoint),
@@ -98,7 +101,7 @@ def _scores(row: Row) -> Iterator[str]:
     """The score that counts, the others, and what held-out real images would get."""
     yield f"**{row['score_name']}: {row['score']:.4g}** (the lower the better)"
     for name, value in named_metrics(row).items():
-        if name != row["score_name"] and not name.startswith("memorisation"):
+        if name != row["score_name"] and not name.startswith(("memorisation", "repeats")):
             yield f"{name}: {value:.4g}"
     floor, same = (row.get("floor") or {}).get("fd"), (row.get("at_floor") or {}).get("fd")
     if floor is not None and same is not None:
@@ -131,6 +134,17 @@ def _copies(facts: Mapping[str, Any]) -> str:
     return (
         f"{verdict} Of {facts['count']:,} images {facts['share_below']:.1%} lie nearer to a "
         f"training image than 99 % of held-out images do; {chance:.1%} is what chance gives."
+    )
+
+
+def _repeats(facts: Mapping[str, Any]) -> str:
+    if facts.get("verdict", "unknown") == "unknown":
+        return "Not examined: whether its images repeat one another is not known."
+    count = facts["count"]
+    return (
+        f"{'**It has collapsed.** ' if facts['verdict'] == 'collapsed' else ''}Of {count:,} images "
+        f"{facts['repeats'] / count:.1%} are nearly the same as another one; of as many training "
+        f"images {facts['real_repeats'] / count:.1%} are."
     )
 
 

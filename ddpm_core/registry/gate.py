@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ddpm_core.ranking import Row, differences
 
-COPIES = "copies"  # the verdict on a network that may not become the champion
+# Why a network may not become the champion, whatever its score: check -> verdict, and in words.
+FAULTS = {
+    "memorisation": ("copies", "copies training images"),
+    "collapse": ("collapsed", "draws the same images repeatedly"),
+}
 
 
 class Unfit(Exception):
@@ -18,12 +22,12 @@ class Unfit(Exception):
 class Champion:
     """A version that has the alias or is about to, with the rows it was measured by.
 
-    The newest row is the first. `copies`: it was found later to copy training images.
+    The newest row is the first. `fault` is the check that it failed later, or empty.
     """
 
     version: str
     rows: list[Row]
-    copies: bool = False
+    fault: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,14 @@ class Decision:
     rescored: Row | None = None
 
 
-def verdict(row: Row) -> str:
-    """What the memorisation check says; `unknown` where it was not made."""
-    return str((row.get("memorisation") or {}).get("verdict", "unknown"))
+def verdicts(row: Row) -> dict[str, str]:
+    """Return the verdict of each check; `unknown` where a check was not made."""
+    return {check: str((row.get(check) or {}).get("verdict", "unknown")) for check in FAULTS}
+
+
+def failed(found: Mapping[str, str]) -> str:
+    """Return the first check that a network with these verdicts fails; empty if it passes all."""
+    return next((check for check in FAULTS if found.get(check) == FAULTS[check][0]), "")
 
 
 def decide(candidate: Row, champion: Champion | None, rescore: Callable[[], Row]) -> Decision:
@@ -47,16 +56,13 @@ def decide(candidate: Row, champion: Champion | None, rescore: Callable[[], Row]
     Unfit: then the candidate takes its place, since nothing could ever be better than what can't
     be measured.
     """
-    if verdict(candidate) == COPIES:
-        return Decision(
-            False, "Not promoted: it copies training images, by the memorisation check."
-        )
+    if check := failed(verdicts(candidate)):
+        return Decision(False, f"Not promoted: it {FAULTS[check][1]}, by the {check} check.")
     if champion is None:
         return Decision(True, "Promoted: there was no champion.")
-    if champion.copies:
-        return Decision(
-            True, f"Promoted: the champion, version {champion.version}, copies training images."
-        )
+    if champion.fault:
+        fault = FAULTS[champion.fault][1]
+        return Decision(True, f"Promoted: the champion, version {champion.version}, {fault}.")
     for row in champion.rows:
         if row and not differences(row, candidate):
             return compare(candidate, champion, row, "")

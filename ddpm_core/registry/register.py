@@ -17,12 +17,21 @@ from ddpm_core.masking import masked, throughout
 from ddpm_core.ranking import Row, Rows, best, must_be_as_measured
 from ddpm_core.reading import Schema
 from ddpm_core.registry.card import as_description, write_card
-from ddpm_core.registry.gate import COPIES, Champion, Decision, Unfit, best_of, decide, verdict
+from ddpm_core.registry.gate import (
+    FAULTS,
+    Champion,
+    Decision,
+    Unfit,
+    best_of,
+    decide,
+    failed,
+    verdicts,
+)
 from ddpm_core.registry.models import PROMOTED, Registry, asking, lost, rows_of
 from ddpm_core.registry.package import CARD, CHECKPOINT, model_name, upload, write_checkpoint
 from ddpm_core.workspace import REGISTERED, RESULTS, RUN, SNAPSHOTS, Workspace, fingerprint
 
-KEPT = ("step", "score_name", "score", "evidence", "memorisation")  # of a row, with a version
+KEPT = ("step", "score_name", "score", "evidence", *FAULTS)  # of a row, with a version
 
 
 class Registered(Schema):
@@ -61,8 +70,9 @@ def register(config: Config, workspace: Workspace) -> dict[str, Any]:
         decision = judge(config, workspace, registry, champion, row)
     decision = denounced(registry, champion, row, decision)
     registry.tag(version, "decision", decision.why)
-    if verdict(row) not in ("unknown", version.tags.get("memorisation")):  # asked only now
-        registry.tag(version, "memorisation", verdict(row))
+    for check, found in verdicts(row).items():
+        if found not in ("unknown", version.tags.get(check)):  # asked only now
+            registry.tag(version, check, found)
     if decision.promote:
         decision = promote(registry, version, decision, row, before)
     record = recorded(registry, version, decision, row)
@@ -78,6 +88,7 @@ _DIFFERS = {
     "alias": "register.alias",
     "uri": "tracking.uri",
     "memorisation": "the verdict on copies of training images",
+    "collapse": "the verdict on samples that repeat one another",
 }
 
 
@@ -131,8 +142,8 @@ def network(row: Row) -> dict[str, str]:
 
 
 def identity(row: Row) -> dict[str, str]:
-    """The same, and the verdict on copies: with another one there is something to do."""
-    return {**network(row), "memorisation": verdict(row)}
+    """The same, and the verdicts of the checks: with others there is something to do."""
+    return {**network(row), **verdicts(row)}
 
 
 def tracked_run(config: Config, workspace: Workspace, row: Row) -> str:
@@ -156,7 +167,7 @@ def judge(
         return decide(row, None, dict)
     whole = registry.has_files(version)
     rows = rows_of(version) if whole else []  # no score counts of what nobody can load
-    if verdict(row) != COPIES and any(network(found) == network(row) for found in rows):
+    if not failed(verdicts(row)) and any(network(found) == network(row) for found in rows):
         told = str(version.tags.get("decision", ""))
         moved = "It is the champion: the alias was moved to it."
         return Decision(True, told if told.startswith("Promoted") else moved)
@@ -169,22 +180,28 @@ def judge(
         say(f"register: the champion, version {version.version}, is sampled and scored anew.")
         return rescore(config, workspace, registry.checkpoint(version), row)
 
-    copies = version.tags.get("memorisation") == COPIES
-    decision = decide(row, Champion(number(version), rows, copies), measure_anew)
+    decision = decide(row, Champion(number(version), rows, failed(version.tags)), measure_anew)
     if decision.rescored:
         registry.tag(version, "rescored", json.dumps(short(decision.rescored)))
     return decision
 
 
 def denounced(registry: Registry, champion: Any | None, row: Row, decision: Decision) -> Decision:
-    """The decision; where the champion is the network that copies, both say so."""
-    weights = champion.tags.get("weights") if champion else None
-    if verdict(row) != COPIES or weights != row["evidence"]["weights"]:
+    """The decision; where the champion is the network that has the fault, both say so.
+
+    A network that copies does so however it is sampled; whether samples repeat one another depends
+    on the sampler too, so that this is only said of a champion with the same evidence.
+    """
+    found = verdicts(row)
+    check, same = failed(found), network(row)
+    if check == "memorisation":
+        same = {"weights": same["weights"]}
+    if not check or not champion or any(champion.tags.get(key) != same[key] for key in same):
         return decision
-    registry.tag(champion, "memorisation", COPIES)
+    registry.tag(champion, check, found[check])
     told = (
         f"The champion, version {number(champion)}, is the same network: it gives way to the next "
-        "that does not copy."
+        "that passes this check."
     )
     return replace(decision, why=f"{decision.why} {told}")
 
