@@ -235,16 +235,25 @@ def destroy(
 
 @verb
 def import_diffusers(
-    folder: Annotated[Path, typer.Argument(help="A folder of diffusers' DDPMPipeline.")],
+    folder: Annotated[
+        Path, typer.Argument(help="A folder of diffusers: pipeline, UNet2DModel or checkpoint.")
+    ],
     output: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
+    schedule: Annotated[
+        str | None, typer.Option(help="diffusion.schedule, for a network without a scheduler.")
+    ] = None,
+    timesteps: Annotated[int | None, typer.Option(help="diffusion.timesteps, likewise.")] = None,
+    prediction: Annotated[str | None, typer.Option(help="diffusion.prediction, likewise.")] = None,
 ) -> None:
-    """Convert a diffusers pipeline to a checkpoint.
+    """Convert a network of diffusers to a checkpoint.
 
-    The folder may be sampled, or be where a training starts: train.init.
+    Training can start from the checkpoint: train.init.
     """
     from ddpm_core.interop.checkpoints import import_checkpoint
 
-    typer.echo(import_checkpoint(folder, output))
+    process = {"schedule": schedule, "timesteps": timesteps, "prediction": prediction}
+    given = {name: value for name, value in process.items() if value is not None}
+    typer.echo(import_checkpoint(folder, output, given))
 
 
 @verb
