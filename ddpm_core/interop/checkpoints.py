@@ -20,7 +20,7 @@ from ddpm_core.storage import LocalStorage
 from ddpm_core.workspace import SNAPSHOTS, Workspace, fingerprint
 
 
-def import_checkpoint(folder: Path, output: Path, process: Mapping[str, Any]) -> str:
+def import_checkpoint(folder: Path, output: Path, process: Mapping[str, Any] | None = None) -> str:
     """Write a checkpoint folder with a network of diffusers, and return what to do with it.
 
     `process` is settings of the section `diffusion`, for a network without a scheduler.
@@ -28,7 +28,7 @@ def import_checkpoint(folder: Path, output: Path, process: Mapping[str, Any]) ->
     if output.exists():
         raise UserError(f"{output} exists already; give a new folder.")
     found = import_folder(folder)
-    network, diffusion = found.network, _diffusion(found, process)
+    network, diffusion = found.network, _diffusion(found, process or {})
     model = {
         "channels": network.channels,
         "multipliers": list(network.multipliers),

@@ -62,7 +62,7 @@ def fresh_network(config: Config, data: Pictures) -> tuple[UNet, str]:
 
     What the settings leave open it has from the network of `train.init`.
     """
-    origin = None if config.train.init is None else open_origin(config.train.init, config)
+    origin = None if config.train.init is None else open_origin(config)
     network = network_config(config, data)
     model = UNet(network if origin is None else network.with_details(origin.network))
     return model, initial_weights(model, config, data.classes, origin)
@@ -73,8 +73,8 @@ def initial_weights(
 ) -> str:
     """Set the weights: keyed by their names, so the same on every worker and device.
 
-    With an `origin` those of another network; then the result says what they were not taken for.
-    `classes` are those of the data.
+    With `train.init` those of another network, `origin` where it is open already; then the result
+    says what they were not taken for. `classes` are those of the data.
     """
     key = rng.key(Purpose.INIT, config.seed)
 
@@ -83,7 +83,9 @@ def initial_weights(
         return rng.uniform(key, torch.tensor([int.from_bytes(digest[:4], "big")]), shape)[0]
 
     model.initialise(uniform)
-    return "" if origin is None else take_weights(model, origin, classes)
+    if config.train.init is None:
+        return ""
+    return take_weights(model, origin or open_origin(config), classes)
 
 
 def check_init_stays(config: Config, workspace: Workspace) -> None:

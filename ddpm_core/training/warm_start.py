@@ -91,8 +91,9 @@ def _differing(there: UNetConfig, here: UNetConfig) -> Iterable[str]:
         yield f"model.attention is {said[0]} there, {said[1]} here"
 
 
-def open_origin(origin: str, config: Config) -> Origin:
-    """Read a checkpoint folder, a diffusers folder or a registered model. Raises UserError."""
+def open_origin(config: Config) -> Origin:
+    """Read the network of `train.init`. Raises UserError."""
+    origin = config.train.init or ""
     if origin.startswith("models:/"):
         from ddpm_core.registry.models import download
 
