@@ -60,7 +60,7 @@ class Network(Schema):
     freq_shift: float = 1
     norm_eps: float = 1e-6
     norm_num_groups: Small | None = None
-    head_dim: Small | None = None
+    attention_head_dim: Small | None = None
     attention_up: list[Count] | None = None
 
 

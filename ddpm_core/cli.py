@@ -235,9 +235,7 @@ def destroy(
 
 @verb
 def import_diffusers(
-    folder: Annotated[
-        Path, typer.Argument(help="A folder of diffusers: pipeline, UNet2DModel or checkpoint.")
-    ],
+    folder: Annotated[Path, typer.Argument(help="A folder that diffusers or accelerate saved.")],
     output: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
     schedule: Annotated[
         str | None, typer.Option(help="diffusion.schedule, for a network without a scheduler.")
@@ -245,9 +243,10 @@ def import_diffusers(
     timesteps: Annotated[int | None, typer.Option(help="diffusion.timesteps, likewise.")] = None,
     prediction: Annotated[str | None, typer.Option(help="diffusion.prediction, likewise.")] = None,
 ) -> None:
-    """Convert a network of diffusers to a checkpoint.
+    """Convert a UNet2DModel of diffusers to a checkpoint.
 
-    Training can start from the checkpoint: train.init.
+    FOLDER is a pipeline, a bare network or a checkpoint folder of accelerate; half-precision and
+    sharded safetensors are read too. Training can start from the checkpoint: train.init.
     """
     from ddpm_core.interop.checkpoints import import_checkpoint
 

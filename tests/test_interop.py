@@ -428,6 +428,9 @@ def test_every_field_that_is_not_carried_is_refused_by_name(fields: Fields, read
         ("unet/config.json", {"in_channels": 4, "out_channels": 4}, r"channels are \(4, 4\)"),
         ("unet/config.json", {"block_out_channels": [32, 64]}, "shape"),
         ("unet/config.json", {"block_out_channels": None}, "damaged"),
+        ("unet/config.json", {"layers_per_block": 1.5}, "damaged: blocks"),
+        ("unet/config.json", {"attention_head_dim": 0}, "attention_head_dim is 0"),
+        ("scheduler/scheduler_config.json", {"num_train_timesteps": 999.5}, "damaged"),
         ("unet/config.json", {"num_class_embeds": 3}, "lack class_embedding.weight"),
         ("unet/config.json", {"up_block_types": ["UpBlock2D"]}, r"lengths \[2, 2, 1\]"),
         (

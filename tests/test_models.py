@@ -25,7 +25,7 @@ needs_onednn = pytest.mark.skipif(
 )
 # What diffusers' own networks have, but an eps that no rounding hides.
 DIFFUSERS = {"downsample_padding": 1, "flip_sin_to_cos": True, "freq_shift": 0}
-DIFFUSERS |= {"norm_eps": 0.1, "norm_num_groups": 8, "head_dim": 4}
+DIFFUSERS |= {"norm_eps": 0.1, "norm_num_groups": 8, "attention_head_dim": 4}
 SMALL = {"image_size": 8, "in_channels": 1, "channels": 8, "multipliers": (1, 2), "blocks": 1}
 
 
@@ -107,7 +107,7 @@ def test_a_network_of_any_width_and_depth_keeps_the_shape_of_its_images(
         ({"conditioning": "class"}, "classes is 0"),
         ({"multipliers": (1, 1.3)}, "each must be a whole number"),
         ({"norm_num_groups": 3}, "norm_num_groups is 3; it must divide"),
-        ({"head_dim": 3}, "head_dim is 3; it must divide"),
+        ({"attention_head_dim": 3}, "attention_head_dim is 3; it must divide"),
         ({"norm_eps": float("nan"), "freq_shift": 4}, "freq_shift is 4; .*norm_eps is nan"),
     ],
 )

@@ -51,13 +51,16 @@ def to_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         )
     diffusion = {
         "schedule": _own(_SCHEDULES, values["beta_schedule"]),
-        "timesteps": int(values["num_train_timesteps"]),
+        "timesteps": values["num_train_timesteps"],
         "prediction": _own(_PREDICTIONS, values["prediction_type"]),
     }
     return diffusion, {"variance": _VARIANCES[values["variance_type"]]}
 
 
 def _process_mistakes(values: Mapping[str, Any]) -> list[str]:
+    timesteps = values["num_train_timesteps"]
+    if not isinstance(timesteps, int) or timesteps < 1:
+        raise ValueError(f"num_train_timesteps is {timesteps!r:.80}")
     mistakes = [
         f"{field} is {values[field]!r:.80}; only {', '.join(allowed)} can be imported"
         for field, allowed in (
@@ -67,7 +70,6 @@ def _process_mistakes(values: Mapping[str, Any]) -> list[str]:
         )
         if values[field] not in allowed
     ]
-    timesteps = int(values["num_train_timesteps"])
     for field in ("beta_start", "beta_end"):
         wanted = FIELDS.carried[field] * 1000 / timesteps
         linear = values["beta_schedule"] == "linear"

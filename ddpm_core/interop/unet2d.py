@@ -6,13 +6,17 @@ can do beyond them, or ours beyond UNet2DModel, is named and refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from ddpm_core.checkpoint import Network
 from ddpm_core.errors import UserError
 from ddpm_core.interop.fields import Fields
 from ddpm_core.models.norms import Norm
 from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.reading import validated
 
 _SAME = ("downsample_padding", "flip_sin_to_cos", "freq_shift", "norm_eps")  # and of equal meaning
 FIELDS = Fields(
@@ -61,15 +65,18 @@ _UP = {"UpBlock2D": False, "AttnUpBlock2D": True}
 
 
 def to_config(given: Mapping[str, Any]) -> UNetConfig:
-    """Return the network that a UNet2DModel's config.json describes. Raises UserError."""
+    """Return the network that a UNet2DModel's config.json describes. Raises UserError, Corrupt."""
     values, mistakes = FIELDS.read(given)
     if values:
         mistakes += _mistakes(values)
     if not mistakes:
         try:
-            return _config(values)
+            config = _config(values)
         except ValueError as error:
             mistakes.append(f"{error!s:.300}")
+        else:
+            validated(json.loads(json.dumps(asdict(config))), Network, "The network's config.json")
+            return config
     raise UserError("This UNet2DModel is not supported:\n  " + "\n  ".join(mistakes))
 
 
@@ -103,23 +110,23 @@ def _mistakes(values: Mapping[str, Any]) -> list[str]:
 
 def _config(values: Mapping[str, Any]) -> UNetConfig:
     size = values["sample_size"]
-    size = int(size if isinstance(size, int) else size[0])
-    widths = [int(width) for width in values["block_out_channels"]]
+    size = size if isinstance(size, int) else size[0]
+    widths = values["block_out_channels"]
     classes = values["num_class_embeds"]
     down = [_DOWN[kind] for kind in values["down_block_types"]]
     up = [_UP[kind] for kind in reversed(values["up_block_types"])]
     config = UNetConfig(
         image_size=size,
-        in_channels=int(values["in_channels"]),
+        in_channels=values["in_channels"],
         channels=widths[0],
         multipliers=tuple(_ratio(width, widths[0]) for width in widths),
-        blocks=int(values["layers_per_block"]),
+        blocks=values["layers_per_block"],
         attention=tuple(size // 2**level for level, attends in enumerate(down) if attends),
-        dropout=float(values["dropout"]),
+        dropout=values["dropout"],
         conditioning="none" if classes is None else "class",
-        classes=0 if classes is None else int(classes),
-        norm_num_groups=int(values["norm_num_groups"]),
-        head_dim=values["attention_head_dim"],
+        classes=0 if classes is None else classes,
+        norm_num_groups=values["norm_num_groups"],
+        attention_head_dim=values["attention_head_dim"],
         attention_up=(
             None if up == down else tuple(level for level, attends in enumerate(up) if attends)
         ),
@@ -166,8 +173,8 @@ def from_unet(unet: UNet) -> dict[str, Any]:
 
 
 def _head_dim(config: UNetConfig) -> int | None:
-    if config.head_dim is not None or config.heads == 1:
-        return config.head_dim
+    if config.attention_head_dim is not None or config.heads == 1:
+        return config.attention_head_dim
     widths = config.attention_widths
     if len(widths) > 1:
         raise UserError(

@@ -73,8 +73,8 @@ class TimeEmbedding(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         """(B,) int64 -> (B, 4 * channels)."""
         angles = t[:, None].float() * self.frequencies
-        waves = [angles.sin(), angles.cos()]
-        waves = torch.cat(waves[::-1] if self.cosine_first else waves, dim=1)
+        parts = [angles.sin(), angles.cos()]
+        waves = torch.cat(parts[::-1] if self.cosine_first else parts, dim=1)
         if self.channels % 2:
             waves = functional.pad(waves, (0, 1))
         hidden: Tensor = self.linear2(functional.silu(self.linear1(waves)))

@@ -37,7 +37,7 @@ DETAILS = (
     "freq_shift",
     "norm_eps",
     "norm_num_groups",
-    "head_dim",
+    "attention_head_dim",
     "attention_up",
 )
 
@@ -46,11 +46,11 @@ DETAILS = (
 class UNetConfig:
     """What a network is built from. Raises ValueError where the numbers don't fit together.
 
-    `downsample_padding` to `norm_num_groups` are named as in diffusers' UNet2DModel. Without
+    `downsample_padding` to `attention_head_dim` are fields of diffusers' UNet2DModel. Without
     `norm_num_groups` each norm has norms.group_count of its channels, as in the first versions of
-    this program. `head_dim` is the channels of an attention head, where their number is not `heads`
-    at all widths. `attention_up` is the levels, from 0, with attention on the way up, where
-    they are not those of the way down.
+    this program. `attention_head_dim` is the width of a head, if their number is not `heads` at all
+    levels. `attention_up` has the levels, from 0, with attention on the way up, if they differ from
+    those of the way down.
     """
 
     image_size: int
@@ -68,7 +68,7 @@ class UNetConfig:
     freq_shift: float = 1
     norm_eps: float = 1e-6
     norm_num_groups: int | None = None
-    head_dim: int | None = None
+    attention_head_dim: int | None = None
     attention_up: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -94,14 +94,14 @@ class UNetConfig:
 
     def heads_of(self, width: int) -> int:
         """Return the number of attention heads at a level of `width` channels."""
-        return self.heads if self.head_dim is None else width // self.head_dim
+        return width // self.attention_head_dim if self.attention_head_dim else self.heads
 
     def with_equal_heads(self) -> Self:
-        """Return this config with `heads` in place of `head_dim`, where both give the same."""
+        """Return this config with `heads` for `attention_head_dim`, if both mean the same."""
         heads = {self.heads_of(width) for width in self.attention_widths}
         if len(heads) > 1 or any(width % max(heads) for width in self.widths):
             return self
-        return replace(self, heads=max(heads), head_dim=None)
+        return replace(self, heads=max(heads), attention_head_dim=None)
 
     @property
     def attends(self) -> tuple[list[bool], list[bool]]:
@@ -161,8 +161,8 @@ class UNetConfig:
                 "1, or less than half of channels",
             ),
             "norm_eps": (0.0 < self.norm_eps < 1.0, "above 0 and below 1"),
-            "norm_num_groups": ((self.norm_num_groups or 1) > 0, "at least 1"),
-            "head_dim": ((self.head_dim or 1) > 0, "at least 1"),
+            "norm_num_groups": (self.norm_num_groups != 0, "at least 1"),
+            "attention_head_dim": (self.attention_head_dim != 0, "at least 1"),
         }
         return [
             f"{name} is {getattr(self, name)}; it must be {wanted}."
@@ -193,10 +193,10 @@ class UNetConfig:
             wrong.append(
                 f"heads is {self.heads}; it must divide the levels' channels, {self.widths}."
             )
-        if any(width % (self.head_dim or 1) for width in self.attention_widths):
+        if any(width % (self.attention_head_dim or 1) for width in self.attention_widths):
             wrong.append(
-                f"head_dim is {self.head_dim}; it must divide the channels of the levels with "
-                f"attention, {self.attention_widths}."
+                f"attention_head_dim is {self.attention_head_dim}; it must divide the channels of "
+                f"the levels with attention, {self.attention_widths}."
             )
         if math.gcd(self.channels, *self.widths) % (self.norm_num_groups or 1):
             wrong.append(

@@ -63,7 +63,7 @@ def start(
             say(told)
     else:
         model = continued_network(config, data, contents)
-    settings["network"] = asdict(model.config)
+    settings["network"] = asdict(model.config)  # that of an earlier version, or of train.init
     state = TrainState.create(config, world, execution, model)
     if contents is not None:
         fit(state, contents, f"The snapshot of step {at}")
@@ -92,13 +92,14 @@ def fit(state: TrainState, contents: SnapshotContents, name: str) -> None:
 
 
 def settings_of(config: Config, data: PackedDataset) -> dict[str, Any]:
-    """Return what a checkpoint must know, but for its network, to be used without a params file."""
+    """What a checkpoint must know so that nobody needs the params file to use it."""
     captions: list[tuple[str, int]] = []
     if config.model.conditioning == "text":
         captions = caption_counts(data)[:MOST_CAPTIONS]
     return {
         "ddpm": __version__,
         "params": config.dump(),
+        "network": asdict(network_config(config, data)),
         "data": {
             "fingerprint": data.fingerprint,
             "classes": data.classes,
