@@ -48,13 +48,20 @@ class Network(Schema):
     image_size: Small
     in_channels: Literal[1, 3]
     channels: Small
-    multipliers: Annotated[list[Small], Field(max_length=16)]
+    multipliers: Annotated[list[Annotated[float, Field(gt=0, le=2**20)]], Field(max_length=16)]
     blocks: Small
     attention: list[Small]
     heads: Small
     dropout: float
     conditioning: Literal["none", "class", "text"]
     classes: Annotated[int, Field(ge=0, le=2**20)]
+    downsample_padding: Literal[0, 1] = 0
+    flip_sin_to_cos: bool = False
+    freq_shift: float = 1
+    norm_eps: float = 1e-6
+    norm_num_groups: Small | None = None
+    attention_head_dim: Small | None = None
+    attention_up: list[Count] | None = None
 
 
 class Data(Schema):

@@ -250,16 +250,24 @@ def destroy(
 
 @verb
 def import_diffusers(
-    folder: Annotated[Path, typer.Argument(help="A folder of diffusers' DDPMPipeline.")],
+    folder: Annotated[Path, typer.Argument(help="A folder that diffusers or accelerate saved.")],
     output: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
+    schedule: Annotated[
+        str | None, typer.Option(help="diffusion.schedule, for a network without a scheduler.")
+    ] = None,
+    timesteps: Annotated[int | None, typer.Option(help="diffusion.timesteps, likewise.")] = None,
+    prediction: Annotated[str | None, typer.Option(help="diffusion.prediction, likewise.")] = None,
 ) -> None:
-    """Convert a diffusers pipeline to a checkpoint.
+    """Convert a UNet2DModel of diffusers to a checkpoint.
 
-    The folder may be sampled, or be where a training starts: train.init.
+    FOLDER is a pipeline, a bare network or a checkpoint folder of accelerate; half-precision and
+    sharded safetensors are read too. Training can start from the checkpoint: train.init.
     """
     from ddpm_core.interop.checkpoints import import_checkpoint
 
-    typer.echo(import_checkpoint(folder, output))
+    process = {"schedule": schedule, "timesteps": timesteps, "prediction": prediction}
+    given = {name: value for name, value in process.items() if value is not None}
+    typer.echo(import_checkpoint(folder, output, given))
 
 
 @verb

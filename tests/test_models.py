@@ -16,13 +16,16 @@ from ddpm_core.models import onednn
 from ddpm_core.models.execution import layout, prepare_model
 from ddpm_core.models.layers import EXPLICIT_LENGTH, Upsample, attend
 from ddpm_core.models.norms import CACHED, Norm, group_count
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.unet import DETAILS, UNet, UNetConfig
 from ddpm_core.models.uninitialized import Conv2d
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(
     not onednn.available(), reason="this processor has no bfloat16 operations of oneDNN"
 )
+# What diffusers' own networks have, but an eps that no rounding hides.
+DIFFUSERS = {"downsample_padding": 1, "flip_sin_to_cos": True, "freq_shift": 0}
+DIFFUSERS |= {"norm_eps": 0.1, "norm_num_groups": 8, "attention_head_dim": 4}
 SMALL = {"image_size": 8, "in_channels": 1, "channels": 8, "multipliers": (1, 2), "blocks": 1}
 
 
@@ -102,6 +105,10 @@ def test_a_network_of_any_width_and_depth_keeps_the_shape_of_its_images(
         ({"dropout": 1.0}, r"dropout is 1\.0"),
         ({"conditioning": "sound"}, "'sound'; it may be none, class or text"),
         ({"conditioning": "class"}, "classes is 0"),
+        ({"multipliers": (1, 1.3)}, "each must be a whole number"),
+        ({"norm_num_groups": 3}, "norm_num_groups is 3; it must divide"),
+        ({"attention_head_dim": 3}, "attention_head_dim is 3; it must divide"),
+        ({"norm_eps": float("nan"), "freq_shift": 4}, "freq_shift is 4; .*norm_eps is nan"),
     ],
 )
 def test_numbers_that_do_not_fit_together_are_told(changes: dict[str, Any], sentence: str) -> None:
@@ -123,6 +130,15 @@ def test_a_config_survives_json() -> None:
     assert UNetConfig.from_dict(json.loads(json.dumps(asdict(made)))) == made
     with pytest.raises(ValueError, match="has no depth"):
         UNetConfig.from_dict({**asdict(made), "depth": 1})
+
+
+def test_a_network_of_an_earlier_version_keeps_the_groups_of_its_norms() -> None:
+    """Its config has no details."""
+    fields = asdict(config(channels=16))
+    made = UNet(UNetConfig.from_dict({n: v for n, v in fields.items() if n not in DETAILS}))
+    norms = [norm for norm in made.modules() if isinstance(norm, Norm)]
+    assert all(norm.num_groups == group_count(norm.num_channels) for norm in norms)
+    assert {(norm.num_groups, norm.eps) for norm in norms} == {(n, 1e-6) for n in (4, 8, 12, 16)}
 
 
 def test_a_group_has_four_channels_or_more_where_it_can() -> None:
@@ -256,8 +272,9 @@ def test_dropout_is_asked_once_a_residual_block_with_its_number() -> None:
 # One result however it is carried out
 
 
-def test_sampling_and_training_compute_the_same() -> None:
-    made = network(conditioning="class", classes=2, in_channels=3)
+@pytest.mark.parametrize("details", [{}, DIFFUSERS], ids=["ours", "diffusers"])
+def test_sampling_and_training_compute_the_same(details: dict[str, Any]) -> None:
+    made = network(conditioning="class", classes=2, in_channels=3, **details)
     x, t = images(made)
     trained = made(x, t, torch.tensor([0, 1]))
     with torch.no_grad():
@@ -268,14 +285,22 @@ def test_sampling_and_training_compute_the_same() -> None:
 
 @pytest.mark.parametrize("shifted", [True, False])
 @pytest.mark.parametrize("active", [True, False])
-def test_the_norm_for_channels_last_is_group_norm(shifted: bool, active: bool) -> None:
-    norm = Norm(24, active)
+@pytest.mark.parametrize("details", [{}, {"groups": 8, "eps": 0.1}], ids=["ours", "diffusers"])
+def test_the_norm_for_channels_last_is_group_norm(
+    shifted: bool, active: bool, details: dict[str, Any]
+) -> None:
+    norm = Norm(24, active, **details)
     with torch.no_grad():
         norm.weight.copy_(normals("weight", (24,)))
         norm.bias.copy_(normals("bias", (24,)))
     x = 3 + normals("x", (2, 24, 5, 7))
     shift = normals("shift", (2, 24)) if shifted else None
-    expected = norm(x, shift)
+    moved = x if shift is None else x + shift[:, :, None, None]
+    expected = functional.group_norm(
+        moved, details.get("groups", 6), norm.weight, norm.bias, details.get("eps", 1e-6)
+    )
+    expected = functional.silu(expected) if active else expected
+    assert torch.allclose(norm(x, shift), expected, atol=1e-5)
     with torch.no_grad():
         output = norm(x.to(memory_format=torch.channels_last), shift)
         constant = norm(torch.ones(1, 24, 4, 4).to(memory_format=torch.channels_last))
@@ -346,7 +371,7 @@ def test_weights_rounded_for_sampling_give_the_output_of_autocast_to_the_last_bi
 
 
 @needs_onednn
-@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 0)])
+@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 0), (2, 1)])
 def test_a_packed_convolution_is_the_same_to_the_last_bit_and_its_sum_nearer(
     stride: int, padding: int
 ) -> None:
@@ -380,8 +405,9 @@ def test_packed_doubling_is_the_same_to_the_last_bit() -> None:
 
 
 @needs_onednn
-def test_a_network_packed_for_sampling_errs_no_more_than_autocast() -> None:
-    plain, prepared = network(), prepare_model(network(), CPU, "bf16")
+@pytest.mark.parametrize("details", [{}, DIFFUSERS], ids=["ours", "diffusers"])
+def test_a_network_packed_for_sampling_errs_no_more_than_autocast(details: dict[str, Any]) -> None:
+    plain, prepared = network(**details), prepare_model(network(**details), CPU, "bf16")
     x, t = images(plain)
     with torch.no_grad():
         exact = plain(x, t)

@@ -176,6 +176,8 @@ UNET = {
     "flip_sin_to_cos": False,
     "freq_shift": 1,
     "norm_eps": 1e-6,
+    "norm_num_groups": 1,
+    "attention_head_dim": None,
 }
 
 

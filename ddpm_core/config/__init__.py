@@ -117,11 +117,10 @@ class Config(Section):
             for a in self.model.attention
             if a not in sizes
         ]
-        uneven = [m for m in self.model.multipliers if self.model.channels * m % self.model.heads]
-        if uneven:
+        if any(width % self.model.heads for width in self.model.widths):
             mistakes.append(
                 f"model.heads: {self.model.heads} given; it must divide the channels of every "
-                f"level, {[self.model.channels * m for m in self.model.multipliers]}"
+                f"level, {self.model.widths}"
             )
         return mistakes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ddpm_core.config.section import LEVELS, Depth, Section, Width, as_tuple
 
@@ -20,12 +20,19 @@ def attention_sizes(image_size: int, levels: int) -> list[int]:
     return [max(small)] if small else sizes[-1:]
 
 
+def _plain(number: float) -> int | float:
+    return int(number) if number == int(number) else number
+
+
+Multiplier = Annotated[int | float, Field(gt=0, le=2**10), AfterValidator(_plain)]
+
+
 class Model(Section):
     """The U-Net of Ho et al. (2020), section B."""
 
     channels: Annotated[Width, Field(ge=2)] = Field(32, description="channels of the first level")
     multipliers: Annotated[
-        tuple[Depth, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=LEVELS)
+        tuple[Multiplier, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=LEVELS)
     ] = Field(
         (1, 2, 2),
         description="channels of each level, times `channels`; a level halves the size",
@@ -41,6 +48,22 @@ class Model(Section):
     conditioning: Literal["none", "class", "text"] = Field(
         "none", description="what an image can be asked for by"
     )
+
+    @model_validator(mode="after")
+    def _widths_are_whole(self) -> Self:
+        for multiplier in self.multipliers:
+            width = self.channels * multiplier
+            if width < 1 or abs(width - round(width)) > 1e-6:
+                raise ValueError(
+                    f"multipliers: {multiplier} given; times channels, {self.channels}, it must be "
+                    "a whole number"
+                )
+        return self
+
+    @property
+    def widths(self) -> list[int]:
+        """The number of channels at each level."""
+        return [round(self.channels * multiplier) for multiplier in self.multipliers]
 
 
 class Diffusion(Section):

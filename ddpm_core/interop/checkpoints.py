@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ddpm_core import __version__, params
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, open_checkpoint
-from ddpm_core.config import Config
+from ddpm_core.config import Config, Diffusion
 from ddpm_core.errors import UserError
-from ddpm_core.interop.diffusers import export_folder, import_folder
+from ddpm_core.interop.diffusers import Imported, export_folder, import_folder
 from ddpm_core.reading import save_tensors
 from ddpm_core.storage import LocalStorage
 from ddpm_core.workspace import SNAPSHOTS, Workspace, fingerprint
 
 
-def import_checkpoint(folder: Path, output: Path) -> str:
-    """Write a checkpoint folder with the network of a diffusers pipeline; what it is good for."""
+def import_checkpoint(folder: Path, output: Path, process: Mapping[str, Any] | None = None) -> str:
+    """Write a checkpoint folder with a network of diffusers, and return what to do with it.
+
+    `process` is settings of the section `diffusion`, for a network without a scheduler.
+    """
     if output.exists():
         raise UserError(f"{output} exists already; give a new folder.")
-    network, weights, diffusion = import_folder(folder)
+    found = import_folder(folder)
+    network, diffusion = found.network, _diffusion(found, process or {})
     model = {
         "channels": network.channels,
         "multipliers": list(network.multipliers),
@@ -37,6 +43,7 @@ def import_checkpoint(folder: Path, output: Path) -> str:
         "model": model,
         "diffusion": diffusion,
         "train": {"ema": []},
+        "sample": found.sample,
     }
     settings = {
         "ddpm": __version__,
@@ -55,12 +62,33 @@ def import_checkpoint(folder: Path, output: Path) -> str:
         "train_fingerprint": fingerprint({"imported": folder.name}),
     }
     with LocalStorage(output.absolute().parent).new_folder(output.name) as place:
-        save_tensors({n: tensor.contiguous() for n, tensor in weights.items()}, place / WEIGHTS)
+        weights = {name: tensor.contiguous() for name, tensor in found.weights.items()}
+        save_tensors(weights, place / WEIGHTS)
         (place / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    drawn = f" and sample {found.sample}" if found.sample else ""
     return (
-        f"{output} holds the network, {model} with diffusion {diffusion}. Give it as train.init "
-        "with these settings to go on training."
+        f"{output} holds the network of {found.part}, {model} with diffusion {diffusion}{drawn}. "
+        "To train it further, set train.init to this folder, with these settings."
     )
+
+
+def _diffusion(found: Imported, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the section `diffusion`: the scheduler's, else those given."""
+    if missing := [
+        name for name in Diffusion.model_fields if name not in {**found.diffusion, **given}
+    ]:
+        raise UserError(
+            f"{found.part} has no scheduler, which says what its network predicts. Give "
+            f"{', '.join(f'--{name}' for name in missing)} as the network was trained; the "
+            "training example of diffusers has linear, 1000 and noise as its defaults."
+        )
+    for name, value in given.items():
+        if value != found.diffusion.get(name, value):
+            raise UserError(
+                f"--{name} is {value}; the scheduler of {found.part} says "
+                f"{found.diffusion[name]}. Leave the option out, or correct the scheduler."
+            )
+    return {**given, **found.diffusion}
 
 
 def export_checkpoint(config: Config, workspace: Workspace, step: int | None, output: Path) -> str:
@@ -71,7 +99,6 @@ def export_checkpoint(config: Config, workspace: Workspace, step: int | None, ou
     checkpoint = open_checkpoint(workspace, steps[-1] if step is None else step)
     model = checkpoint.load(config.sample.ema, torch.device("cpu"))
     diffusion = checkpoint.params.diffusion
-    notes = export_folder(
-        model, diffusion.schedule, diffusion.timesteps, diffusion.prediction, output
-    )
+    process = diffusion.schedule, diffusion.timesteps, diffusion.prediction
+    notes = export_folder(model, *process, output, config.sample.variance)
     return "\n".join([f"Step {checkpoint.step} is in {output}.", *notes])

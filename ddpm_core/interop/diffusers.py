@@ -1,16 +1,15 @@
 """Folders of the diffusers package: a UNet2DModel with its DDPMScheduler.
 
-JSON and safetensors are read and written here directly, so the package itself isn't needed, and
-nothing that is read can run code.
+JSON and safetensors are read and written directly, so the package itself isn't needed, and nothing
+that is read can run code.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
-from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,32 @@ from torch import Tensor
 
 from ddpm_core.checkpoint import outline
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.interop import tensors, unet2d
+from ddpm_core.interop import folders, scheduler, tensors, unet2d
+from ddpm_core.interop.folders import WEIGHTS
 from ddpm_core.models.unet import UNet, UNetConfig
-from ddpm_core.reading import read_object, read_tensors_and_metadata, save_tensors
+from ddpm_core.reading import read_object, save_tensors
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-_PREDICTIONS = {"noise": "epsilon", "x0": "sample", "v": "v_prediction"}
 # What a field or a tensor of another type than was written makes of arithmetic.
 _DAMAGE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
 _NULL_CLASS = "null_class"  # in the metadata of weights that we exported
 
 
-def import_folder(folder: Path | str) -> tuple[UNetConfig, dict[str, Tensor], dict[str, Any]]:
-    """A pipeline's folder as network, weights (float32) and settings of the section `diffusion`.
+@dataclass(frozen=True)
+class Imported:
+    """A network of diffusers: its weights in float32, and settings of `diffusion` and `sample`.
+
+    The settings are empty where there is no scheduler. `part` is the folder with the weights.
+    """
+
+    network: UNetConfig
+    weights: dict[str, Tensor]
+    diffusion: dict[str, Any]
+    sample: dict[str, Any]
+    part: Path
+
+
+def import_folder(folder: Path | str) -> Imported:
+    """Read a pipeline, a UNet2DModel or a checkpoint of diffusers' training example.
 
     A network conditioned on classes that was not exported from here has no vector for "no class";
     it gets the mean of the others. Raises UserError where the folder holds another network or
@@ -40,39 +52,44 @@ def import_folder(folder: Path | str) -> tuple[UNetConfig, dict[str, Tensor], di
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}. Give that of a pipeline saved by diffusers.")
-    scheduler = _json(folder, "scheduler", "scheduler_config.json")
-    described = _json(folder, "unet", "config.json")
+    part, described = folders.network_part(folder)
+    process = folders.scheduler_config(folder)
+    network = read_object(described, str(described))
     try:
-        settings = _settings(scheduler)
-        config, groups = unet2d.to_config(described), int(described.get("norm_num_groups", 32))
+        config = unet2d.to_config(network)
+        diffusion, sample = ({}, {}) if process is None else scheduler.to_settings(process)
     except _DAMAGE as error:
         raise Corrupt(f"A config of the network in {folder} is damaged: {error!r:.300}") from error
-    given, metadata = _weights(folder)
+    given, metadata = folders.read_weights(part)
     try:
         config, given = _with_null_class(config, given, _NULL_CLASS in metadata)
-        unet = outline(config, given, str(folder))
-        weights = tensors.to_weights(unet, given)
-        unet2d.check_groups(unet, groups)
-        return config, weights, settings
+        weights = tensors.to_weights(outline(config, given, str(part)), given)
     except _DAMAGE as error:
-        raise Corrupt(f"The weights in {folder} are damaged: {error!r:.300}") from error
+        raise Corrupt(f"The weights in {part} are damaged: {error!r:.300}") from error
+    return Imported(config, weights, diffusion, sample, part)
 
 
 def export_folder(
-    unet: UNet, schedule_name: str, timesteps: int, prediction: str, folder: Path | str
+    unet: UNet,
+    schedule_name: str,
+    timesteps: int,
+    prediction: str,
+    folder: Path | str,
+    variance: str = "auto",
 ) -> list[str]:
     """Write a folder that `diffusers.DDPMPipeline.from_pretrained` loads.
 
     Returns sentences on what its user must know. The folder must be new or empty. Raises UserError
     where diffusers can't express the network.
     """
-    described, scheduler = unet2d.from_unet(unet), _scheduler(schedule_name, timesteps, prediction)
+    described = unet2d.from_unet(unet)
+    process = scheduler.from_settings(schedule_name, timesteps, prediction, variance)
     folder = Path(folder).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already and is not empty; give a new folder.")
     building = folder.with_name(f".{folder.name}-{os.getpid()}")
     try:
-        _write(unet, described, scheduler, building)
+        _write(unet, described, process, building)
         if folder.exists():
             folder.rmdir()
         building.rename(folder)
@@ -83,7 +100,7 @@ def export_folder(
     return _notes(unet, timesteps)
 
 
-def _write(unet: UNet, described: Any, scheduler: Any, folder: Path) -> None:
+def _write(unet: UNet, described: Any, process: Any, folder: Path) -> None:
     index = {
         "_class_name": "DDPMPipeline",
         "_diffusers_version": described["_diffusers_version"],
@@ -92,8 +109,8 @@ def _write(unet: UNet, described: Any, scheduler: Any, folder: Path) -> None:
     }
     files = {
         "model_index.json": index,
-        "unet/config.json": described,
-        "scheduler/scheduler_config.json": scheduler,
+        f"unet/{folders.CONFIG}": described,
+        f"scheduler/{folders.SCHEDULER}": process,
     }
     for name, document in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -119,77 +136,6 @@ def _notes(unet: UNet, timesteps: int) -> list[str]:
     return notes
 
 
-def _scheduler(name: str, timesteps: int, prediction: str) -> dict[str, Any]:
-    """DDPMScheduler's config: Ho's larger variance, x0 clipped to [-1, 1]."""
-    schedules = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
-    for given, known in ((name, schedules), (prediction, _PREDICTIONS)):
-        if given not in known:
-            raise UserError(f"diffusers has no {given!r}; {', '.join(known)} can be exported.")
-    return {
-        "_class_name": "DDPMScheduler",
-        "_diffusers_version": "0.32.0",
-        "beta_schedule": schedules[name],
-        "beta_start": 1e-4 * 1000 / timesteps,
-        "beta_end": 0.02 * 1000 / timesteps,
-        "clip_sample": True,
-        "clip_sample_range": 1.0,
-        "num_train_timesteps": timesteps,
-        "prediction_type": _PREDICTIONS[prediction],
-        "variance_type": "fixed_large",
-    }
-
-
-def _settings(scheduler: dict[str, Any]) -> dict[str, Any]:
-    """schedule, timesteps and prediction of a scheduler's config. Raises UserError."""
-    timesteps = int(scheduler.get("num_train_timesteps", 1000))
-    kind = scheduler.get("beta_schedule", "linear")
-    predictions = {their: own for own, their in _PREDICTIONS.items()}
-    prediction = scheduler.get("prediction_type", "epsilon")
-    mistakes = [
-        f"{field} is {scheduler[field]!r:.80}; it can't be imported"
-        for field in ("trained_betas", "rescale_betas_zero_snr", "thresholding")
-        if scheduler.get(field)
-    ]
-    if kind not in ("linear", "squaredcos_cap_v2"):
-        mistakes.append(
-            f"beta_schedule is {kind!r:.80}; only linear and squaredcos_cap_v2 are known"
-        )
-    for field, ours in (("beta_start", 1e-4), ("beta_end", 0.02)):
-        given, wanted = scheduler.get(field, ours), ours * 1000 / timesteps
-        if kind == "linear" and not math.isclose(given, wanted, rel_tol=1e-6):
-            mistakes.append(
-                f"{field} is {given!r:.80}; at {timesteps} timesteps it must be {wanted:g}"
-            )
-    if prediction not in predictions:
-        mistakes.append(
-            f"prediction_type is {prediction!r:.80}; it may be {', '.join(predictions)}"
-        )
-    if mistakes:
-        raise UserError("This scheduler is another process than ours:\n  " + "\n  ".join(mistakes))
-    schedule = "linear" if kind == "linear" else "cosine"
-    return {"schedule": schedule, "timesteps": timesteps, "prediction": predictions[prediction]}
-
-
-def _json(folder: Path, part: str, name: str) -> dict[str, Any]:
-    """A part's config: in its subfolder, or, as in the oldest pipelines, at the top."""
-    for path in (folder / part / name, folder / name):
-        if path.is_file():
-            return read_object(path, str(path))
-    raise UserError(f"{folder} has no {part}/{name}, as a pipeline saved by diffusers has.")
-
-
-def _weights(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    for path in (folder / "unet" / WEIGHTS, folder / WEIGHTS):
-        if path.is_file():
-            return read_tensors_and_metadata(path)
-    if any(folder.rglob("*.bin")):
-        raise UserError(
-            f"{folder} has its weights as .bin, a pickle, which runs code when it is read. Convert "
-            "it where you trust it: DDPMPipeline.from_pretrained(folder).save_pretrained(new)."
-        )
-    raise UserError(f"{folder} has no unet/{WEIGHTS}.")
-
-
 def _with_null_class(
     config: UNetConfig, given: dict[str, Tensor], has_null: bool
 ) -> tuple[UNetConfig, dict[str, Tensor]]:
@@ -197,7 +143,7 @@ def _with_null_class(
     if config.conditioning != "class" or "class_embedding.weight" not in given:
         return config, given
     if has_null:
-        return UNetConfig.from_dict({**vars(config), "classes": config.classes - 1}), given
+        return replace(config, classes=config.classes - 1), given
     vectors = given["class_embedding.weight"]
     with_null = torch.cat([vectors, vectors.mean(0, keepdim=True)])
     return config, {**given, "class_embedding.weight": with_null}

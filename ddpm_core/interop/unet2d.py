@@ -1,110 +1,146 @@
 """The config.json of diffusers' UNet2DModel, to and from ours.
 
-The layout is that of google/ddpm-cifar10-32, Ho's network. What UNet2DModel can do beyond it, or
-ours beyond UNet2DModel, is named and refused.
+Networks of the plain blocks, with and without attention, are carried over whole. What UNet2DModel
+can do beyond them, or ours beyond UNet2DModel, is named and refused.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from ddpm_core.checkpoint import Network
 from ddpm_core.errors import UserError
-from ddpm_core.models.layers import Attention
+from ddpm_core.interop.fields import Fields
 from ddpm_core.models.norms import Norm
 from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.reading import validated
 
-# field of UNet2DModel: (the value of our network, diffusers' default for a file without it)
-_FIXED: dict[str, tuple[Any, Any]] = {
-    "act_fn": ("silu", "silu"),
-    "add_attention": (True, True),
-    "attn_norm_num_groups": (None, None),
-    "center_input_sample": (False, False),
-    "class_embed_type": (None, None),
-    "downsample_padding": (0, 1),
-    "downsample_type": ("conv", "conv"),
-    "flip_sin_to_cos": (False, True),
-    "freq_shift": (1, 0),
-    "mid_block_scale_factor": (1, 1),
-    "mid_block_type": ("UNetMidBlock2D", "UNetMidBlock2D"),
-    "norm_eps": (1e-6, 1e-5),
-    "resnet_time_scale_shift": ("default", "default"),
-    "time_embedding_dim": (None, None),
-    "time_embedding_type": ("positional", "positional"),
-    "upsample_type": ("conv", "conv"),
-}
-_ATTENDS = {"DownBlock2D": False, "AttnDownBlock2D": True}
-_MIRROR = {"DownBlock2D": "UpBlock2D", "AttnDownBlock2D": "AttnUpBlock2D"}
+_SAME = ("downsample_padding", "flip_sin_to_cos", "freq_shift", "norm_eps")  # and of equal meaning
+FIELDS = Fields(
+    classes=("UNet2DModel",),
+    carried={
+        "sample_size": None,
+        "in_channels": 3,
+        "out_channels": 3,
+        "block_out_channels": (224, 448, 672, 896),
+        "layers_per_block": 2,
+        "down_block_types": ("DownBlock2D", *["AttnDownBlock2D"] * 3),
+        "up_block_types": (*["AttnUpBlock2D"] * 3, "UpBlock2D"),
+        "attention_head_dim": 8,
+        "norm_num_groups": 32,
+        "dropout": 0.0,
+        "num_class_embeds": None,
+        "downsample_padding": 1,
+        "flip_sin_to_cos": True,
+        "freq_shift": 0,
+        "norm_eps": 1e-5,
+    },
+    fixed={
+        "act_fn": ("silu", "swish"),
+        "add_attention": (True,),
+        "attn_norm_num_groups": (None,),
+        "center_input_sample": (False,),
+        "class_embed_type": (None,),
+        "downsample_type": ("conv",),
+        "mid_block_scale_factor": (1,),
+        "mid_block_type": ("UNetMidBlock2D",),
+        "resnet_time_scale_shift": ("default",),
+        "time_embedding_dim": (None,),
+        "time_embedding_type": ("positional",),
+        "upsample_type": ("conv",),
+    },
+    # The first belongs to another type of time embedding, the others to EMAModel, which writes its
+    # settings into the config of the network that it averages.
+    ignored=(
+        "num_train_timesteps",
+        *("decay", "inv_gamma", "min_decay", "optimization_step", "power"),
+        *("update_after_step", "use_ema_warmup"),
+    ),
+)
+_DOWN = {"DownBlock2D": False, "AttnDownBlock2D": True}  # whether the block has attention
+_UP = {"UpBlock2D": False, "AttnUpBlock2D": True}
 
 
 def to_config(given: Mapping[str, Any]) -> UNetConfig:
-    """The network that a UNet2DModel's config.json describes. Raises UserError."""
-    mistakes = [
-        f"{name} is {given.get(name, default)!r:.80}; only {wanted!r} can be imported"
-        for name, (wanted, default) in _FIXED.items()
-        if given.get(name, default) != wanted
+    """Return the network that a UNet2DModel's config.json describes. Raises UserError, Corrupt."""
+    values, mistakes = FIELDS.read(given)
+    if values:
+        mistakes += _mistakes(values)
+    if not mistakes:
+        try:
+            config = _config(values)
+        except ValueError as error:
+            mistakes.append(f"{error!s:.300}")
+        else:
+            validated(json.loads(json.dumps(asdict(config))), Network, "The network's config.json")
+            return config
+    raise UserError("This UNet2DModel is not supported:\n  " + "\n  ".join(mistakes))
+
+
+def _mistakes(values: Mapping[str, Any]) -> list[str]:
+    mistakes = []
+    size = values["sample_size"]
+    if not isinstance(size, int) and (not isinstance(size, list | tuple) or len(set(size)) != 1):
+        mistakes.append(f"sample_size is {size!r:.80}; it must be one number, or equal ones")
+    channels = (values["in_channels"], values["out_channels"])
+    if channels not in ((1, 1), (3, 3)):
+        mistakes.append(
+            f"in_channels and out_channels are {channels!r:.80}; both must be 1 or both 3"
+        )
+    for field, known in (("down_block_types", _DOWN), ("up_block_types", _UP)):
+        if other := [kind for kind in values[field] if kind not in known]:
+            mistakes.append(
+                f"{field} has {other[0]!r:.80}; only {', '.join(known)} can be imported"
+            )
+    lengths = [
+        len(values[field]) for field in ("block_out_channels", "down_block_types", "up_block_types")
     ]
-    down, up = list(given["down_block_types"]), list(given["up_block_types"])
-    if not set(down) <= set(_ATTENDS) or up != [_MIRROR[kind] for kind in reversed(down)]:
+    if len(set(lengths)) > 1:
         mistakes.append(
-            f"down_block_types {down!r:.200} and up_block_types {up!r:.200}; only DownBlock2D, "
-            "AttnDownBlock2D and their mirror image can be imported"
+            "block_out_channels, down_block_types and up_block_types have the lengths "
+            f"{lengths}; they must be equal"
         )
-    widths = [int(width) for width in given["block_out_channels"]]
-    if any(width % widths[0] for width in widths):
-        mistakes.append(
-            f"block_out_channels {widths!r:.200}; only multiples of the first can be imported"
-        )
-    if given["in_channels"] != given["out_channels"]:
-        mistakes.append(
-            f"in_channels {given['in_channels']!r:.80}, out_channels "
-            f"{given['out_channels']!r:.80}; they must be equal"
-        )
-    if mistakes:
-        raise UserError(
-            "This UNet2DModel is another network than ours:\n  " + "\n  ".join(mistakes)
-        )
-    return _config(given, widths, down)
+    if values["norm_num_groups"] is None:
+        mistakes.append("norm_num_groups is None; it must be a number")
+    return mistakes
 
 
-def _config(given: Mapping[str, Any], widths: list[int], down: list[str]) -> UNetConfig:
-    size = given["sample_size"]
-    size = int(size if isinstance(size, int) else size[0])
-    attention = [size // 2**i for i, kind in enumerate(down) if _ATTENDS[kind]]
-    attending = [width for width, kind in zip(widths, down, strict=True) if _ATTENDS[kind]]
-    classes = given.get("num_class_embeds")
-    try:
-        return UNetConfig(
-            image_size=size,
-            in_channels=int(given["in_channels"]),
-            channels=widths[0],
-            multipliers=tuple(width // widths[0] for width in widths),
-            blocks=int(given.get("layers_per_block", 2)),
-            attention=tuple(attention),
-            heads=_heads(given.get("attention_head_dim", 8), [*attending, widths[-1]]),
-            dropout=float(given.get("dropout", 0.0)),
-            conditioning="none" if classes is None else "class",
-            classes=0 if classes is None else int(classes),
-        )
-    except ValueError as error:
-        raise UserError(f"This UNet2DModel is another network than ours: {error!s:.300}") from error
+def _config(values: Mapping[str, Any]) -> UNetConfig:
+    size = values["sample_size"]
+    size = size if isinstance(size, int) else size[0]
+    widths = values["block_out_channels"]
+    classes = values["num_class_embeds"]
+    down = [_DOWN[kind] for kind in values["down_block_types"]]
+    up = [_UP[kind] for kind in reversed(values["up_block_types"])]
+    config = UNetConfig(
+        image_size=size,
+        in_channels=values["in_channels"],
+        channels=widths[0],
+        multipliers=tuple(_ratio(width, widths[0]) for width in widths),
+        blocks=values["layers_per_block"],
+        attention=tuple(size // 2**level for level, attends in enumerate(down) if attends),
+        dropout=values["dropout"],
+        conditioning="none" if classes is None else "class",
+        classes=0 if classes is None else classes,
+        norm_num_groups=values["norm_num_groups"],
+        attention_head_dim=values["attention_head_dim"],
+        attention_up=(
+            None if up == down else tuple(level for level, attends in enumerate(up) if attends)
+        ),
+        **{name: values[name] for name in _SAME},
+    )
+    return config.with_equal_heads()
 
 
-def _heads(head_dim: int | None, widths: list[int]) -> int:
-    """The number of heads, if it is the same at each width that has attention."""
-    if head_dim is None:
-        return 1
-    heads = sorted({max(1, width // head_dim) for width in widths})
-    if len(heads) > 1:
-        raise UserError(
-            f"attention_head_dim is {head_dim}: with {sorted(set(widths))} channels that is "
-            f"{heads} heads; only one number of heads for all layers can be imported."
-        )
-    return heads[0]
+def _ratio(width: int, first: int) -> int | float:
+    return width // first if width % first == 0 else width / first
 
 
 def from_unet(unet: UNet) -> dict[str, Any]:
-    """The config.json of a UNet2DModel that computes what `unet` does. Raises UserError."""
+    """Return the config.json of a UNet2DModel that computes what `unet` does. Raises UserError."""
     config = unet.config
     if config.conditioning == "text":
         raise UserError("A network conditioned on text can't be exported: UNet2DModel has none.")
@@ -113,58 +149,48 @@ def from_unet(unet: UNet) -> dict[str, Any]:
             f"model.multipliers is {list(config.multipliers)}; UNet2DModel can express only "
             "networks whose first multiplier is 1."
         )
-    attends = [size in config.attention for size in config.sizes]
-    down = ["AttnDownBlock2D" if attending else "DownBlock2D" for attending in attends]
+    down, up = config.attends
+    shift, half = config.freq_shift, config.channels // 2
     return {
         "_class_name": "UNet2DModel",
         "_diffusers_version": "0.32.0",
-        **{name: value for name, (value, _) in _FIXED.items()},
-        "attention_head_dim": _head_dim(unet),
+        **FIELDS.defaults,
+        **{name: getattr(config, name) for name in _SAME},
+        "attention_head_dim": _head_dim(config),
         "block_out_channels": config.widths,
-        "down_block_types": down,
+        "down_block_types": ["AttnDownBlock2D" if attends else "DownBlock2D" for attends in down],
         "dropout": config.dropout,
+        # With one frequency a shift of 1 divides 0 by 0 there.
+        "freq_shift": 0 if shift == half else shift,
         "in_channels": config.in_channels,
         "layers_per_block": config.blocks,
         "norm_num_groups": _groups(unet),
         "num_class_embeds": config.classes + 1 if config.conditioning == "class" else None,
         "out_channels": config.in_channels,
         "sample_size": config.image_size,
-        "up_block_types": [_MIRROR[kind] for kind in reversed(down)],
+        "up_block_types": ["AttnUpBlock2D" if attends else "UpBlock2D" for attends in up[::-1]],
     }
 
 
-def _head_dim(unet: UNet) -> int | None:
-    heads = unet.config.heads
-    if heads == 1:
-        return None
-    layers = [module for module in unet.modules() if isinstance(module, Attention)]
-    widths = sorted({layer.norm.num_channels for layer in layers})
+def _head_dim(config: UNetConfig) -> int | None:
+    if config.attention_head_dim is not None or config.heads == 1:
+        return config.attention_head_dim
+    widths = config.attention_widths
     if len(widths) > 1:
         raise UserError(
-            f"model.heads is {heads} at layers of {widths} channels; UNet2DModel has one size of a "
-            "head for all layers, so this network can't be exported."
+            f"model.heads is {config.heads} at layers of {widths} channels; UNet2DModel has one "
+            "size of a head for all layers, so this network can't be exported."
         )
-    return widths[0] // heads
+    return widths[0] // config.heads
 
 
 def _groups(unet: UNet) -> int:
-    """The groups of each norm, if all have as many."""
+    """Return the groups of each norm, if all have as many. Raises UserError."""
     groups = sorted({norm.num_groups for norm in unet.modules() if isinstance(norm, Norm)})
     if len(groups) > 1:
         raise UserError(
-            f"With model.channels {unet.config.channels} the layers are normed in {groups} groups; "
-            "UNet2DModel has one number for all, so this network can't be exported. With a "
-            "multiple of 128 each has 32."
+            f"The norms of this network have {groups} groups, as an earlier version of ddpm gave "
+            "them; UNet2DModel has one number for all, so it can't be exported. Networks that are "
+            "trained from the start now have one number."
         )
     return groups[0]
-
-
-def check_groups(unet: UNet, groups: int) -> None:
-    """Refuse a foreign network whose norms have other groups than our rule gives."""
-    for name, module in unet.named_modules():
-        if isinstance(module, Norm) and module.num_groups != groups:
-            raise UserError(
-                f"norm_num_groups is {groups}; layer {name} of our network has "
-                f"{module.num_groups} groups for its {module.num_channels} channels, so the "
-                "weights would mean something else."
-            )

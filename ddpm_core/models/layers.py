@@ -16,6 +16,7 @@ from ddpm_core.models.uninitialized import Conv2d, Linear
 EXPLICIT_LENGTH = 1024  # on CPUs attention written out is twice as fast, but takes length^2 memory
 
 Dropout = Callable[[Tensor, int], Tensor]  # (activations, number of the residual block)
+MakeNorm = Callable[..., Norm]  # (channels, active) -> Norm, with the groups and eps of a network
 
 
 class Derived(nn.Module):
@@ -49,24 +50,31 @@ class TimeEmbedding(nn.Module):
 
     frequencies: Tensor
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, cosine_first: bool = False, shift: float = 1) -> None:
         super().__init__()
         self.channels = channels
+        self.cosine_first = cosine_first
+        self.shift = shift
         self.linear1 = Linear(channels, 4 * channels)
         self.linear2 = Linear(4 * channels, 4 * channels)
 
     def set_frequencies(self) -> None:
-        """(channels // 2,) frequencies from 1 down to 1e-4; apart, for they are no weights."""
+        """Set the (channels // 2,) frequencies, from 1 down to 1e-4 at a shift of 1.
+
+        They are not weights, so they are set on the CPU even where the network has no memory.
+        """
         half = self.channels // 2
         with torch.device("cpu"):
-            exponent = torch.arange(half, dtype=torch.float32) / max(1, half - 1)
+            # A shift of 1 in a network with one frequency would divide 0 by 0.
+            exponent = torch.arange(half, dtype=torch.float32) / ((half - self.shift) or 1)
             frequencies = torch.exp(-math.log(10_000.0) * exponent)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, t: Tensor) -> Tensor:
         """(B,) int64 -> (B, 4 * channels)."""
         angles = t[:, None].float() * self.frequencies
-        waves = torch.cat([angles.sin(), angles.cos()], dim=1)
+        parts = [angles.sin(), angles.cos()]
+        waves = torch.cat(parts[::-1] if self.cosine_first else parts, dim=1)
         if self.channels % 2:
             waves = functional.pad(waves, (0, 1))
         hidden: Tensor = self.linear2(functional.silu(self.linear1(waves)))
@@ -79,12 +87,12 @@ class ResidualBlock(nn.Module):
     `number` is its place in the network: that of its time vector and of its dropout.
     """
 
-    def __init__(self, inputs: int, outputs: int, number: int) -> None:
+    def __init__(self, inputs: int, outputs: int, number: int, norm: MakeNorm = Norm) -> None:
         super().__init__()
         self.number = number
-        self.norm1 = Norm(inputs)
+        self.norm1 = norm(inputs)
         self.conv1 = Conv2d(inputs, outputs, 3, padding=1)
-        self.norm2 = Norm(outputs)
+        self.norm2 = norm(outputs)
         self.conv2 = Conv2d(outputs, outputs, 3, padding=1)
         self.shortcut = Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
@@ -101,10 +109,10 @@ class ResidualBlock(nn.Module):
 class Attention(Derived):
     """Self-attention over the pixels, added to its input."""
 
-    def __init__(self, channels: int, heads: int) -> None:
+    def __init__(self, channels: int, heads: int, norm: MakeNorm = Norm) -> None:
         super().__init__()
         self.heads = heads
-        self.norm = Norm(channels, active=False)
+        self.norm = norm(channels, active=False)
         self.qkv = JoinedLinear(channels, [channels] * 3)
         self.out = Linear(channels, channels)
 
@@ -178,15 +186,21 @@ class Stage(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Half the resolution by a strided convolution, padded right and below as in Ho's code."""
+    """Half the resolution by a strided convolution.
 
-    def __init__(self, channels: int) -> None:
+    With a `padding` of 0 the image is padded right and below, as in Ho's code; with 1, on all
+    sides.
+    """
+
+    def __init__(self, channels: int, padding: int = 0) -> None:
         super().__init__()
-        self.conv = Conv2d(channels, channels, 3, stride=2)
+        self.conv = Conv2d(channels, channels, 3, stride=2, padding=padding)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H / 2, W / 2)."""
-        halved: Tensor = self.conv(functional.pad(x, (0, 1, 0, 1)))
+        if self.conv.padding == (0, 0):
+            x = functional.pad(x, (0, 1, 0, 1))
+        halved: Tensor = self.conv(x)
         return halved
 
 

@@ -20,10 +20,12 @@ def group_count(channels: int) -> int:
 
 
 class Norm(nn.GroupNorm):
-    """GroupNorm of `x + shift`, then SiLU where `active`; eps is 1e-6 as in Ho's networks."""
+    """GroupNorm of `x + shift`, then SiLU if `active`; an eps of 1e-6 as in Ho's networks."""
 
-    def __init__(self, channels: int, active: bool = True) -> None:
-        super().__init__(group_count(channels), channels, eps=1e-6)
+    def __init__(
+        self, channels: int, active: bool = True, groups: int | None = None, eps: float = 1e-6
+    ) -> None:
+        super().__init__(groups or group_count(channels), channels, eps=eps)
         self.active = active
 
     def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -18,6 +20,7 @@ from ddpm_core.models.layers import (
     Downsample,
     Dropout,
     JoinedLinear,
+    MakeNorm,
     ResidualBlock,
     Stage,
     TimeEmbedding,
@@ -26,25 +29,52 @@ from ddpm_core.models.layers import (
 from ddpm_core.models.norms import Norm
 from ddpm_core.models.uninitialized import Conv2d
 
+# Fields of UNetConfig that no setting has. Networks of diffusers and of earlier versions differ in
+# them, and keep their own when they are trained further.
+DETAILS = (
+    "downsample_padding",
+    "flip_sin_to_cos",
+    "freq_shift",
+    "norm_eps",
+    "norm_num_groups",
+    "attention_head_dim",
+    "attention_up",
+)
+
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """What a network is built from. Raises ValueError where the numbers don't fit together."""
+    """What a network is built from. Raises ValueError where the numbers don't fit together.
+
+    `downsample_padding` to `attention_head_dim` are fields of diffusers' UNet2DModel. Without
+    `norm_num_groups` each norm has norms.group_count of its channels, as in the first versions of
+    this program. `attention_head_dim` is the width of a head, if their number is not `heads` at all
+    levels. `attention_up` has the levels, from 0, with attention on the way up, if they differ from
+    those of the way down.
+    """
 
     image_size: int
     in_channels: int
     channels: int
-    multipliers: tuple[int, ...]
+    multipliers: tuple[int | float, ...]
     blocks: int
     attention: tuple[int, ...]
     heads: int = 1
     dropout: float = 0.0
     conditioning: str = "none"
     classes: int = 0
+    downsample_padding: int = 0
+    flip_sin_to_cos: bool = False
+    freq_shift: float = 1
+    norm_eps: float = 1e-6
+    norm_num_groups: int | None = None
+    attention_head_dim: int | None = None
+    attention_up: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "multipliers", tuple(self.multipliers))
-        object.__setattr__(self, "attention", tuple(self.attention))
+        for name in ("multipliers", "attention", "attention_up"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else tuple(value))
         mistakes = [*self._number_mistakes(), *self._condition_mistakes()]
         mistakes = mistakes or [*self._size_mistakes()]
         if mistakes:
@@ -58,6 +88,35 @@ class UNetConfig:
             raise ValueError(f"A network's config has no {', '.join(unknown)}.")
         return cls(**values)
 
+    def with_details(self, other: UNetConfig) -> Self:
+        """Return this config with the DETAILS of another network."""
+        return replace(self, **{name: getattr(other, name) for name in DETAILS})
+
+    def heads_of(self, width: int) -> int:
+        """Return the number of attention heads at a level of `width` channels."""
+        return width // self.attention_head_dim if self.attention_head_dim else self.heads
+
+    def with_equal_heads(self) -> Self:
+        """Return this config with `heads` for `attention_head_dim`, if both mean the same."""
+        heads = {self.heads_of(width) for width in self.attention_widths}
+        if len(heads) > 1 or any(width % max(heads) for width in self.widths):
+            return self
+        return replace(self, heads=max(heads), attention_head_dim=None)
+
+    @property
+    def attends(self) -> tuple[list[bool], list[bool]]:
+        """Whether each level has attention, on the way down and on the way up."""
+        down = [size in self.attention for size in self.sizes]
+        up = self.attention_up
+        return down, down if up is None else [level in up for level in range(len(down))]
+
+    @property
+    def attention_widths(self) -> list[int]:
+        """The channels of all levels that have attention; the middle always has it."""
+        attending = zip(self.widths, *self.attends, strict=True)
+        widths = {width for width, down, up in attending if down or up}
+        return sorted({*widths, self.widths[-1]})
+
     @property
     def sizes(self) -> list[int]:
         """The image size at each level."""
@@ -66,7 +125,7 @@ class UNetConfig:
     @property
     def widths(self) -> list[int]:
         """The number of channels at each level."""
-        return [self.channels * multiplier for multiplier in self.multipliers]
+        return [round(self.channels * multiplier) for multiplier in self.multipliers]
 
     def _number_mistakes(self) -> list[str]:
         numbers = {
@@ -79,13 +138,37 @@ class UNetConfig:
         ]
         if self.channels < 2:
             wrong.append(f"channels is {self.channels}; the time embedding needs at least 2.")
-        if not self.multipliers or min(self.multipliers) < 1:
+        if not self.multipliers or min(self.widths) < 1:
             wrong.append(
-                f"multipliers is {list(self.multipliers)}; one number a level, at least 1 each."
+                f"multipliers is {list(self.multipliers)}; one number a level, above 0 each."
+            )
+        elif any(
+            abs(self.channels * m - round(self.channels * m)) > 1e-6 for m in self.multipliers
+        ):
+            wrong.append(
+                f"multipliers is {list(self.multipliers)}; times channels, {self.channels}, each "
+                "must be a whole number."
             )
         if not 0.0 <= self.dropout < 1.0:
             wrong.append(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
-        return wrong
+        return wrong + self._detail_mistakes()
+
+    def _detail_mistakes(self) -> list[str]:
+        allowed = {
+            "downsample_padding": (self.downsample_padding in (0, 1), "0 or 1"),
+            "freq_shift": (
+                self.freq_shift == 1 or self.freq_shift < self.channels // 2,
+                "1, or less than half of channels",
+            ),
+            "norm_eps": (0.0 < self.norm_eps < 1.0, "above 0 and below 1"),
+            "norm_num_groups": (self.norm_num_groups != 0, "at least 1"),
+            "attention_head_dim": (self.attention_head_dim != 0, "at least 1"),
+        }
+        return [
+            f"{name} is {getattr(self, name)}; it must be {wanted}."
+            for name, (holds, wanted) in allowed.items()
+            if not holds
+        ]
 
     def _condition_mistakes(self) -> list[str]:
         if self.conditioning not in ("none", "class", "text"):
@@ -110,6 +193,16 @@ class UNetConfig:
             wrong.append(
                 f"heads is {self.heads}; it must divide the levels' channels, {self.widths}."
             )
+        if any(width % (self.attention_head_dim or 1) for width in self.attention_widths):
+            wrong.append(
+                f"attention_head_dim is {self.attention_head_dim}; it must divide the channels of "
+                f"the levels with attention, {self.attention_widths}."
+            )
+        if math.gcd(self.channels, *self.widths) % (self.norm_num_groups or 1):
+            wrong.append(
+                f"norm_num_groups is {self.norm_num_groups}; it must divide the levels' channels, "
+                f"{self.widths}."
+            )
         return wrong
 
 
@@ -130,7 +223,7 @@ class UNet(nn.Module):
 
     def _build(self, config: UNetConfig) -> None:
         channels = config.channels
-        self.time_embedding = TimeEmbedding(channels)
+        self.time_embedding = TimeEmbedding(channels, config.flip_sin_to_cos, config.freq_shift)
         self.condition = _conditioning(config)
         self.conv_in = Conv2d(config.in_channels, channels, 3, padding=1)
         self.time_sizes: list[int] = []  # of each residual block's time vector
@@ -139,43 +232,45 @@ class UNet(nn.Module):
         self.middle = self._middle(config)
         self.up = self._up(config, skips)
         self.time_projection = JoinedLinear(4 * channels, self.time_sizes)
-        self.norm_out = Norm(self.time_sizes[-1])
+        self.norm_out = self._norm(self.time_sizes[-1])
         self.conv_out = Conv2d(self.time_sizes[-1], config.in_channels, 3, padding=1)
 
     def _down(self, config: UNetConfig, skips: list[int]) -> nn.ModuleList:
         layers = nn.ModuleList()
         for level, width in enumerate(config.widths):
             for _ in range(config.blocks):
-                layers.append(self._stage(skips[-1], width, config.sizes[level]))
+                layers.append(self._stage(skips[-1], width, config.attends[0][level]))
                 skips.append(width)
             if level < len(config.widths) - 1:
-                layers.append(Downsample(width))
+                layers.append(Downsample(width, config.downsample_padding))
                 skips.append(width)
         return layers
 
     def _middle(self, config: UNetConfig) -> nn.ModuleList:
         width = config.widths[-1]
-        attending = Stage(self._block(width, width), Attention(width, config.heads))
-        return nn.ModuleList([attending, Stage(self._block(width, width), None)])
+        stages = [self._stage(width, width, attends) for attends in (True, False)]
+        return nn.ModuleList(stages)
 
     def _up(self, config: UNetConfig, skips: list[int]) -> nn.ModuleList:
         layers = nn.ModuleList()
         for level, width in reversed(list(enumerate(config.widths))):
             for _ in range(config.blocks + 1):
                 inputs = self.time_sizes[-1] + skips.pop()
-                layers.append(self._stage(inputs, width, config.sizes[level]))
+                layers.append(self._stage(inputs, width, config.attends[1][level]))
             if level > 0:
                 layers.append(Upsample(width))
         return layers
 
-    def _stage(self, inputs: int, outputs: int, size: int) -> Stage:
-        block = self._block(inputs, outputs)
-        attends = size in self.config.attention
-        return Stage(block, Attention(outputs, self.config.heads) if attends else None)
-
-    def _block(self, inputs: int, outputs: int) -> ResidualBlock:
+    def _stage(self, inputs: int, outputs: int, attends: bool) -> Stage:
         self.time_sizes.append(outputs)
-        return ResidualBlock(inputs, outputs, number=len(self.time_sizes) - 1)
+        block = ResidualBlock(inputs, outputs, len(self.time_sizes) - 1, self._norm)
+        heads = self.config.heads_of(outputs)
+        return Stage(block, Attention(outputs, heads, self._norm) if attends else None)
+
+    @property
+    def _norm(self) -> MakeNorm:
+        config = self.config
+        return functools.partial(Norm, groups=config.norm_num_groups, eps=config.norm_eps)
 
     @torch.no_grad()
     def initialise(self, uniform: Uniform) -> None:

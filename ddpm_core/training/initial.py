@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -14,9 +15,10 @@ from ddpm_core import rng
 from ddpm_core.config import Config
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import UserError
+from ddpm_core.models.norms import group_count
 from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.rng import Purpose
-from ddpm_core.training.warm_start import take_weights
+from ddpm_core.training.warm_start import Origin, open_origin, take_weights
 from ddpm_core.workspace import SNAPSHOTS, Workspace
 
 
@@ -34,7 +36,11 @@ class Pictures(Protocol):
 
 
 def network_config(config: Config, data: Pictures) -> UNetConfig:
-    """The network that the settings describe, for this data."""
+    """Return the network that the settings describe for this data, where nothing came before it.
+
+    All its norms have one number of groups, that of the first level: UNet2DModel can express no
+    other.
+    """
     model = config.model
     return UNetConfig(
         image_size=data.image_size,
@@ -47,14 +53,28 @@ def network_config(config: Config, data: Pictures) -> UNetConfig:
         dropout=model.dropout,
         conditioning=model.conditioning,
         classes=len(data.classes) if model.conditioning == "class" else 0,
+        norm_num_groups=group_count(math.gcd(model.channels, *model.widths)),
     )
 
 
-def initial_weights(model: UNet, config: Config, classes: Sequence[str] = ()) -> str:
+def fresh_network(config: Config, data: Pictures) -> tuple[UNet, str]:
+    """Return the network of step 0, and a sentence on what was not taken from `train.init`.
+
+    What the settings leave open it has from the network of `train.init`.
+    """
+    origin = None if config.train.init is None else open_origin(config)
+    network = network_config(config, data)
+    model = UNet(network if origin is None else network.with_details(origin.network))
+    return model, initial_weights(model, config, data.classes, origin)
+
+
+def initial_weights(
+    model: UNet, config: Config, classes: Sequence[str] = (), origin: Origin | None = None
+) -> str:
     """Set the weights: keyed by their names, so the same on every worker and device.
 
-    With `train.init` those of another network; then the result says what they were not taken for.
-    `classes` are those of the data.
+    With `train.init` those of another network, `origin` where it is open already; then the result
+    says what they were not taken for. `classes` are those of the data.
     """
     key = rng.key(Purpose.INIT, config.seed)
 
@@ -63,8 +83,9 @@ def initial_weights(model: UNet, config: Config, classes: Sequence[str] = ()) ->
         return rng.uniform(key, torch.tensor([int.from_bytes(digest[:4], "big")]), shape)[0]
 
     model.initialise(uniform)
-    origin = config.train.init
-    return "" if origin is None else take_weights(model, origin, config, classes)
+    if config.train.init is None:
+        return ""
+    return take_weights(model, origin or open_origin(config), classes)
 
 
 def check_init_stays(config: Config, workspace: Workspace) -> None:

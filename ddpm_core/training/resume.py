@@ -13,13 +13,13 @@ from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.distributed import World
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.masking import masked, throughout
-from ddpm_core.models.unet import UNet
+from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.storage import Unreachable
 from ddpm_core.training import snapshot
 from ddpm_core.training.execution import Execution
 from ddpm_core.training.freshness import Identified
 from ddpm_core.training.identity import differences, identity, train_fingerprint
-from ddpm_core.training.initial import initial_weights, network_config
+from ddpm_core.training.initial import fresh_network, network_config
 from ddpm_core.training.snapshot import SnapshotContents
 from ddpm_core.training.state import TrainState, from_contents
 from ddpm_core.workspace import LOG, RUN, SNAPSHOTS, SUPERSEDED, Workspace, snapshot_key, step_name
@@ -40,13 +40,11 @@ def start(
 ) -> tuple[dict[str, Any], TrainState | None]:
     """The settings that go with every snapshot, and the state to go on from (None: all done)."""
     settings = settings_of(config, data)
-    model = UNet(network_config(config, data))
-    at, fresh, told = 0, False, ""
+    at, fresh = 0, None
     if world.rank == 0:
         if found := others(workspace, settings["identity"]):
             # What can't be made is refused before anything moves.
-            told = initial_weights(model, config, data.classes)
-            fresh = True
+            fresh = fresh_network(config, data)
             set_aside(workspace, found, policy)
         if (run := workspace.read_json(RUN)).get("identity") != settings["identity"]:
             workspace.write_json(RUN, {**run, "identity": settings["identity"]})
@@ -61,14 +59,29 @@ def start(
     if world.rank == 0 and (lack := compiling.lacks(world.device, config.train.compile)):
         warn(lack)
     if contents is None:
-        told = told if fresh else initial_weights(model, config, data.classes)
+        model, told = fresh or fresh_network(config, data)
         if told and world.rank == 0:
             say(told)
+    else:
+        model = continued_network(config, data, contents)
+    settings["network"] = asdict(model.config)  # that of an earlier version, or of train.init
     state = TrainState.create(config, world, execution, model)
     if contents is not None:
         fit(state, contents, f"The snapshot of step {at}")
         say(f"train: going on from step {at} of {config.train.steps}.")
     return settings, state
+
+
+def continued_network(config: Config, data: PackedDataset, contents: SnapshotContents) -> UNet:
+    """Return the network of a snapshot, without its weights. Raises Corrupt.
+
+    What the settings leave open is as it was when the run began, maybe with an earlier version.
+    """
+    try:
+        there = UNetConfig.from_dict(contents.documents[SETTINGS]["network"])
+        return UNet(network_config(config, data).with_details(there))
+    except (TypeError, ValueError) as error:
+        raise Corrupt(f"The network in the {SETTINGS} of a snapshot is damaged: {error}") from error
 
 
 def fit(state: TrainState, contents: SnapshotContents, name: str) -> None:

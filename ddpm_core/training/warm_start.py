@@ -22,22 +22,22 @@ _VECTORS = "condition.embedding.weight"  # (classes + 1, width); the last is tha
 class Origin:
     """Another network, and the names of its classes, empty where they are not known."""
 
+    name: str  # as in train.init
     network: UNetConfig
     weights: dict[str, Tensor]
     classes: Sequence[str]
 
 
-def take_weights(model: UNet, origin: str, config: Config, classes: Sequence[str]) -> str:
-    """Set the weights to those of a checkpoint folder, a diffusers folder or a registered model.
+def take_weights(model: UNet, found: Origin, classes: Sequence[str]) -> str:
+    """Set the weights to those of another network.
 
     `classes` are those of the data. What belongs to a class or text that the other network does
     not know stays as it is; the result is a sentence about it, or "". Raises UserError where the
     other is no such network.
     """
-    found = _opened(origin, config)
     if wrong := list(_differing(found.network, model.config)):
         raise UserError(
-            f"train.init: {origin} is another network than the settings ask for; these must be "
+            f"train.init: {found.name} is another network than the settings ask for; these must be "
             "equal:\n" + "\n".join(f"  {line}" for line in wrong)
         )
     taken = {n: tensor for n, tensor in found.weights.items() if not n.startswith(_CONDITION)}
@@ -79,6 +79,7 @@ def _differing(there: UNetConfig, here: UNetConfig) -> Iterable[str]:
         ("model.channels", "channels"),
         ("model.multipliers", "multipliers"),
         ("model.blocks", "blocks"),
+        ("model.heads", "heads"),
     ):
         pair = [getattr(network, name) for network in (there, here)]
         if pair[0] != pair[1]:
@@ -90,23 +91,25 @@ def _differing(there: UNetConfig, here: UNetConfig) -> Iterable[str]:
         yield f"model.attention is {said[0]} there, {said[1]} here"
 
 
-def _opened(origin: str, config: Config) -> Origin:
+def open_origin(config: Config) -> Origin:
+    """Read the network of `train.init`. Raises UserError."""
+    origin = config.train.init or ""
     if origin.startswith("models:/"):
         from ddpm_core.registry.models import download
 
-        return _checkpoint(download(config, origin))
+        return _checkpoint(origin, download(config, origin))
     folder = Path(origin).expanduser()
     if not folder.is_dir():
         raise UserError(f"train.init: {origin!r} given; it is no folder and no models:/ URI.")
     if (folder / "config.json").exists() and (folder / "manifest.json").exists():
-        return _checkpoint(folder)
+        return _checkpoint(origin, folder)
     from ddpm_core.interop.diffusers import import_folder
 
-    network, weights, _ = import_folder(folder)
-    return Origin(network, weights, ())
+    found = import_folder(folder)
+    return Origin(origin, found.network, found.weights, ())
 
 
-def _checkpoint(folder: Path) -> Origin:
+def _checkpoint(name: str, folder: Path) -> Origin:
     checkpoint = Checkpoint.open(folder)
     model = checkpoint.load("auto", torch.device("cpu"))
-    return Origin(model.config, dict(model.state_dict()), checkpoint.data["classes"])
+    return Origin(name, model.config, dict(model.state_dict()), checkpoint.data["classes"])
