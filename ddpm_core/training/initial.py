@@ -16,7 +16,7 @@ from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import UserError
 from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.rng import Purpose
-from ddpm_core.training.warm_start import take_weights
+from ddpm_core.training.warm_start import check_origin, open_origin, take_weights
 from ddpm_core.workspace import SNAPSHOTS, Workspace
 
 
@@ -63,8 +63,11 @@ def initial_weights(model: UNet, config: Config, classes: Sequence[str] = ()) ->
         return rng.uniform(key, torch.tensor([int.from_bytes(digest[:4], "big")]), shape)[0]
 
     model.initialise(uniform)
-    origin = config.train.init
-    return "" if origin is None else take_weights(model, origin, config, classes)
+    if config.train.init is None:
+        return ""
+    origin = open_origin(config)
+    notes = [check_origin(origin, model.config, config), take_weights(model, origin, classes)]
+    return " ".join(filter(None, notes))
 
 
 def check_init_stays(config: Config, workspace: Workspace) -> None:
