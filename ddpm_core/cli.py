@@ -50,7 +50,8 @@ def train(
     w: WorkspaceOption = None,
     s: SetOption = None,
     resume: Annotated[
-        str, typer.Option(help="auto: set snapshots of other settings aside; strict: refuse.")
+        str,
+        typer.Option(help="auto: move a run with other settings to superseded/; strict: refuse."),
     ] = "auto",
     from_step: Annotated[
         int | None,

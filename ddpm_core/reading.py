@@ -230,7 +230,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    """The tensors and the texts beside them of a safetensors file. Raises Corrupt."""
+    """The tensors and the texts beside them of a safetensors file.
+
+    Raises Corrupt, also for a value that is not finite: no program of ours writes one, and a
+    network with one draws black images.
+    """
     from safetensors import safe_open
 
     name = f"{path.parent.name}/{path.name}"
@@ -242,7 +246,9 @@ def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], Mapping[st
             raise Corrupt(f"{name} is damaged: its header of {header:,} bytes is not in it.")
         with safe_open(path, framework="pt") as opened:
             metadata = opened.metadata() or {}
-            return {key: opened.get_tensor(key) for key in opened.keys()}, metadata  # noqa: SIM118
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        _must_be_finite(tensors, name)
+        return tensors, metadata
     except Corrupt:
         raise
     except Exception as error:  # safetensors and torch have families of their own
@@ -251,6 +257,15 @@ def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], Mapping[st
         if isinstance(error, OSError):
             raise Corrupt(f"{name} cannot be read: {error.strerror}.") from error
         raise Corrupt(f"{name} is damaged: {error!s:.300}.") from error
+
+
+def _must_be_finite(tensors: Mapping[str, Tensor], name: str) -> None:
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise Corrupt(
+                f"{name} is damaged: {key[:200]} has values that are not finite (NaN or infinity). "
+                "All values must be finite. Restore the file, or use another checkpoint."
+            )
 
 
 def open_regular(path: Path) -> io.BufferedReader:

@@ -31,6 +31,7 @@ from ddpm_core.evaluation.evaluate import evaluate
 from ddpm_core.generate.images import ImageSampler
 from ddpm_core.generate.sample import sample
 from ddpm_core.mlflow_client import connect
+from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.ranking import Row, differences, with_checksum
 from ddpm_core.registry import card as card_of
 from ddpm_core.registry import models
@@ -38,6 +39,7 @@ from ddpm_core.registry.gate import Decision
 from ddpm_core.registry.models import Registry, download
 from ddpm_core.registry.package import upload
 from ddpm_core.registry.register import register, stale
+from ddpm_core.training.initial import initial_weights
 from ddpm_core.workspace import RESULTS, Workspace, snapshot_key
 
 # Registered on a real server
@@ -163,6 +165,13 @@ def test_the_weights_and_settings_come_back_as_they_were_scored(
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.weights_hash(checkpoint.params.sample.ema) == rows[1]["evidence"]["weights"]
     assert (checkpoint.step, checkpoint.params.sample.seed) == (rows[1]["step"], 5)
+
+
+def test_a_warm_start_from_a_version_compares_the_process(project: Project) -> None:
+    config = project.config(train={"init": f"models:/{project.name}@champion"})
+    network = UNetConfig(8, 1, 8, (1, 2), 1, (4,))
+    with pytest.raises(UserError, match=r"diffusion\.timesteps is 50 there, 1000 here"):
+        initial_weights(UNet(network), config)
 
 
 def test_the_same_checkpoint_makes_no_second_version(project: Project, rows: list[Row]) -> None:

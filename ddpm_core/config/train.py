@@ -93,6 +93,9 @@ class Train(Section):
     init: str | None = Field(
         None, description="start from models:/NAME@ALIAS, a checkpoint folder or a diffusers folder"
     )
+    init_diffusion: Literal["same", "any"] = Field(
+        "same", description="any: init may have another prediction, schedule or timesteps"
+    )
     optimizer: Optimizer = Optimizer()
     ema: Annotated[
         tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...],

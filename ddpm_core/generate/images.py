@@ -13,6 +13,7 @@ from ddpm_core import rng
 from ddpm_core.config import Diffusion, Sample
 from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.diffusion.samplers import SamplerSettings, sample
+from ddpm_core.errors import UserError
 from ddpm_core.generate.conditions import Conditions
 from ddpm_core.generate.halves import in_halves
 from ddpm_core.generate.plan import must_suit
@@ -28,7 +29,8 @@ class ImageSampler:
 
     `data` is the checkpoint's record of what it was trained on: classes, how many images each
     had, and captions, which conditional images follow unless others are asked for. `compiled` is
-    for many batches of one size. Raises UserError where the network cannot draw by the settings.
+    for many batches of one size. Raises UserError where the network cannot draw by the settings,
+    or draws values that are not finite.
     """
 
     def __init__(
@@ -73,14 +75,29 @@ class ImageSampler:
         if condition is not None:
             condition = condition.to(self._device)
         key = rng.key(Purpose.SAMPLE, self._settings.seed)
+        finite = torch.ones(len(index), dtype=torch.bool, device=self._device)
+
+        def network(x: Tensor, t: Tensor) -> Tensor:
+            output = self._guided(x, t, condition)
+            # Clipping would turn an infinite output into a black or white image.
+            finite.logical_and_(output.isfinite().flatten(1).all(1))
+            return output
+
         with autocast(self._precision, self._device):
             x0 = sample(
-                lambda x, t: self._guided(x, t, condition),
+                network,
                 self._schedule,
                 self._prediction,
                 self._sampler,
                 lambda step: rng.normal(key, index, self._shape, step),
                 on_step,
+            )
+        if bad := int((~finite).sum()):
+            raise UserError(
+                f"{bad} of {len(index)} images are not finite, drawn with sample.precision "
+                f"{self._precision} and sample.guidance {self._settings.guidance:g}. Every output "
+                "of the network must be finite. Use sample.precision fp32 and guidance 1; if the "
+                "images are still not finite, use another checkpoint."
             )
         return to_pixels(x0)
 

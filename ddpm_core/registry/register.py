@@ -15,7 +15,7 @@ from ddpm_core.errors import UserError
 from ddpm_core.evaluation.mlflow_log import open_tracker
 from ddpm_core.masking import masked, throughout
 from ddpm_core.ranking import Row, Rows, best, must_be_as_measured
-from ddpm_core.reading import Schema
+from ddpm_core.reading import Schema, read_tensors
 from ddpm_core.registry.card import as_description, write_card
 from ddpm_core.registry.gate import (
     FAULTS,
@@ -60,6 +60,8 @@ def register(config: Config, workspace: Workspace) -> dict[str, Any]:
             f"The checkpoint of step {row['step']} has changed since it was scored: run "
             "`ddpm sample` and `ddpm evaluate` first."
         )
+    # Images may have been drawn, and scored, before values that are not finite were refused.
+    read_tensors(checkpoint.folder / checkpoint.weights_name(sampled(row, checkpoint)["ema"]))
     registry = Registry(config)
     run_id = tracked_run(config, workspace, row)
     before, champion = registry.announced(), registry.champion()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -26,14 +26,14 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(sums).sum()
 
 
-def check_agreement(state: TrainState, written: int) -> None:
+def check_agreement(state: TrainState, newest: Callable[[], int]) -> None:
     """Compare the weights, averages and noise levels of all workers.
 
     Raises UserError, with the ranks, where they differ.
 
     Every worker computes its averages from its own weights, so that what differs on one has gone
     wrong there: a fault of its memory or device, or a library that is not the same everywhere.
-    `written` is the step of the newest snapshot; 0: none.
+    `newest` returns the step of the newest snapshot on disk; 0: none.
     """
     if state.world.size == 1:
         return
@@ -47,6 +47,7 @@ def check_agreement(state: TrainState, written: int) -> None:
     if len(set(rows)) == 1:
         return
     files = [name for i, name in enumerate(groups) if len({row[i] for row in rows}) > 1]
+    written = newest()
     kept = f"that of step {written} is whole" if written else "there is none yet"
     raise UserError(
         f"The workers' weights differ at step {state.step}: {_who(rows)} ({', '.join(files)}). "

@@ -14,7 +14,8 @@ from ddpm_core.interop.unet2d import from_unet
 from ddpm_core.models.unet import UNet
 from ddpm_core.training import budget
 from ddpm_core.training.execution import Execution
-from ddpm_core.training.initial import check_data_fits, network_config
+from ddpm_core.training.initial import check_data_fits, check_init_stays, network_config
+from ddpm_core.training.warm_start import check_origin, open_origin
 from ddpm_core.workspace import DATA, Workspace
 
 # Sources that are known before they are prepared: channels, and how many classes they have.
@@ -38,7 +39,17 @@ def describe(config: Config, workspace: Workspace, processes: int) -> str:
     if workspace.storage.names(DATA):
         data = open_dataset(workspace)
         check_data_fits(config, data)
-    pictures = data or expected(config)
+    origin = None
+    if config.train.init is not None:
+        check_init_stays(config, workspace)
+        origin = open_origin(config)
+    pictures = data or expected(config, origin.network.in_channels if origin else ASSUMED[0])
+    network = network_config(config, pictures)
+    begins = ""
+    if origin:
+        network = network.with_details(origin.network)
+        note = check_origin(origin, network, config)
+        begins = f", starts with the weights of {config.train.init}. {note}".rstrip()
     device = choose_device(config.device)
     execution = Execution.choose(config.train, device)
     parameters = budget.count_parameters(config, pictures)
@@ -46,8 +57,8 @@ def describe(config: Config, workspace: Workspace, processes: int) -> str:
         yaml.safe_dump(config.record(), sort_keys=False).rstrip(),
         "---",
         f"data        {_pictures(pictures)}",
-        f"network     {parameters:,} parameters",
-        f"diffusers   {exportable(UNet(network_config(config, pictures), device='meta'))}",
+        f"network     {parameters:,} parameters{begins}",
+        f"diffusers   {exportable(UNet(network, device='meta'))}",
         f"steps       {config.train.steps} of {config.train.batch_size} images, "
         f"{_epochs(config, data)}",
         *budget.lines(config, workspace, parameters, processes, device),
@@ -57,11 +68,11 @@ def describe(config: Config, workspace: Workspace, processes: int) -> str:
     return "\n".join(lines)
 
 
-def expected(config: Config) -> Expected:
-    """What the settings say of the pictures to come."""
+def expected(config: Config, channels: int = ASSUMED[0]) -> Expected:
+    """What the settings say of the pictures to come; `channels` is assumed where they don't."""
     prepare, assumed = config.prepare, []
     known = KNOWN.get(prepare.source)
-    channels, count = known or ASSUMED
+    channels, count = known or (channels, ASSUMED[1])
     if prepare.channels != "auto":
         channels = prepare.channels
     elif known is None:

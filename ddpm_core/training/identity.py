@@ -14,8 +14,9 @@ from ddpm_core.storage import MANIFEST
 from ddpm_core.storage.sealing import listed
 from ddpm_core.workspace import fingerprint
 
-# Settings of `train` that change speed, memory or what is kept, never the weights.
+# Settings of `train` that change speed, memory, checks or what is kept, never the weights.
 _FREE = {
+    "init_diffusion",
     "microbatches",
     "processes",
     "worker_timeout",

@@ -18,7 +18,7 @@ from ddpm_core.errors import UserError
 from ddpm_core.models.norms import group_count
 from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.rng import Purpose
-from ddpm_core.training.warm_start import Origin, open_origin, take_weights
+from ddpm_core.training.warm_start import Origin, check_origin, open_origin, take_weights
 from ddpm_core.workspace import SNAPSHOTS, Workspace
 
 
@@ -85,7 +85,9 @@ def initial_weights(
     model.initialise(uniform)
     if config.train.init is None:
         return ""
-    return take_weights(model, origin or open_origin(config), classes)
+    origin = origin or open_origin(config)
+    notes = [check_origin(origin, model.config, config), take_weights(model, origin, classes)]
+    return " ".join(filter(None, notes))
 
 
 def check_init_stays(config: Config, workspace: Workspace) -> None:

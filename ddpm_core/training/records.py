@@ -15,7 +15,6 @@ from ddpm_core.tracking import Tracker
 from ddpm_core.training import snapshot
 from ddpm_core.training.pruning import prune
 from ddpm_core.training.runlog import RunLog
-from ddpm_core.training.state import TrainState
 from ddpm_core.workspace import GRID, LOG, Workspace, snapshot_key, step_name
 
 
@@ -25,9 +24,12 @@ def keeping_records(
     workspace: Workspace,
     lease: Lease | None,
     settings: dict[str, Any],
-    state: TrainState,
+    begun: int,
 ) -> Iterator[tuple[RunLog, snapshot.Writer]]:
-    """The log, the writer of snapshots, and on the first worker MLflow, which follows both."""
+    """The log, the writer of snapshots, and on the first worker MLflow, which follows both.
+
+    `begun` is the step of the snapshot that the run resumes from; 0: none.
+    """
     log = RunLog(workspace.storage.scratch() / LOG)
     mirror = tracker = None
     if lease:
@@ -52,7 +54,7 @@ def keeping_records(
         if tracker and grid.exists():
             tracker.artifact(grid, f"training/{step_name(step)}")
 
-    writer = snapshot.Writer(workspace, may_write, written, state.step or None)
+    writer = snapshot.Writer(workspace, may_write, written, begun or None)
     status = "FAILED"
     try:
         yield log, writer

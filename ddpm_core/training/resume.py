@@ -17,12 +17,19 @@ from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.storage import Unreachable
 from ddpm_core.training import snapshot
 from ddpm_core.training.execution import Execution
-from ddpm_core.training.freshness import Identified
-from ddpm_core.training.identity import differences, identity, train_fingerprint
+from ddpm_core.training.identity import identity, train_fingerprint
 from ddpm_core.training.initial import fresh_network, network_config
 from ddpm_core.training.snapshot import SnapshotContents
 from ddpm_core.training.state import TrainState, from_contents
-from ddpm_core.workspace import LOG, RUN, SNAPSHOTS, SUPERSEDED, Workspace, snapshot_key, step_name
+from ddpm_core.training.superseded import (
+    Others,
+    discard,
+    find_others,
+    find_superseded,
+    set_aside,
+    take_back,
+)
+from ddpm_core.workspace import RUN, SNAPSHOTS, Workspace, snapshot_key
 
 MOST_CAPTIONS = 1000  # kept with a checkpoint, for sampling without the data
 
@@ -35,31 +42,44 @@ class Policy:
     from_step: int | None = None
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, the same on every worker."""
+
+    settings: dict[str, Any]  # go with every snapshot, as config.json
+    state: TrainState | None  # None: all steps are done
+    step: int  # of the snapshot that it resumes from; 0: none
+    source: str  # of its weights, for messages; "": drawn from the seed
+    replaces: bool  # whether the workspace still holds a run with different settings
+    others: Others | None  # that run, on the first worker
+
+
 def start(
     config: Config, workspace: Workspace, world: World, data: PackedDataset, policy: Policy
-) -> tuple[dict[str, Any], TrainState | None]:
-    """The settings that go with every snapshot, and the state to go on from (None: all done)."""
+) -> Start:
+    """Choose where to begin, and load or draw the weights.
+
+    A run with different settings stays where it is, unless the workspace also has one with these
+    settings, in superseded/, to take its place.
+    """
     settings = settings_of(config, data)
-    at, fresh = 0, None
+    at, others, contents = 0, None, None
     if world.rank == 0:
-        if found := others(workspace, settings["identity"]):
-            # What can't be made is refused before anything moves.
-            fresh = fresh_network(config, data)
-            set_aside(workspace, found, policy)
-        if (run := workspace.read_json(RUN)).get("identity") != settings["identity"]:
-            workspace.write_json(RUN, {**run, "identity": settings["identity"]})
-        at = choose_step(config, workspace, policy)
-    at = world.broadcast(at)
+        others = settle(workspace, settings["identity"], policy)
+        if others is None:
+            at = choose_step(config, workspace, policy)
+    at, replaces = world.broadcast(at), bool(world.broadcast(int(others is not None)))
     if at >= config.train.steps:
         say(f"train: up to date, at step {at} of {config.train.steps}.")
-        return settings, None
+        return Start(settings, None, at, "", False, None)
     contents = snapshot.read(workspace.path(snapshot_key(at))) if at else None
     earlier = contents.documents[snapshot.STATE]["execution"] if contents else None
     execution = Execution.choose(config.train, world.device, earlier)
     if world.rank == 0 and (lack := compiling.lacks(world.device, config.train.compile)):
         warn(lack)
+    source = f"train.init {config.train.init}" if config.train.init else ""
     if contents is None:
-        model, told = fresh or fresh_network(config, data)
+        model, told = fresh_network(config, data)
         if told and world.rank == 0:
             say(told)
     else:
@@ -67,9 +87,48 @@ def start(
     settings["network"] = asdict(model.config)  # that of an earlier version, or of train.init
     state = TrainState.create(config, world, execution, model)
     if contents is not None:
+        source = f"the snapshot of step {at}"
         fit(state, contents, f"The snapshot of step {at}")
         say(f"train: going on from step {at} of {config.train.steps}.")
-    return settings, state
+    return Start(settings, state, at, source, replaces, others)
+
+
+def settle(workspace: Workspace, wanted: dict[str, Any], policy: Policy) -> Others | None:
+    """Make the run with these settings, if there is one, that of the workspace.
+
+    Returns the run with different settings that is in its place; None: the workspace is this
+    run's. Raises UserError where `policy` forbids to move that run away.
+    """
+    others = find_others(workspace, wanted)
+    if others and (policy.strict or policy.from_step is not None):
+        given = "--resume=strict" if policy.strict else f"--from-step {policy.from_step}"
+        raise UserError(
+            f"{workspace.uri} contains a run with different settings, which {given} does not "
+            f"move away:\n{others.listed()}\nUse its settings, leave out {given}, or use another "
+            "workspace (-w)."
+        )
+    if others and not _has_snapshots(workspace, wanted, others):
+        return others
+    replace(workspace, others, wanted)
+    return None
+
+
+def _has_snapshots(workspace: Workspace, wanted: dict[str, Any], others: Others) -> bool:
+    """Whether a run with the wanted settings has proved already that it can run."""
+    if set(workspace.steps(SNAPSHOTS)) - set(others.steps):
+        return True
+    place = find_superseded(workspace, wanted)
+    return place is not None and bool(workspace.storage.names(f"{place}/{SNAPSHOTS}"))
+
+
+def replace(workspace: Workspace, others: Others | None, wanted: dict[str, Any]) -> None:
+    """Move a run with different settings away, and make the workspace that of the wanted run."""
+    if others:
+        set_aside(workspace, others)
+    if place := find_superseded(workspace, wanted):
+        take_back(workspace, place, wanted)
+    if (run := workspace.read_json(RUN)).get("identity") != wanted:
+        workspace.write_json(RUN, {**run, "identity": wanted})
 
 
 def continued_network(config: Config, data: PackedDataset, contents: SnapshotContents) -> UNet:
@@ -126,51 +185,6 @@ def caption_counts(data: PackedDataset) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
-@dataclass(frozen=True)
-class Others:
-    """What a workspace holds of other settings or data: snapshots, and what differs."""
-
-    steps: list[int]
-    fields: list[str]
-
-
-def others(workspace: Workspace, wanted: dict[str, Any]) -> Others | None:
-    """What was made of something else than `wanted`, an identity; None: nothing.
-
-    A run that ended before its first snapshot has left a log; run.json says of which settings.
-    """
-    found: dict[int, list[str]] = {}
-    for at in workspace.steps(SNAPSHOTS):
-        theirs = workspace.read_json(f"{snapshot_key(at)}/{SETTINGS}", Identified).get("identity")
-        if theirs is not None and (fields := differences(theirs, wanted)):
-            found[at] = fields
-    if found:
-        return Others(list(found), found[max(found)])
-    begun = workspace.read_json(RUN).get("identity")
-    if isinstance(begun, dict) and workspace.storage.exists(LOG):
-        fields = differences(begun, wanted)
-        return Others([], fields) if fields else None
-    return None
-
-
-def set_aside(workspace: Workspace, found: Others, policy: Policy) -> None:
-    """Move it to superseded/, and tell what differs. Raises UserError where policy forbids it."""
-    told = "\n".join(f"  {field}" for field in found.fields)
-    if policy.strict or policy.from_step is not None:
-        given = "--resume=strict" if policy.strict else f"--from-step {policy.from_step}"
-        raise UserError(
-            f"{workspace.uri} holds a run of other settings, and {given} was given:\n{told}"
-        )
-    place = move_aside(workspace, found.steps)
-    if workspace.storage.exists(LOG):
-        workspace.storage.move(LOG, f"{place}/{LOG}")
-    workspace.storage.remove(RUN)
-    warn(
-        f"The run here is of other settings; it was moved to {place}, and training starts "
-        f"afresh. What differs:\n{told}"
-    )
-
-
 def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
     """The step to go on from, 0 for a fresh start; later snapshots are moved to superseded/."""
     picked = policy.from_step
@@ -180,7 +194,7 @@ def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
         raise UserError(f"--from-step {picked}: there is no such snapshot (there: {listed}).")
     limit = config.train.steps if picked is None else picked
     at, skipped = snapshot.newest_whole(workspace, limit, config.train.steps)
-    for reason in skipped:
+    for reason in skipped.values():
         warn(f"A snapshot was skipped: {reason}")
     if picked is not None and at != picked:
         raise UserError(
@@ -188,8 +202,9 @@ def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
             "alone, from which training can't go on."
         )
     late = {step for step in there if step > limit} | set(damaged(workspace, there, at or 0))
+    late |= skipped.keys()
     if late:
-        place = move_aside(workspace, sorted(late))
+        place = discard(workspace, sorted(late))
         say(f"Snapshots that don't belong to what follows were moved to {place}: {sorted(late)}")
     if not at and (kept := sorted(set(there) - late)):
         warn(f"The snapshots here, {kept}, are weights alone: training starts from step 0 again.")
@@ -208,14 +223,3 @@ def damaged(workspace: Workspace, steps: list[int], after: int) -> list[int]:
             except (Corrupt, OSError):
                 broken.append(step)
     return broken
-
-
-def move_aside(workspace: Workspace, steps: list[int]) -> str:
-    """Move snapshots to a new folder of superseded/; its key."""
-    number = 1 + max(
-        (int(n) for n in workspace.storage.names(SUPERSEDED) if n.isdigit()), default=0
-    )
-    place = f"{SUPERSEDED}/{number:03d}"
-    for step in steps:
-        workspace.storage.move(snapshot_key(step), f"{place}/{SNAPSHOTS}/{step_name(step)}")
-    return place

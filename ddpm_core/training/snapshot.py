@@ -79,23 +79,24 @@ def write(workspace: Workspace, step: int, contents: SnapshotContents) -> None:
     workspace.storage.forget(snapshot_key(step))
 
 
-def newest_whole(workspace: Workspace, limit: int, end: int) -> tuple[int | None, list[str]]:
-    """The newest step up to `limit` to resume from, and for each newer one why it was skipped.
+def newest_whole(workspace: Workspace, limit: int, end: int) -> tuple[int | None, dict[int, str]]:
+    """Return the newest step up to `limit` to resume from, and why each newer one was skipped.
 
-    At `end` nothing is left to train, and weights alone will do.
+    At `end` nothing is left to train, so a snapshot of weights alone will do. Each candidate is
+    read in full: its checksums hold for values that are not finite, too.
     """
-    skipped = []
+    skipped: dict[int, str] = {}
     for step in reversed(workspace.steps(SNAPSHOTS)):
         if step > limit:
             continue
         try:
-            files: Any = verify(workspace.path(snapshot_key(step)))["files"]
+            contents = read(workspace.path(snapshot_key(step)))
         except Unreachable:
             raise
         except (Corrupt, OSError) as error:
-            skipped.append(str(error))
+            skipped[step] = str(error)
             continue
-        if OPTIMIZER in files or step == end:
+        if OPTIMIZER in contents.tensors or step == end:
             return step, skipped
     return None, skipped
 

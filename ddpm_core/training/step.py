@@ -120,9 +120,10 @@ def _update(state: TrainState, loss: Tensor) -> None:
     state.scaler.step(state.optimizer)
     state.scaler.update()
     totals = state.totals
-    totals.loss += loss
-    taken = norm.isfinite()
-    totals.grad_norm += torch.where(taken, norm, 0.0)
-    totals.clipped += taken & (norm > limit)
-    totals.skipped += ~taken
+    # The sums end before the first step that is not finite, so that its row can still be written.
+    counted, fits = state.bad_step == 0, norm.isfinite()
+    totals.loss += torch.where(counted, loss, 0.0)
+    totals.grad_norm += torch.where(counted & fits, norm, 0.0)
+    totals.clipped += counted & fits & (norm > limit)
+    totals.skipped += counted & ~fits
     totals.steps += 1

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import NoReturn
 
 import torch
 
 from ddpm_core.config import Config, Train
-from ddpm_core.console import progress, say
+from ddpm_core.console import progress, say, warn
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.distributed import WorkerLost, World
 from ddpm_core.errors import Interrupted, UserError
 from ddpm_core.lease import Lease, hold
 from ddpm_core.tracking import Tracker
-from ddpm_core.training import resume, snapshot
+from ddpm_core.training import finite, resume, snapshot
 from ddpm_core.training.agreement import check_agreement
 from ddpm_core.training.batches import next_batch
 from ddpm_core.training.execution import learning_rate
@@ -33,8 +33,6 @@ from ddpm_core.training.stopping import ASKED, StopRequest
 from ddpm_core.training.throughput import Throughput
 from ddpm_core.workspace import Workspace
 
-SMALLEST_SCALE = 2.0**-14  # of fp16's loss: it begins at 2^16 and is halved at each skipped step
-
 
 @dataclass
 class Run:
@@ -45,15 +43,15 @@ class Run:
     world: World
     data: PackedDataset
     state: TrainState
-    settings: dict[str, Any]  # goes with every snapshot, as config.json
+    start: resume.Start
     stop: StopRequest
     writer: snapshot.Writer
     log: RunLog
     lease: Lease | None
-    written: int = 0  # the step of the newest snapshot
-    since: float = 0.0  # when the last row was logged
-    before: int = 0  # steps of the coming row that were taken before this process began
-    snapshot_at: float = 0.0  # when the newest snapshot was taken
+    written: int  # the step of the newest snapshot
+    since: float  # when the last row was logged
+    before: int  # steps of the coming row that were taken before this process began
+    snapshot_at: float  # when the newest snapshot was taken
     overdue: bool = False  # `snapshot_every` is a time, and it is over
     advance: Callable[..., None] = lambda *_, **__: None
     throughput: Throughput = field(init=False)
@@ -82,28 +80,53 @@ def train(
         hold_first(workspace, world) as lease,
         StopRequest(world) as stop,  # who waits for the lease has nothing to save, and ends at once
     ):
-        settings, state = resume.start(config, workspace, world, data, policy)
+        start = resume.start(config, workspace, world, data, policy)
+        settings, state = start.settings, start.state
         if state is None:
             if world.rank == 0:
                 Tracker.catch_up(config, workspace, identity=settings["train_fingerprint"])
             return
-        with keeping_records(config, workspace, lease, settings, state) as (log, writer):
+        now, before = time.perf_counter(), state.totals.steps
+        if start.replaces:
+            prove(state, data, stop, start)
+            if lease:
+                lease.check(patient=True)
+                resume.replace(workspace, start.others, settings["identity"])
+        with keeping_records(config, workspace, lease, settings, start.step) as (log, writer):
             run = Run(
                 config,
                 workspace,
                 world,
                 data,
                 state,
-                settings,
+                start,
                 stop,
                 writer,
                 log,
                 lease,
-                state.step,
+                written=start.step,
+                since=now,
+                before=before,
+                snapshot_at=now,
             )
             with progress("train", config.train.steps, "steps", state.step) as advance:
                 run.advance = advance if world.rank == 0 else run.advance
                 loop(run)
+
+
+def prove(state: TrainState, data: PackedDataset, stop: StopRequest, start: resume.Start) -> None:
+    """Take the first step of a run that moves another one away: settings that can't run move none.
+
+    Returns once all workers have taken it. Raises UserError where it is not finite.
+    """
+    take_step(state, data, stop)
+    stop.settle()
+    if what := finite.problem(state) or finite.weights_problem(state):
+        raise UserError(
+            f"{what}. The run with different settings in this workspace stays as it is. "
+            f"{finite.explanation(state, start.step, start.source)}"
+        )
+    state.world.barrier()
 
 
 @contextmanager
@@ -125,8 +148,6 @@ def leaving_together(world: World) -> Iterator[None]:
 def loop(run: Run) -> None:
     """Everything that is written is written between steps, when the state is whole."""
     state, train = run.state, run.config.train
-    run.since = run.snapshot_at = time.perf_counter()
-    run.before = state.totals.steps
     while True:
         done = state.step >= train.steps
         stopping = run.stop.agreed(state.step)
@@ -138,10 +159,7 @@ def loop(run: Run) -> None:
             take_snapshot(run)
         if done or stopping:
             break
-        batch = next_batch(run.config, run.data, run.world, state.step)
-        state.watch.mark("data")
-        step(state, batch, run.stop.wish())
-        run.stop.note(state.step)
+        take_step(state, run.data, run.stop)
         run.advance()
     run.writer.wait()
     if run.world.rank == 0:
@@ -156,6 +174,14 @@ def loop(run: Run) -> None:
         )
 
 
+def take_step(state: TrainState, data: PackedDataset, stop: StopRequest) -> None:
+    """Train on the next batch."""
+    batch = next_batch(state.config, data, state.world, state.step)
+    state.watch.mark("data")
+    step(state, batch, stop.wish())
+    stop.note(state.step)
+
+
 def snapshot_due(train: Train, at: int) -> bool:
     """Whether step number `at` is one to keep."""
     every = train.snapshot_steps
@@ -165,27 +191,18 @@ def snapshot_due(train: Train, at: int) -> bool:
 def report(run: Run) -> None:
     """One row of log.jsonl: means since the last one. Here values are read from the device."""
     state, totals = run.state, run.state.totals
-    check_finite(run)
+    if what := finite.problem(state):
+        fail(run, what)
     if run.lease:
         run.lease.check()
-    values = totals.values()
-    taken = max(1.0, totals.steps - values["skipped"])
-    now, done = time.perf_counter(), totals.steps - run.before
+    values, now, done = totals.values(), time.perf_counter(), totals.steps - run.before
     row = {
-        "step": state.step,
-        "epoch": state.step * run.config.train.batch_size / len(run.data),
-        "loss": values["loss"] / totals.steps,
-        "grad_norm": values["grad_norm"] / taken,
-        "clip_rate": values["clipped"] / taken,
-        "lr": learning_rate(run.config.train.optimizer, state.step, run.config.train.steps),
+        **means(run, values, state.step, totals.steps),
         "images_per_second": done * run.config.train.batch_size / (now - run.since),
         "world_size": run.world.size,
         **time_of_all(run, now),
         "time": time.time(),
     }
-    if state.scaler.is_enabled():
-        row |= {"skip_rate": values["skipped"] / totals.steps}
-        row |= {"loss_scale": state.scaler.get_scale()}
     run.since, run.before = now, 0
     state.history = [*state.history, row["loss"]][-100:]
     state.totals = Totals.zero(run.world.device)
@@ -193,6 +210,22 @@ def report(run: Run) -> None:
         run.log.append(row)
         run.advance(0, note=f"loss {row['loss']:.4f}")
     state.watch.mark("other")
+
+
+def means(run: Run, values: dict[str, float], at: int, steps: int) -> dict[str, float]:
+    """Return the part of a row that `values`, the totals of `steps` steps up to `at`, give."""
+    train, scaler = run.config.train, run.state.scaler
+    scaled = {"skip_rate": values["skipped"] / steps, "loss_scale": scaler.get_scale()}
+    taken = max(1.0, steps - values["skipped"])
+    return {
+        "step": at,
+        "epoch": at * train.batch_size / len(run.data),
+        "loss": values["loss"] / steps,
+        "grad_norm": values["grad_norm"] / taken,
+        "clip_rate": values["clipped"] / taken,
+        "lr": learning_rate(train.optimizer, at, train.steps),
+        **(scaled if scaler.is_enabled() else {}),
+    }
 
 
 def time_of_all(run: Run, now: float) -> dict[str, float]:
@@ -210,40 +243,56 @@ def time_of_all(run: Run, now: float) -> dict[str, float]:
     return run.throughput.row(everyone[:, :-1], images)
 
 
-def check_finite(run: Run) -> None:
-    """Stop before a loss that is not a number can reach a snapshot."""
-    state, what = run.state, ""
+def fail(run: Run, what: str) -> NoReturn:
+    """Log the steps before a failure, and raise UserError; nothing else of it is written."""
+    state = run.state
     bad = int(state.bad_step)
-    if bad:
-        what = f"The loss of step {bad} is not finite"
-        if before := ", ".join(f"{loss:.3g}" for loss in state.history[-5:]):
-            what += f", after rows of {before}"
-    elif state.scaler.is_enabled() and state.scaler.get_scale() < SMALLEST_SCALE:
-        what = f"The gradients of step {state.step} are not finite, however small the loss scale"
-    if what:
-        at = run.writer.newest if run.world.rank == 0 else run.written
-        kept = f"The snapshot of step {at} is whole" if at else "There is no snapshot yet"
-        optimizer = run.config.train.optimizer
-        raise UserError(
-            f"{what}. {kept}; nothing of the failure was saved. Likely causes: "
-            f"train.optimizer.lr {optimizer.lr:g} is too high, train.optimizer.warmup "
-            f"{optimizer.warmup} too short, clipping is off (train.optimizer.clip), or precision "
-            f"{state.execution.precision} too coarse."
-        )
+    last = bad - 1 if bad else state.step
+    if (steps := state.totals.steps - (state.step - last)) > 0:
+        row = means(run, state.totals.values(), last, steps)
+        state.history.append(row["loss"])
+        if run.world.rank == 0:
+            run.log.append({**row, "world_size": run.world.size, "time": time.time()})
+    if before := ", ".join(f"{loss:.3g}" for loss in state.history[-5:]):
+        what += f", after rows of {before}"
+    newest = newest_snapshot(run)
+    kept = f"The snapshot of step {newest} is whole. " if newest else "There is no snapshot yet. "
+    if newest and bad == newest + 1 == run.start.step + 1:
+        kept = ""  # that snapshot is the likely cause
+    raise UserError(
+        f"{what}. {kept}Nothing of the failure was saved. "
+        f"{finite.explanation(state, run.start.step, run.start.source)}"
+    )
+
+
+def newest_snapshot(run: Run) -> int:
+    """Return the step of the newest snapshot on disk, for all workers; 0: none.
+
+    Waits for one that is being written.
+    """
+    if run.world.rank == 0:
+        try:
+            run.writer.wait(final=False)
+        except UserError as error:
+            warn(str(error))
+    return run.world.broadcast(run.writer.newest or 0)
 
 
 def take_snapshot(run: Run) -> None:
     """Copy the state to the host; the writer's thread puts it on disk, with a milestone's grid."""
     run.stop.settle()
-    check_finite(run)
-    check_agreement(run.state, run.written)
+    if what := finite.problem(run.state):
+        fail(run, what)
+    check_agreement(run.state, partial(newest_snapshot, run))
+    if what := finite.weights_problem(run.state):  # on all workers alike
+        fail(run, what)
     run.written, run.overdue, run.snapshot_at = run.state.step, False, time.perf_counter()
     if run.world.rank == 0:
         train, at = run.config.train, run.state.step
         drawn = train.is_milestone(at) and train.grid
         draw = partial(preview, run.config, run.world.device) if drawn else None
         run.writer.wait(final=False)  # before the copy, so that there are never two
-        run.writer.submit(at, to_contents(run.state, {**run.settings, "step": at}), draw)
+        run.writer.submit(at, to_contents(run.state, {**run.start.settings, "step": at}), draw)
     run.state.watch.mark("snapshot")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,34 +14,57 @@ from torch import Tensor
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.unet import DETAILS, UNet, UNetConfig
 
 _CONDITION = "condition."  # begins the names of the weights that a class or text goes through
 _VECTORS = "condition.embedding.weight"  # (classes + 1, width); the last is that of no class
+# Fields of UNetConfig that may differ: they give weights no other meaning, or are handled apart.
+_MAY_DIFFER = {"image_size", "dropout", "attention", "conditioning", "classes", *DETAILS}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Another network, and the names of its classes, empty where they are not known."""
+    """The network of `train.init`: its weights, and the settings that give them a meaning."""
 
-    name: str  # as in train.init
     network: UNetConfig
+    diffusion: dict[str, Any]  # prediction, schedule and timesteps; empty without a scheduler
     weights: dict[str, Tensor]
-    classes: Sequence[str]
+    classes: Sequence[str]  # empty where they are not known
+
+
+def check_origin(found: Origin, network: UNetConfig, config: Config) -> str:
+    """Raise UserError where the settings give the weights of `train.init` another meaning.
+
+    Returns a sentence about differences that train.init_diffusion allows, or "".
+    """
+    structure = list(_network_differences(found.network, network))
+    process = [
+        (f"diffusion.{name}", there, here)
+        for name, there in found.diffusion.items()
+        if there != (here := getattr(config.diffusion, name))
+    ]
+    if config.train.init_diffusion == "any" and process:
+        allowed = ", ".join(_described(*difference) for difference in process)
+        process = []
+    else:
+        allowed = ""
+    if wrong := structure + process:
+        lines = "\n".join(f"  {_described(*difference)}" for difference in wrong)
+        options = " ".join(f"-S {shlex.quote(f'{name}={there}')}" for name, there, _ in wrong)
+        or_any = "; or allow the difference: -S train.init_diffusion=any" if not structure else ""
+        raise UserError(
+            f"train.init: the network in {config.train.init} has different settings:\n{lines}\n"
+            f"They must be equal. Use those of train.init: {options}{or_any}."
+        )
+    return allowed and f"train.init: {allowed}; training has to make up for it."
 
 
 def take_weights(model: UNet, found: Origin, classes: Sequence[str]) -> str:
-    """Set the weights to those of another network.
+    """Set the weights of `model` to those of an origin that `check_origin` accepts.
 
     `classes` are those of the data. What belongs to a class or text that the other network does
-    not know stays as it is; the result is a sentence about it, or "". Raises UserError where the
-    other is no such network.
+    not know stays as it is; the result is a sentence about it, or "".
     """
-    if wrong := list(_differing(found.network, model.config)):
-        raise UserError(
-            f"train.init: {found.name} is another network than the settings ask for; these must be "
-            "equal:\n" + "\n".join(f"  {line}" for line in wrong)
-        )
     taken = {n: tensor for n, tensor in found.weights.items() if not n.startswith(_CONDITION)}
     there, here = found.network.conditioning, model.config.conditioning
     told = ""
@@ -72,44 +97,49 @@ def _vectors(found: Origin, own: Tensor, classes: Sequence[str]) -> tuple[Tensor
     )
 
 
-def _differing(there: UNetConfig, here: UNetConfig) -> Iterable[str]:
-    """The settings that give the two other weights."""
-    for setting, name in (
-        ("prepare.channels", "in_channels"),
-        ("model.channels", "channels"),
-        ("model.multipliers", "multipliers"),
-        ("model.blocks", "blocks"),
-        ("model.heads", "heads"),
-    ):
-        pair = [getattr(network, name) for network in (there, here)]
-        if pair[0] != pair[1]:
-            shown = [list(value) if isinstance(value, tuple) else value for value in pair]
-            yield f"{setting} is {shown[0]} there, {shown[1]} here"
-    attend = [[size in network.attention for size in network.sizes] for network in (there, here)]
-    if attend[0] != attend[1]:
-        said = [f"{sorted(n.attention)} for {n.image_size} pixels" for n in (there, here)]
-        yield f"model.attention is {said[0]} there, {said[1]} here"
+def _network_differences(there: UNetConfig, here: UNetConfig) -> Iterable[tuple[str, Any, Any]]:
+    """Yield each setting with its two values where they give the weights another meaning."""
+    for name in (field.name for field in fields(UNetConfig) if field.name not in _MAY_DIFFER):
+        setting = "prepare.channels" if name == "in_channels" else f"model.{name}"
+        theirs, ours = (_plain(getattr(network, name)) for network in (there, here))
+        if theirs != ours:
+            yield setting, theirs, ours
+    levels = [[size in network.attention for size in network.sizes] for network in (there, here)]
+    if levels[0] != levels[1]:
+        # Attention belongs to a level; its size there may be another one than here.
+        wanted = [size for size, has in zip(here.sizes, levels[0], strict=False) if has]
+        yield "model.attention", wanted, sorted(here.attention)
+
+
+def _plain(value: Any) -> Any:
+    """A setting as a params file has it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _described(setting: str, there: Any, here: Any) -> str:
+    return f"{setting} is {there} there, {here} here"
 
 
 def open_origin(config: Config) -> Origin:
-    """Read the network of `train.init`. Raises UserError."""
+    """Read the network of `train.init`. Raises UserError where there is none, or Corrupt."""
     origin = config.train.init or ""
     if origin.startswith("models:/"):
         from ddpm_core.registry.models import download
 
-        return _checkpoint(origin, download(config, origin))
+        return _checkpoint(download(config, origin))
     folder = Path(origin).expanduser()
     if not folder.is_dir():
         raise UserError(f"train.init: {origin!r} given; it is no folder and no models:/ URI.")
     if (folder / "config.json").exists() and (folder / "manifest.json").exists():
-        return _checkpoint(origin, folder)
+        return _checkpoint(folder)
     from ddpm_core.interop.diffusers import import_folder
 
     found = import_folder(folder)
-    return Origin(origin, found.network, found.weights, ())
+    return Origin(found.network, found.diffusion, found.weights, ())
 
 
-def _checkpoint(name: str, folder: Path) -> Origin:
+def _checkpoint(folder: Path) -> Origin:
     checkpoint = Checkpoint.open(folder)
     model = checkpoint.load("auto", torch.device("cpu"))
-    return Origin(name, model.config, dict(model.state_dict()), checkpoint.data["classes"])
+    diffusion = checkpoint.params.diffusion.model_dump()
+    return Origin(model.config, diffusion, dict(model.state_dict()), checkpoint.data["classes"])
