@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpm_core import console
+from ddpm_core.config.paths import input_path
 from ddpm_core.errors import UserError
 
 _SHA = re.compile(r"[0-9a-f]{40}")
@@ -41,7 +42,8 @@ def parse(uri: str) -> Tracked:
             f"prepare.source: {uri!r} given; no part of dvc:REPO#PATH@REV may begin with '-', as "
             "options do, and REPO not with the name of a transport, such as ext::."
         )
-    return Tracked(repo, path, rev)
+    place = input_path(repo)
+    return Tracked(str(place) if place.is_absolute() and place.is_dir() else repo, path, rev)
 
 
 def fetch(tracked: Tracked, target: Path) -> None:

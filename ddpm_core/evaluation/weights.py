@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 
+from ddpm_core.config.paths import input_path
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
 from ddpm_core.masking import masked
@@ -47,7 +48,7 @@ def _file(uri: str) -> Path | None:
     parts = urlsplit(uri)
     if parts.scheme == "file":
         return Path(unquote(parts.path))
-    return Path(uri).expanduser() if "://" not in uri else None
+    return input_path(uri) if "://" not in uri else None
 
 
 def _fetched(uri: str, wanted: str, workspace: Workspace) -> Path:
