@@ -14,6 +14,7 @@ from ddpm_core.config import Config
 from ddpm_core.config.paths import output_path
 from ddpm_core.errors import UserError
 from ddpm_core.mistakes import fields_of, section_of, sentences
+from ddpm_core.wording import counted
 
 _NEEDED = "sections such as `train:`"
 
@@ -122,8 +123,7 @@ def _listed(lines: list[str], origin: str, options: Mapping[str, str]) -> str:
         elsewhere = all(a != b or a.startswith("-S ") for a, b in zip(lines, marked, strict=True))
         with_options = f" with {', '.join(sorted(set(options.values())))}" if options else ""
         lines, origin = marked, "" if elsewhere else origin + with_options
-    noun = "mistake" if len(lines) == 1 else "mistakes"
-    return f"{len(lines)} {noun}{origin}:\n" + "\n".join(f"  {line}" for line in lines)
+    return f"{counted(len(lines), 'mistake')}{origin}:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def _marked(line: str, options: Mapping[str, str]) -> str:
