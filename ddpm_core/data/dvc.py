@@ -52,9 +52,7 @@ def fetch(tracked: Tracked, target: Path) -> None:
     command = [_program(), "get", f"--out={target}"]
     command += [f"--rev={tracked.rev}"] if tracked.rev else []
     command += ["--", tracked.repo, tracked.path]
-    # A clone wants to note who made it, and the user of a pod may have no name.
-    who = {} if {"LOGNAME", "USER"} & set(os.environ) else {"LOGNAME": "ddpm"}
-    quiet = {**os.environ, **who, "DVC_NO_ANALYTICS": "1", "DVC_DAEMON": "0"}
+    quiet = {**os.environ, "DVC_NO_ANALYTICS": "1", "DVC_DAEMON": "0"}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=quiet)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
