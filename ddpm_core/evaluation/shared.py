@@ -24,8 +24,8 @@ from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.frozen import load, read_facts, save_extractor
 from ddpm_core.evaluation.in_domain import InDomain
+from ddpm_core.mlflow_errors import may_pass, reason
 from ddpm_core.reading import Count, Schema
-from ddpm_core.tracking import may_pass, reason
 from ddpm_core.workspace import EVALUATION, Workspace
 
 FOLDER = f"{EVALUATION}/extractor"
@@ -206,7 +206,7 @@ def _with_client(config: Config, action: Callable[[Any, str], T]) -> T:
         except Exception as error:  # whatever the network or the server raises
             if not may_pass(error):
                 raise
-            if attempt == ATTEMPTS:
+            if attempt == ATTEMPTS or isinstance(error, TimeoutError):
                 raise Away(reason(error)) from error
             time.sleep(PAUSE)
     raise AssertionError("unreachable")
