@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -114,6 +115,36 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(server: Server, workspace:
         seen.append(run_id(workspace))
     assert seen[0] == seen[1]
     assert_follows(server.uri, workspace)
+
+
+def test_a_copied_workspace_gets_its_own_mlflow_run(
+    server: Server, workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_rows(workspace, range(1, 11))
+    Tracker.open(config(server.uri), workspace, identity="same").close()
+    first = run_id(workspace)
+    shutil.copytree(workspace.uri, tmp_path / "copy")
+    copy = Workspace.open(str(tmp_path / "copy"))
+    for steps, one in ((range(11, 21), copy), (range(11, 16), workspace), (range(21, 23), copy)):
+        log_rows(one, steps)
+        Tracker.open(config(server.uri), one, identity="same").close()
+        assert_follows(server.uri, one)
+    assert run_id(workspace) == first != run_id(copy)
+    told = f"This workspace is a copy of {workspace.uri}. It gets a separate MLflow run."
+    assert capsys.readouterr().err.count(told) == 1
+
+
+def test_a_moved_or_linked_workspace_stays_in_its_mlflow_run(
+    server: Server, workspace: Workspace, tmp_path: Path
+) -> None:
+    log_rows(workspace, range(1, 11))
+    Tracker.open(config(server.uri), workspace).close()
+    first = run_id(workspace)
+    (tmp_path / "link").symlink_to(workspace.uri)
+    Tracker.open(config(server.uri), Workspace.open(str(tmp_path / "link"))).close()
+    moved = Workspace.open(str(Path(workspace.uri).rename(tmp_path / "moved")))
+    Tracker.open(config(server.uri), moved).close()
+    assert run_id(moved) == first
 
 
 def test_rows_that_are_done_again_after_a_resume_are_not_sent_again(
