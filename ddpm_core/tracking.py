@@ -287,7 +287,9 @@ def original(workspace: Workspace) -> str:
     one is a copy; otherwise it was moved, or is mounted elsewhere.
     """
     known = workspace.read_json(RUN).get("mlflow")
-    place = known.get("workspace") if isinstance(known, dict) else None
+    if not isinstance(known, dict):
+        return ""
+    place = known.get("workspace")
     if not isinstance(place, str) or place == workspace.uri:
         return ""
     if place.startswith("s3://") and not workspace.uri.startswith("s3://"):
