@@ -17,6 +17,7 @@ from ddpm_core import __version__, command
 from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load
 from ddpm_core.console import guard
 from ddpm_core.errors import UserError, require
+from ddpm_core.home import provide_home
 from ddpm_core.template import presets, template
 from ddpm_core.workspace import REPORT, Workspace
 
@@ -348,6 +349,7 @@ def main() -> None:
     # sleep at once, with 0, wake late: on two quiet cores it took 1.7 times as long.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     guard()
+    provide_home()
     join_commands()
     app()
 

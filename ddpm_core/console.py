@@ -86,7 +86,9 @@ def telling(who: str) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a file of another's
-        place = f": {error.filename}" if error.filename else ""
+        # Of a copy or a rename that is the target.
+        at = error.filename2 or error.filename
+        place = f": {at}" if at else ""
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
         say(f"{who}: {error.strerror or error}{place}.{notes}")
         raise SystemExit(1) from None

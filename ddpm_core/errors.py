@@ -34,17 +34,29 @@ class Interrupted(Exception):
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency, or name the extra that brings it."""
+    """Import an optional dependency.
+
+    Raises:
+        UserError: it is missing, and which extra brings it; or its import failed, and why.
+    """
     try:
         return importlib.import_module(module)
+    except MemoryError:
+        raise
     except ModuleNotFoundError as error:
-        name = (error.name or module).partition(".")[0]
+        raise UserError(not_installed((error.name or module).partition(".")[0], extra)) from error
+    except Exception as error:  # whatever a package does while it is imported
+        package = module.partition(".")[0]
         raise UserError(
-            f"The package {name!r} is not installed. It comes with the extra {extra!r}: "
-            f"pip install 'ddpm-core[{extra}]'"
+            f"The package {package!r} is installed but cannot be imported "
+            f"({type(error).__name__}: {error}). To reinstall it: "
+            f"pip install --force-reinstall 'ddpm-core[{extra}]'"
         ) from error
-    except ImportError as error:
-        raise UserError(
-            f"The package {module!r} is installed, but cannot be imported: {error}. Install it "
-            f"again: pip install --force-reinstall 'ddpm-core[{extra}]'"
-        ) from error
+
+
+def not_installed(package: str, extra: str) -> str:
+    """Return the message that a package is missing, and which extra brings it."""
+    return (
+        f"The package {package!r} is not installed. It comes with the extra {extra!r}: "
+        f"pip install 'ddpm-core[{extra}]'"
+    )

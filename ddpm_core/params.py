@@ -11,8 +11,10 @@ from pydantic import BaseModel, ValidationError
 
 from ddpm_core import yaml_text
 from ddpm_core.config import Config
+from ddpm_core.config.paths import output_path
 from ddpm_core.errors import UserError
 from ddpm_core.mistakes import fields_of, section_of, sentences
+from ddpm_core.wording import counted
 
 _NEEDED = "sections such as `train:`"
 
@@ -121,8 +123,7 @@ def _listed(lines: list[str], origin: str, options: Mapping[str, str]) -> str:
         elsewhere = all(a != b or a.startswith("-S ") for a, b in zip(lines, marked, strict=True))
         with_options = f" with {', '.join(sorted(set(options.values())))}" if options else ""
         lines, origin = marked, "" if elsewhere else origin + with_options
-    noun = "mistake" if len(lines) == 1 else "mistakes"
-    return f"{len(lines)} {noun}{origin}:\n" + "\n".join(f"  {line}" for line in lines)
+    return f"{counted(len(lines), 'mistake')}{origin}:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def _marked(line: str, options: Mapping[str, str]) -> str:
@@ -199,21 +200,13 @@ def _literal(keys: Sequence[str], text: str) -> bool:
 
 
 def _absolute(config: Config) -> Config:
-    """Make a relative SQLite store absolute.
-
-    `dvc exp run --queue` runs in a copy of the repository below .dvc/tmp/exps, where a relative
-    store would be thrown away with the copy: it then means the repository's own.
-    """
+    """Make a relative SQLite store absolute, so that all experiments of a project share it."""
     prefix, uri = "sqlite:///", config.tracking.uri
     if not uri.startswith(prefix) or uri.startswith(f"{prefix}/") or uri == f"{prefix}:memory:":
         return config
-    home = Path.cwd()
-    parts = home.parts
-    for index in range(len(parts) - 2):
-        if parts[index : index + 3] == (".dvc", "tmp", "exps"):
-            home = Path(*parts[:index])
-            break
-    tracking = config.tracking.model_copy(
-        update={"uri": f"{prefix}{home / uri.removeprefix(prefix)}"}
-    )
+    try:
+        store = output_path(uri.removeprefix(prefix))
+    except RuntimeError as error:  # ~ of a user that does not exist
+        raise UserError(f"tracking.uri: {uri!r}: {error} Write the path in full.") from error
+    tracking = config.tracking.model_copy(update={"uri": f"{prefix}{store}"})
     return config.model_copy(update={"tracking": tracking})

@@ -6,7 +6,6 @@ sent, each once, also after the server was away or this process was killed.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 import traceback
@@ -19,13 +18,14 @@ from uuid import uuid4
 
 from ddpm_core import __version__, console
 from ddpm_core.config import Config
-from ddpm_core.errors import UserError
+from ddpm_core.errors import UserError, not_installed
 from ddpm_core.logtail import Log
 from ddpm_core.masking import masked
-from ddpm_core.memory import shortage
-from ddpm_core.mlflow_client import is_active, is_mlflows, is_refusal
+from ddpm_core.mlflow_client import is_active
+from ddpm_core.mlflow_errors import is_refusal, may_pass, reason
 from ddpm_core.mlflow_run import MlflowRun
 from ddpm_core.storage import MANIFEST
+from ddpm_core.wording import counted
 from ddpm_core.workspace import DATA, LOG, RUN, Workspace
 
 INTERVAL = 1.0  # seconds between two looks at the log
@@ -34,14 +34,6 @@ LONGEST_PAUSE = 30.0  # seconds between two attempts to reach a server that is a
 Entry = list[Any]  # [method of MlflowRun, *arguments], plain data
 SENDS = ("artifact", "report")  # methods that send a file, whose path is their first argument
 SENT = ("params", "tags", "metrics", "scores", "dataset", *SENDS)  # that entries may name
-
-# What the network says of a server, and what that means to a person.
-MEANINGS = {
-    r"connection refused": "the connection was refused.",
-    r"timed out|timeouterror": "it does not answer in time.",
-    r"nameresolutionerror|failed to resolve|name or service not known": "its name is not known.",
-}
-LONGEST = 300  # characters of a message that is not ours
 
 
 class Tracker:
@@ -53,10 +45,12 @@ class Tracker:
         self._workspace = workspace
         self._identity = identity
         self._log = Log(workspace.path(LOG))
+        self._copied_from = original(workspace)
         self._queue: deque[Entry] = deque(_sendable(self._known().get("unsent"), workspace.uri))
         self._run: MlflowRun | None = None
         self._outage = console.Outage()
-        self._silent = False
+        self._silent = self._quiet = False
+        self.trouble = ""  # why MLflow cannot be used at present
         self._record: Callable[[Tracker], None] | None = None
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -69,25 +63,25 @@ class Tracker:
         identity: str | None = None,
         record: Callable[[Tracker], None] | None = None,
         log: Path | None = None,
+        quiet: bool = False,
     ) -> Tracker:
         """Begin to tell what the workspace's log holds, and what the methods below are given.
 
-        The MLflow run is the one noted in run.json, unless that belongs to another server or, by
-        `identity` (the training's fingerprint, where the caller knows it), to another training.
+        The MLflow run is the one noted in run.json, unless that belongs to another server, to the
+        workspace that this one was copied from or, by `identity` (the training's fingerprint,
+        where the caller knows it), to another training.
         `record` tells, by the methods below, what a run has been told by earlier commands; it is
         asked where the run has nothing, as it was made anew. `log`: the workspace's, where it is
-        written now.
+        written now. `quiet`: the caller reports `trouble`.
         """
         tracker = cls(config, workspace, identity)
+        tracker._quiet = quiet
         tracker._record = record
         tracker._log = Log(log) if log else tracker._log
         if not config.tracking.uri:
             return tracker
         if find_spec("mlflow") is None:
-            console.warn(
-                "No tracking: the package 'mlflow' is not installed. It comes with the extra "
-                "'tracking': pip install 'ddpm-core[tracking]'"
-            )
+            console.warn(f"No tracking. {not_installed('mlflow', 'tracking')}")
             return tracker
         tracker._thread = threading.Thread(target=tracker._work, name="tracking", daemon=True)
         tracker._put_data()
@@ -135,19 +129,24 @@ class Tracker:
         self._closing.set()
         self._wake.set()
         self._thread.join(timeout)
+        if self._thread.is_alive() and not self._run:
+            self.trouble = reason(TimeoutError())
         self._silent = True
-        unsent = [entry for entry in list(self._queue) if entry[0] != "end"]
+        left = list(self._queue)
+        unsent = [entry for entry in left if entry[0] != "end"]
         lacking = self._log.remaining()
         try:
-            self._note(unsent=unsent, behind=bool(lacking))
+            # With entries left, and be it the end alone, the run is still RUNNING there.
+            self._note(unsent=unsent, behind=bool(lacking or left))
         except (OSError, UserError) as error:
             console.warn(f"What MLflow lacks could not be noted in {RUN}: {error}")
-        if lacking or unsent:
-            what = [f"{lacking} rows of {self._log.path.name}"] * bool(lacking)
-            what += [f"{len(unsent)} entries such as settings, scores and files"] * bool(unsent)
+        if (lacking or unsent) and not (self._quiet and self.trouble):
+            rows = f"{counted(lacking, 'row')} of {self._log.path.name}"
+            entries = f"{counted(len(unsent), 'entry')} such as settings, scores and files"
+            what = [rows] * bool(lacking) + [entries] * bool(unsent)
             console.warn(
-                f"MLflow at {masked(self._uri)} still lacks {' and '.join(what)}. They are kept, "
-                "and the next command on this workspace sends them."
+                f"MLflow at {masked(self._uri)} still lacks {' and '.join(what)}. The next "
+                "command on this workspace sends what is missing."
             )
         self._thread = None
 
@@ -208,8 +207,7 @@ class Tracker:
                     raise
                 else:
                     console.warn(
-                        f"What MLflow was to be told by {method!r} is no such thing, and is left "
-                        f"out ({type(error).__name__}: {reason(error)})."
+                        f"Skipped an invalid {method!r} entry for MLflow ({_named(error)})."
                     )
             self._queue.popleft()
 
@@ -231,6 +229,11 @@ class Tracker:
         self._log.offset = 0
         training = self._identity or known.get("training")
         self._note(run_id=run.run_id, training=training, behind=True)  # until it is closed
+        if self._copied_from:
+            console.say(
+                f"This workspace is a copy of {self._copied_from}. It gets a separate MLflow run."
+            )
+            self._copied_from = ""
         if self._record and run.is_bare:
             self._record(self)
         self._record = None
@@ -242,35 +245,67 @@ class Tracker:
         if not isinstance(known, dict) or masked(str(known.get("uri"))) != masked(self._uri):
             return {}
         other = self._identity and known.get("training") not in (None, self._identity)
-        return {} if other else known
+        copied = self._copied_from and known.get("workspace") == self._copied_from
+        return {} if other or copied else known
 
     def _note(self, **facts: Any) -> None:
         """Put facts into run.json; empty ones are taken out."""
         run = self._workspace.read_json(RUN)
-        merged = {**self._known(), "uri": masked(self._uri), **facts}
+        own = {"uri": masked(self._uri), "workspace": self._workspace.uri}
+        merged = {**self._known(), **own, **facts}
         mlflow = {key: value for key, value in merged.items() if value}
         if run.get("mlflow") != mlflow:
             self._workspace.write_json(RUN, {**run, "mlflow": mlflow})
 
     def _has_failed(self, error: Exception) -> None:
-        if not self._silent:
+        self.trouble = reason(error)
+        if not (self._silent or self._quiet):
             self._outage.begins(
-                f"MLflow at {masked(self._uri)} cannot be used: {reason(error)} The work goes on; "
+                f"MLflow at {masked(self._uri)} cannot be used: {self.trouble} The work goes on; "
                 "what MLflow lacks is sent later."
             )
 
     def _gives_up(self, error: Exception) -> None:
+        self.trouble = "an internal error."
         if not self._silent:
             console.warn(
-                f"MLflow is told nothing more, by a mistake of this program "
-                f"({type(error).__name__}: {reason(error)}). The work goes on, and {LOG} has all "
-                "rows. Please report what follows."
+                f"Stopped logging to MLflow after an internal error ({_named(error)}). "
+                f"The work goes on, and {LOG} has all rows. Please report what follows."
             )
             traceback.print_exception(error)
 
     def _has_answered(self) -> None:
+        self.trouble = ""
         if not self._silent:
             self._outage.ends(f"MLflow at {masked(self._uri)} is back and has got what it lacked.")
+
+
+def original(workspace: Workspace) -> str:
+    """Return the workspace that this one was copied from, or "".
+
+    run.json names the workspace that wrote it. If that still exists with the same MLflow run, this
+    one is a copy; otherwise it was moved, or is mounted elsewhere.
+    """
+    known = workspace.read_json(RUN).get("mlflow")
+    if not isinstance(known, dict):
+        return ""
+    place = known.get("workspace")
+    if not isinstance(place, str) or place == workspace.uri:
+        return ""
+    if place.startswith("s3://") and not workspace.uri.startswith("s3://"):
+        return ""  # do not contact S3 for a workspace that does not use it
+    try:
+        if not place.startswith("s3://") and Path(place).samefile(workspace.uri):
+            return ""
+        theirs = Workspace.open(place).read_json(RUN).get("mlflow")
+    except (OSError, ValueError, UserError):
+        return ""
+    same = isinstance(theirs, dict) and theirs.get("token") == known.get("token") is not None
+    return place if same else ""
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {reason(error).rstrip('.')}"
 
 
 def _sendable(entries: Any, root: str) -> list[Entry]:
@@ -294,20 +329,3 @@ def _below(path: Any, root: str) -> bool:
         return Path(path).resolve().is_relative_to(Path(root).resolve())
     except (TypeError, ValueError, OSError, RuntimeError):
         return False
-
-
-def may_pass(error: Exception) -> bool:
-    """Whether to try again helps: MLflow is away, a store on this disk, or memory; no mistake of
-    ours."""
-    return is_mlflows(error) or isinstance(error, OSError | UserError) or bool(shortage(error))
-
-
-def reason(error: Exception) -> str:
-    """An error of MLflow or of what it stands on, in a few words and without passwords."""
-    if short := shortage(error):
-        return f"out of memory ({type(short).__name__})."
-    text = masked(" ".join(str(error).split())) or type(error).__name__
-    for said, meaning in MEANINGS.items():
-        if re.search(said, text, re.IGNORECASE):
-            return meaning
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

@@ -15,6 +15,7 @@ from ddpm_core import yaml_text
 from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load, verb
 from ddpm_core.durations import duration
 from ddpm_core.errors import UserError, require
+from ddpm_core.wording import counted
 
 jobs = typer.Typer(
     help="Train as an elastic PyTorchJob on Kubernetes.",
@@ -111,7 +112,7 @@ def gc(
     gone = collect(find(os.environ, namespace).cluster, limit, dry_run)
     for one in gone:
         typer.echo(f"{'would delete' if dry_run else 'deleted'} {one.name} ({one.state})")
-    typer.echo(f"{len(gone)} jobs" + (" would be deleted." if dry_run else " deleted."))
+    typer.echo(counted(len(gone), "job") + (" would be deleted." if dry_run else " deleted."))
 
 
 def gathered(file: Path | None, flags: dict[str, Any], settings: list[str]) -> dict[str, Any]:

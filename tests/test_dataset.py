@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +54,17 @@ def test_what_is_taken_is_a_copy_that_may_be_changed(tmp_path: Path) -> None:
     taken[0] = 0
     assert not (data.take(np.array([1])) == 0).all()
     assert (taken[1] == data.images[1]).all()
+
+
+def test_files_are_closed_with_the_array(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((2, 3)))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", ResourceWarning)
+        packed = PackedArray([tmp_path / "a.npy"])
+        assert packed[0].sum() == 0
+        del packed
+        gc.collect()
+    assert [str(one.message) for one in seen if one.category is ResourceWarning] == []
 
 
 def test_an_empty_held_out_set_can_be_opened(tmp_path: Path) -> None:

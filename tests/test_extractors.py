@@ -48,6 +48,7 @@ from ddpm_core.evaluation.metrics import Moments, frechet_distance, moments
 from ddpm_core.evaluation.shared import FOLDER, NOTE, open_in_domain
 from ddpm_core.evaluation.statistics import extract
 from ddpm_core.evaluation.weights import locate
+from ddpm_core.mlflow_client import connect
 from ddpm_core.storage import sha256_of
 from ddpm_core.workspace import Workspace
 
@@ -575,6 +576,22 @@ def test_mlflows_extractor_replaces_one_that_was_trained_meanwhile(
     assert own.fingerprint != first.fingerprint
     now = open_in_domain(config, meanwhile, *splits(meanwhile), CPU)
     assert now.fingerprint == first.fingerprint
+
+
+def test_extractors_have_an_experiment_of_their_own(tmp_path: Path) -> None:
+    """Those that an earlier version put among the training runs are still used."""
+    place = put_store(tmp_path / "mlflow.db")
+    config = make_config(tmp_path, tracking={"uri": place, "experiment": "digits"})
+    first, second = small_workspace(tmp_path / "first"), small_workspace(tmp_path / "second")
+    put_extractor(first)
+    mine = open_in_domain(config, first, *splits(first), CPU)
+    client = connect(place)
+    experiment = client.get_experiment_by_name("digits-extractors").experiment_id
+    assert len(client.search_runs([experiment])) == 1
+    assert client.get_experiment_by_name("digits") is None
+
+    before = make_config(tmp_path, tracking={"uri": place, "experiment": "digits-extractors"})
+    assert open_in_domain(before, second, *splits(second), CPU).fingerprint == mine.fingerprint
 
 
 @pytest.mark.parametrize("moment", ["create_run", "log_artifact", "set_terminated"])

@@ -46,7 +46,7 @@ def test_a_package_that_is_broken_is_not_called_missing(tmp_path: Path) -> None:
         "require('broken', 'eval')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "The package 'broken' is installed, but cannot be imported: " in done.stderr
+    assert "The package 'broken' is installed but cannot be imported (" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -247,13 +247,12 @@ def test_dumped_settings_are_valid_and_the_same() -> None:
     assert params.validate(loaded.dump()) == loaded
 
 
-def test_a_relative_store_is_the_repositorys_also_in_a_queued_experiment(
+def test_home_in_the_tracking_uri_is_expanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = tmp_path / ".dvc" / "tmp" / "exps" / "tmpabc"
-    copy.mkdir(parents=True)
-    monkeypatch.chdir(copy)
-    assert params.load().tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = params.load(None, ["tracking.uri=sqlite:///~/runs.db"])
+    assert given.tracking.uri == f"sqlite:///{tmp_path}/runs.db"
 
 
 def test_the_names_of_methods_are_those_that_exist() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -20,6 +22,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow_server import Server, free_port, put_store, shared_server
 from models import write_checkpoint
+from namespaces import on_small_disk
 
 from ddpm_core import params
 from ddpm_core.checkpoint import Checkpoint
@@ -40,7 +43,7 @@ from ddpm_core.registry.models import Registry, download
 from ddpm_core.registry.package import upload
 from ddpm_core.registry.register import register, stale
 from ddpm_core.training.initial import initial_weights
-from ddpm_core.workspace import RESULTS, Workspace, snapshot_key
+from ddpm_core.workspace import RESULTS, RUN, Workspace, snapshot_key
 
 # Registered on a real server
 
@@ -574,6 +577,52 @@ def test_a_checkpoint_that_has_changed_since_it_was_scored_is_refused(
 # What is not MLflow's
 
 
+def register_on_small_disk(
+    project: Project, row: Row, place: Path, size: str, before: str = "true", **sections: Any
+) -> str:
+    """Register in a process for which `place` is a small disk; what its error message says."""
+    project.put(row)
+    settings = place.with_name("params.yaml")
+    new = {"register": {"name": "without-champion"}, **sections}
+    settings.write_text(json.dumps(project.config(**new).dump()))
+    ddpm = [sys.executable, "-m", "ddpm_core.cli", "register", "-p", str(settings)]
+    script = ["sh", "-c", f"{before}; exec {shlex.join(ddpm)}"]
+    done = subprocess.run(
+        on_small_disk(place, size, script),
+        env={**os.environ, "TMPDIR": str(place)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    return done.stderr
+
+
+def test_a_full_temporary_folder_is_named_and_the_run_keeps_its_status(
+    project: Project, rows: list[Row], tmp_path: Path
+) -> None:
+    other, place = {**rows[0], "score_name": "full"}, tmp_path / "scratch"
+    told = register_on_small_disk(project, other, place, "100k")
+    assert told.startswith(f"ddpm register: No space left on device: {place}/ddpm-"), told
+    assert told.endswith(". Free some space there; the same command goes on.\n")
+    assert told.count("\n") == 1
+    run = project.workspace.read_json(RUN)["mlflow"]["run_id"]
+    assert connect(project.uri).get_run(run).info.status == "FINISHED"
+
+
+def test_a_store_on_a_full_disk_is_one_message(
+    project: Project, rows: list[Row], tmp_path: Path
+) -> None:
+    put_store(tmp_path / "mlflow.db")
+    other, place = {**rows[0], "score_name": "full store"}, tmp_path / "disk"
+    fill = f"cp {tmp_path}/mlflow.db {place}; cat /dev/zero 2>/dev/null > {place}/fill"
+    uri = f"sqlite:///{place}/mlflow.db"
+    told = register_on_small_disk(project, other, place, "2m", fill, tracking={"uri": uri})
+    assert told == (
+        f"ddpm register: MLflow at {uri} cannot be used: the disk is full. Free some space there.\n"
+    )
+
+
 @pytest.mark.parametrize(
     "trouble",
     [
@@ -597,7 +646,7 @@ def test_what_is_no_trouble_of_mlflow_is_not_told_as_one(
         monkeypatch.setattr(f"ddpm_core.registry.register.{step}", fails)
         with pytest.raises(type(trouble)) as told:
             project.register(other)
-        assert told.value is trouble
+        assert trouble in (told.value, told.value.__cause__)
         monkeypatch.undo()
         monkeypatch.setattr("ddpm_core.registry.register.judge", lambda *_: Decision(False, ""))
 

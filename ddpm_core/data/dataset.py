@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +45,8 @@ class PackedArray:
         self._heads = heads
         self._row_bytes = int(np.prod(row, dtype=np.int64)) * self.dtype.itemsize
         self._files = [file.open("rb") for file in files]
+        for opened in self._files:
+            weakref.finalize(self, opened.close)
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpm_core import console
+from ddpm_core.config.paths import input_path
 from ddpm_core.errors import UserError
 
 _SHA = re.compile(r"[0-9a-f]{40}")
@@ -41,7 +42,8 @@ def parse(uri: str) -> Tracked:
             f"prepare.source: {uri!r} given; no part of dvc:REPO#PATH@REV may begin with '-', as "
             "options do, and REPO not with the name of a transport, such as ext::."
         )
-    return Tracked(repo, path, rev)
+    place = input_path(repo)
+    return Tracked(str(place) if place.is_absolute() and place.is_dir() else repo, path, rev)
 
 
 def fetch(tracked: Tracked, target: Path) -> None:
@@ -50,9 +52,7 @@ def fetch(tracked: Tracked, target: Path) -> None:
     command = [_program(), "get", f"--out={target}"]
     command += [f"--rev={tracked.rev}"] if tracked.rev else []
     command += ["--", tracked.repo, tracked.path]
-    # A clone wants to note who made it, and the user of a pod may have no name.
-    who = {} if {"LOGNAME", "USER"} & set(os.environ) else {"LOGNAME": "ddpm"}
-    quiet = {**os.environ, **who, "DVC_NO_ANALYTICS": "1", "DVC_DAEMON": "0"}
+    quiet = {**os.environ, "DVC_NO_ANALYTICS": "1", "DVC_DAEMON": "0"}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=quiet)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]

@@ -15,6 +15,7 @@ from ddpm_core import yaml_text
 from ddpm_core.data.names import one_line
 from ddpm_core.data.rejected import SHOWN
 from ddpm_core.data.sources import Rejection
+from ddpm_core.wording import counted
 
 SIDES = (8, 16, 32, 64, 128, 256, 512, 1024)
 _BAR = 40  # characters
@@ -56,7 +57,9 @@ def class_totals(report: DataReport) -> dict[str, int]:
 def lines(report: DataReport) -> list[str]:
     """The report as a person reads it."""
     classes = class_totals(report)
-    text = [f"{report.source}: {report.count:,} pictures, {len(classes)} classes"]
+    text = [
+        f"{report.source}: {counted(report.count, 'picture')}, {counted(len(classes), 'class')}"
+    ]
     text += _class_table(report)
     if report.count:
         text += _sizes(report)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_core.config import Prepare
+from ddpm_core.config.paths import input_path
 from ddpm_core.data import dvc
 from ddpm_core.data.archives import archive_state, open_archive
 from ddpm_core.data.digits import DIGITS_STATE, Digits
@@ -66,7 +67,7 @@ def changed(settings: Prepare, facts: dict[str, Any], own: Sequence[str] = ()) -
     before = facts.get("state")
     if found is None or found == before:
         return False
-    path = Path(settings.source).expanduser()
+    path = input_path(settings.source)
     if path.is_file() and isinstance(before, dict) and found.get("size") == before.get("size"):
         return sha256_of(path) != facts.get("sha256")  # only copied or touched, perhaps
     return True
@@ -88,7 +89,7 @@ def _path(uri: str) -> Path:
     if "://" in uri or not uri.strip():  # empty, it would be the current folder
         raise UserError(f"prepare.source: {uri!r} given; {ALLOWED} is needed.")
     try:
-        path = Path(uri).expanduser()
+        path = input_path(uri)
         mode = path.stat().st_mode
     except FileNotFoundError:
         raise UserError(

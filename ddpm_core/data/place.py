@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from ddpm_core.config import Config
+from ddpm_core.config.paths import input_path
 from ddpm_core.data.names import is_clutter, one_line
 from ddpm_core.errors import UserError
 from ddpm_core.mlflow_client import sqlite_path
@@ -69,7 +70,7 @@ def _refuse_foreign(workspace: Workspace) -> None:
 def _of_disk(source: str, workspace: str) -> str | None:
     """The output in which a path lies; empty where it is the workspace itself, None elsewhere."""
     try:
-        path, root = Path(source).expanduser().resolve(), Path(workspace)
+        path, root = input_path(source).resolve(), Path(workspace)
         if path.samefile(root):
             return ""
     except (OSError, RuntimeError, ValueError):

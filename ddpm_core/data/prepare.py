@@ -41,11 +41,12 @@ from ddpm_core.errors import UserError
 from ddpm_core.lease import hold
 from ddpm_core.masking import masked, throughout
 from ddpm_core.storage import MANIFEST
+from ddpm_core.storage.staging import FULL
+from ddpm_core.wording import counted
 from ddpm_core.workspace import DATA, Workspace
 
 __all__ = ["prepare", "stale"]
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -196,8 +197,10 @@ def _few(facts: dict[str, Any], config: Config) -> list[str]:
 def _summary(facts: dict[str, Any]) -> str:
     size, kind = facts["image_size"], "gray" if facts["channels"] == 1 else "RGB"
     return (
-        f"{facts['count']:,} pictures for training and {facts['holdout_count']:,} held out, "
-        f"{size} x {size} {kind}, {len(facts['classes'])} classes, {facts['rejected']:,} rejected; "
+        f"{counted(facts['count'], 'picture')} for training and "
+        f"{facts['holdout_count']:,} held out, "
+        f"{size} x {size} {kind}, {counted(len(facts['classes']), 'class')}, "
+        f"{facts['rejected']:,} rejected; "
         f"fingerprint {facts['fingerprint']}."
     )
 
@@ -213,7 +216,7 @@ def _told_unwritable(workspace: Workspace) -> Iterator[None]:
                 f"The prepared data can't be written to {workspace.uri}: {error.strerror}{place}. "
                 "Give a workspace that you may write to, with -w."
             ) from error
-        if error.errno not in _FULL:
+        if error.errno not in FULL:
             raise
         raise UserError(
             f"There is no room left for the prepared data in {workspace.uri} ({error.strerror}); "

@@ -8,6 +8,7 @@ from ddpm_core.evaluation.metrics import FEWEST_FOR_IS, SMALL
 from ddpm_core.evaluation.rows import MEASURES, samples_of
 from ddpm_core.evaluation.verdict import percent, sort_rows
 from ddpm_core.ranking import Row, best, is_scored
+from ddpm_core.wording import counted
 
 LISTED = 10  # steps named in a sentence
 
@@ -20,19 +21,20 @@ def caveats(results: dict[str, Any]) -> list[str]:
         return []
     facts, extractor = row["evidence"], results["extractor"]
     notes = _unscored(rows)
+    images = counted(facts["count"], "image")
     if facts["count"] < SMALL:
         notes.append(
-            f"A Fréchet distance of {facts['count']:,} images is too high, by an amount that "
-            f"depends on their number: compare it only with distances of {facts['count']:,} "
-            f"images. Published ones are of 10,000 or 50,000."
+            f"A Fréchet distance of {images} is too high, by an amount that "
+            f"depends on their number: compare it only with distances of as many images. "
+            f"Published ones are of 10,000 or 50,000."
         )
     notes += _on_features(extractor)
     if row["floor_count"] and row["floor_count"] < 100:
-        notes.append(f"The floor is measured on only {row['floor_count']} held-out images.")
-    if row.get("kid_mean") is not None and row.get("kid_std") is None:
         notes.append(
-            f"KID of {facts['count']:,} images has no deviation: each of its subsets has them all."
+            f"The floor is measured on only {counted(row['floor_count'], 'held-out image')}."
         )
+    if row.get("kid_mean") is not None and row.get("kid_std") is None:
+        notes.append(f"KID of {images} has no deviation: each of its subsets has them all.")
     notes += _on_counts(row, results)
     if others:
         steps = ", ".join(f"{r['step']:,}" for r in others)

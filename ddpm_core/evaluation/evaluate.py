@@ -25,6 +25,7 @@ from ddpm_core.generate.gather import Samples, open_samples
 from ddpm_core.generate.plan import chosen_steps
 from ddpm_core.ranking import Row, Scored, is_as_measured, is_scored, with_checksum
 from ddpm_core.storage import MANIFEST
+from ddpm_core.wording import counted
 from ddpm_core.workspace import EVALUATION, SAMPLES, Workspace, samples_key, step_name
 
 ROWS = f"{EVALUATION}/rows"
@@ -206,8 +207,9 @@ def _tell(rows: list[Row], new: list[Row], first: Row | None) -> None:
             warn(f"step {row['step']} is not scored: {row['problem']}")
     counts = [row["evidence"]["count"] for row in new if is_scored(row)]
     if counts and min(counts) < SMALL:
+        images = counted(min(counts), "image")
         warn(
-            f"The distances are of {min(counts)} images. Below {SMALL:,} they are too high by an "
+            f"The distances are of {images}. Below {SMALL:,} they are too high by an "
             "amount that depends on their number: compare them with equal numbers alone."
         )
     if first:

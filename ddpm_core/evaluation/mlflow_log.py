@@ -13,7 +13,7 @@ from ddpm_core.workspace import EVALUATION, RESULTS, Workspace
 FILES = ("report.html", "evaluation_results.csv", "results.json")
 
 
-def open_tracker(config: Config, workspace: Workspace, row: Row) -> Tracker:
+def open_tracker(config: Config, workspace: Workspace, row: Row, quiet: bool = False) -> Tracker:
     """MLflow's run of the training that the checkpoint of a scored row is of.
 
     Where another server is told, or the run was deleted, a new one gets settings, scores and report
@@ -24,7 +24,8 @@ def open_tracker(config: Config, workspace: Workspace, row: Row) -> Tracker:
         tracker.params(workspace.read_json(RESULTS).get("run") or {})
         tell(tracker, workspace)
 
-    return Tracker.open(config, workspace, str(row["evidence"]["train"]), record)
+    identity = str(row["evidence"]["train"])
+    return Tracker.open(config, workspace, identity, record, quiet=quiet)
 
 
 def tell(tracker: Tracker, workspace: Workspace) -> None:

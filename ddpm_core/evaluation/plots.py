@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from ddpm_core.evaluation.chart import label, log_ticks, spans
 from ddpm_core.evaluation.metrics import count_label, metric_name
 from ddpm_core.evaluation.rows import samples_of
 from ddpm_core.ranking import Row, best, best_inception
+
+# Its notes are about its cache folders.
+logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
 FIRST = 25  # checkpoints in the pictures of the beginning
 SIZE = (8.0, 4.8)  # inches

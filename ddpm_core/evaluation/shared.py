@@ -25,8 +25,9 @@ from ddpm_core.evaluation.extractors import Extractor
 from ddpm_core.evaluation.frozen import load, read_facts, save_extractor
 from ddpm_core.evaluation.in_domain import InDomain
 from ddpm_core.masking import masked, throughout
+from ddpm_core.mlflow_client import connect, find_experiment
+from ddpm_core.mlflow_errors import may_pass, reason
 from ddpm_core.reading import Count, Schema
-from ddpm_core.tracking import may_pass, reason
 from ddpm_core.workspace import EVALUATION, Workspace
 
 FOLDER = f"{EVALUATION}/extractor"
@@ -106,13 +107,20 @@ def fetch_extractor(config: Config, data_fingerprint: str, folder: Path) -> bool
     meanwhile, whenever it was begun. Raises Away.
     """
 
-    def fetch(client: Any, experiment: str) -> bool:
+    def fetch(client: Any) -> bool:
+        # Earlier versions put extractors among the training runs.
+        names = (extractors_experiment(config), config.tracking.experiment)
+        found = [client.get_experiment_by_name(name) for name in names]
+        places = [one.experiment_id for one in found if one and one.lifecycle_stage == "active"]
+        if not places:
+            return False
         query = f"tags.`{TAG}` = '{data_fingerprint}' AND attributes.status = 'FINISHED'"
         order = ["attributes.end_time ASC", "attributes.run_id ASC"]
-        for run in client.search_runs([experiment], query, max_results=100, order_by=order):
+        for run in client.search_runs(places, query, max_results=100, order_by=order):
             if not client.list_artifacts(run.info.run_id, "extractor"):  # removed since
                 continue
-            with tempfile.TemporaryDirectory() as scratch:
+            # A download that is given up may still write there.
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
                 path = Path(client.download_artifacts(run.info.run_id, "extractor", scratch))
                 if _fits(path, data_fingerprint):
                     shutil.copytree(path, folder, dirs_exist_ok=True)
@@ -123,9 +131,10 @@ def fetch_extractor(config: Config, data_fingerprint: str, folder: Path) -> bool
 
 
 def publish_extractor(config: Config, data_fingerprint: str, folder: Path) -> None:
-    """Put an extractor's folder into a run of its own, tagged with its data. Raises Away."""
+    """Put an extractor's folder into a run tagged with its data. Raises Away."""
 
-    def publish(client: Any, experiment: str) -> None:
+    def publish(client: Any) -> None:
+        experiment = find_experiment(client, config.tracking.uri, extractors_experiment(config))
         # The end comes last: a run that has one has its files and the tag.
         run = client.create_run(experiment, run_name=f"extractor-{data_fingerprint[:8]}")
         for path in sorted(folder.iterdir()):
@@ -197,21 +206,22 @@ def _noted(uri: str, facts: dict[str, Any]) -> dict[str, str]:
     return {"uri": masked(uri), "sha256": facts["sha256"]}
 
 
-def _with_client(config: Config, action: Callable[[Any, str], T]) -> T:
-    """Do something with a client and the id of the experiment, twice if need be. Raises Away."""
-    from ddpm_core.mlflow_client import connect, find_experiment
+def extractors_experiment(config: Config) -> str:
+    """Return the name of the experiment of extractors, which the UI lists beside the runs'."""
+    return f"{config.tracking.experiment}-extractors"
 
-    uri = config.tracking.uri
+
+def _with_client(config: Config, action: Callable[[Any], T]) -> T:
+    """Call `action` with a client, twice if need be. Raises Away."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            client = connect(uri)
-            return action(client, find_experiment(client, uri, config.tracking.experiment))
+            return action(connect(config.tracking.uri))
         except UserError as error:
             raise Away(str(error)) from error
         except Exception as error:  # whatever the network or the server raises
             if not may_pass(error):
                 raise
-            if attempt == ATTEMPTS:
+            if attempt == ATTEMPTS or isinstance(error, TimeoutError):
                 raise Away(reason(error)) from error
             time.sleep(PAUSE)
     raise AssertionError("unreachable")

@@ -7,6 +7,7 @@ from typing import Any
 
 from ddpm_core.evaluation.memorisation import expected_below
 from ddpm_core.ranking import Row, best, is_scored, ranked
+from ddpm_core.wording import counted
 
 LEVEL = 0.05  # a smaller relative change of a score is called none
 EARLIER = 0.75  # of the last step: what comes later shows whether training still pays
@@ -182,9 +183,7 @@ def _trend(rows: list[Row], row: Row) -> Answer:
         return Answer("no", "After it the score gets worse.", detail)
     before = [r for r in rows if r["step"] <= EARLIER * rows[-1]["step"]]
     if row in before:
-        detail = (
-            f"Of the {len(later)} checkpoint{'s' if later[1:] else ''} after it none is better."
-        )
+        detail = f"Of the {counted(len(later), 'checkpoint')} after it none is better."
         return Answer("little", "It no longer improves.", detail)
     old = _lowest(before or rows[:1])
     gain = 1 - row["score"] / old["score"] if old["score"] > 0 else 0.0

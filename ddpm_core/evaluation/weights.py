@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 
+from ddpm_core.config.paths import input_path
 from ddpm_core.console import say
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.masking import masked
@@ -48,7 +49,7 @@ def _file(uri: str) -> Path | None:
     parts = urlsplit(uri)
     if parts.scheme == "file":
         return Path(unquote(parts.path))
-    return Path(uri).expanduser() if "://" not in uri else None
+    return input_path(uri) if "://" not in uri else None
 
 
 def _fetched(uri: str, wanted: str, workspace: Workspace) -> Path:

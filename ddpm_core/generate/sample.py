@@ -27,6 +27,7 @@ from ddpm_core.generate.plan import Shard
 from ddpm_core.generate.shard_store import ShardStore
 from ddpm_core.precision import choose
 from ddpm_core.storage import MANIFEST
+from ddpm_core.wording import counted
 from ddpm_core.workspace import SAMPLES, Workspace, samples_key, snapshot_key
 
 ATTEMPTS = 3  # at a shard whose chunks vanish while it is drawn
@@ -56,7 +57,8 @@ def sample(
         forget_others(workspace, [c.step for c in checkpoints])
     drawers = [drawer for drawer in work if drawer]
     if not drawers:
-        say(f"sample: up to date, {settings.count} images of each of {len(work)} checkpoints.")
+        images, found = counted(settings.count, "image"), counted(len(work), "checkpoint")
+        say(f"sample: up to date, {images} of each of {found}.")
         return
     if world.rank == 0:
         tell_replaced(workspace, [drawer.recipe for drawer in drawers])

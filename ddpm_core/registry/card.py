@@ -13,6 +13,7 @@ from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.rows import named_metrics
 from ddpm_core.masking import shown, throughout
 from ddpm_core.ranking import Row
+from ddpm_core.wording import counted
 
 LISTED = 20  # classes that are named
 LONGEST = 5000  # characters of a version's description, of which PostgreSQL and MySQL take no more
@@ -115,7 +116,7 @@ def _scores(row: Row) -> Iterator[str]:
 def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
     settings = {k: v for k, v in (evidence.get("sampler") or {}).items() if v is not None}
     listed = ", ".join(f"{key} {_plain(value)}" for key, value in settings.items())
-    yield f"{evidence['count']:,} images, seed {evidence['seed']}; {listed}"
+    yield f"{counted(evidence['count'], 'image')}, seed {evidence['seed']}; {listed}"
     reference = evidence.get("reference_count")
     against = f"{reference:,} training images" if reference else "the training images"
     yield f"against {against}, fingerprint `{evidence['data']}`"
@@ -150,7 +151,7 @@ def _repeats(facts: Mapping[str, Any]) -> str:
 
 def _data(data: Mapping[str, Any]) -> Iterator[str]:
     if data.get("count"):
-        yield f"{data['count']:,} images, fingerprint `{data['fingerprint']}`"
+        yield f"{counted(data['count'], 'image')}, fingerprint `{data['fingerprint']}`"
     for key, value in (data.get("source") or {}).items():
         if isinstance(value, str | int):
             yield f"source {key}: {_plain(value)}"

@@ -6,7 +6,6 @@ import atexit
 import functools
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -15,12 +14,12 @@ from typing import Any, TypeVar, cast
 
 from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError, require
-from ddpm_core.mlflow_client import connect, is_mlflows, is_refusal, sqlite_path
+from ddpm_core.mlflow_client import CALL_LIMIT, connect, sqlite_path, transfer_limit, within
+from ddpm_core.mlflow_errors import is_mlflows, is_refusal, reason
 from ddpm_core.ranking import Scored
 from ddpm_core.reading import parse_object, validated
 from ddpm_core.registry.package import CHECKPOINT
 from ddpm_core.storage import fetch_whole, verify
-from ddpm_core.tracking import reason
 
 UPLOAD_TIMEOUT = 120  # seconds without an answer, for files of hundreds of MB
 RETRIES = 3
@@ -192,18 +191,10 @@ def lost(uri: str, record: dict[str, Any]) -> str | None:
     store = sqlite_path(uri)
     if store is not None and not store.exists():  # which connecting would make
         return f"{store} is gone"
-    with suppress(UserError):
+    with suppress(Exception):
         require("mlflow", "tracking")  # its import takes seconds, and is not to be hurried
-    answers: list[str | None] = []
-
-    def ask() -> None:
-        with suppress(Exception):
-            answers.append(_lost(connect(uri), record))
-
-    asker = threading.Thread(target=ask, name="lost", daemon=True)
-    asker.start()
-    asker.join(PATIENCE)
-    return answers[0] if answers else None
+        return within(PATIENCE, lambda: _lost(connect(uri), record))
+    return None
 
 
 def _lost(client: Any, record: dict[str, Any]) -> str | None:
@@ -229,7 +220,8 @@ def has_checkpoint(client: Any, place: str) -> bool:
     """Whether there is a checkpoint where the files of a model lie."""
     artifacts = require("mlflow.artifacts", "tracking")
     uri = f"{place.rstrip('/')}/artifacts/{CHECKPOINT}"
-    return bool(artifacts.list_artifacts(uri, tracking_uri=client.tracking_uri))
+    listed = artifacts.list_artifacts
+    return bool(within(CALL_LIMIT, listed, uri, tracking_uri=client.tracking_uri))
 
 
 def found(call: Callable[..., Any], *arguments: str) -> Any | None:
@@ -263,10 +255,12 @@ def fetch(origin: str) -> Path:
 def fetch_to(origin: str, place: str) -> Path:
     """Download the checkpoint folder of a version into the folder `place`. Raises Corrupt."""
     artifacts = require("mlflow.artifacts", "tracking")
+    uri = f"{origin}/artifacts/{CHECKPOINT}"
+    files = within(CALL_LIMIT, artifacts.list_artifacts, uri)
+    limit = transfer_limit(sum(file.file_size or 0 for file in files))
 
     def fetch() -> Path:
-        uri = f"{origin}/artifacts/{CHECKPOINT}"
-        folder = Path(artifacts.download_artifacts(uri, dst_path=place))
+        folder = Path(within(limit, artifacts.download_artifacts, uri, dst_path=place))
         verify(folder)
         return folder
 

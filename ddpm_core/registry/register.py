@@ -14,6 +14,7 @@ from ddpm_core.console import say
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.mlflow_log import open_tracker
 from ddpm_core.masking import masked, throughout
+from ddpm_core.mlflow_client import transfer_limit, within
 from ddpm_core.ranking import Row, Rows, best, must_be_as_measured
 from ddpm_core.reading import Schema, read_tensors
 from ddpm_core.registry.card import as_description, write_card
@@ -29,6 +30,7 @@ from ddpm_core.registry.gate import (
 )
 from ddpm_core.registry.models import PROMOTED, Registry, asking, lost, rows_of
 from ddpm_core.registry.package import CARD, CHECKPOINT, model_name, upload, write_checkpoint
+from ddpm_core.storage.staging import named
 from ddpm_core.workspace import REGISTERED, RESULTS, RUN, SNAPSHOTS, Workspace, fingerprint
 
 KEPT = ("step", "score_name", "score", "evidence", *FAULTS)  # of a row, with a version
@@ -150,7 +152,11 @@ def identity(row: Row) -> dict[str, str]:
 
 def tracked_run(config: Config, workspace: Workspace, row: Row) -> str:
     """The MLflow run of the workspace, with all that MLflow lacked of it sent."""
-    open_tracker(config, workspace, row).close()
+    tracker = open_tracker(config, workspace, row, quiet=True)
+    tracker.close()
+    if tracker.trouble:
+        where = masked(config.tracking.uri)
+        raise UserError(f"MLflow at {where} cannot be used: {tracker.trouble}")
     known = workspace.read_json(RUN).get("mlflow", {})
     if masked(str(known.get("uri"))) != masked(config.tracking.uri) or "run_id" not in known:
         raise UserError(f"MLflow at {config.tracking.uri} has no run of this workspace.")
@@ -233,11 +239,13 @@ def packed(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str, ca
     """Upload the model with its card; its models:/ URI."""
     with tempfile.TemporaryDirectory(prefix="ddpm-register-") as scratch:
         folder = Path(scratch)
-        write_checkpoint(checkpoint, sampled(row, checkpoint), folder / CHECKPOINT)
-        (folder / CARD).write_text(card, encoding="utf-8")
         facts = {"step": checkpoint.step, row["score_name"]: row["score"], **identity(row)}
-        with asking(registry.uri):
-            return upload(run_id, registry.name, checkpoint.step, folder, facts)
+        with named(folder, folder):
+            write_checkpoint(checkpoint, sampled(row, checkpoint), folder / CHECKPOINT)
+            (folder / CARD).write_text(card, encoding="utf-8")
+            limit = transfer_limit(sum(file.stat().st_size for file in folder.rglob("*")))
+            with asking(registry.uri):
+                return within(limit, upload, run_id, registry.name, checkpoint.step, folder, facts)
 
 
 def sampled(row: Row, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -1,8 +1,6 @@
-"""The script that MLflow loads as the model, with this package beside it.
+"""The script that MLflow loads as the model, with this package beside it."""
 
-MLflow advises type hints wherever such a class is made, in colours; so it is made here alone.
-"""
-
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,21 @@ from ddpm_core.errors import UserError
 from ddpm_core.registry.package import CHECKPOINT
 from ddpm_core.registry.serving import Served
 
+# MLflow advises type hints when the class is created, in colors. It would take hints for the types
+# of a request, and warn of these too. The advice passes every filter, but not recording.
+with warnings.catch_warnings(record=True):
 
-class Model(PythonModel):  # type: ignore[misc]
-    """Draws images with the checkpoint among the model's artifacts."""
+    class Model(PythonModel):  # type: ignore[misc]
+        """Draws images with the checkpoint among the model's artifacts."""
 
-    def load_context(self, context: Any) -> None:
-        self._served = Served(Path(context.artifacts[CHECKPOINT]))
+        def load_context(self, context: Any) -> None:
+            self._served = Served(Path(context.artifacts[CHECKPOINT]))
 
-    # MLflow would take hints for the types of a request, and warn of these.
-    def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
-        try:
-            return list(self._served.images(self._served.tasks(_rows(model_input))))
-        except UserError as error:
-            raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from error
+        def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
+            try:
+                return list(self._served.images(self._served.tasks(_rows(model_input))))
+            except UserError as error:
+                raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from error
 
 
 def _rows(given: Any) -> list[dict[str, Any]]:

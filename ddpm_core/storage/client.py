@@ -13,6 +13,7 @@ from typing import Any
 
 from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.storage.base import Refused, Unreachable
+from ddpm_core.wording import sentence
 
 CONNECTIONS = 16  # a request waits far longer than it transfers
 ATTEMPTS = 6
@@ -73,7 +74,8 @@ def connect(
             client = boto3.client("s3", config=config(**settings, s3={"addressing_style": "path"}))
     except (ValueError, require("botocore.exceptions", "s3").BotoCoreError) as error:
         raise UserError(
-            f"S3 cannot be used: {error} Look at AWS_ENDPOINT_URL and the credentials."
+            f"S3 cannot be used: {sentence(str(error))} "
+            "Look at AWS_ENDPOINT_URL and the credentials."
         ) from error
     return client
 

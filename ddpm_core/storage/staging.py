@@ -23,7 +23,7 @@ _STAGED = re.compile(rf"\..+\.[0-9a-f]{{8}}\.{_MARK}")
 _NAME = 50  # characters kept of a name: with four bytes each there is room for the rest in 255
 # In which a run stages, as workspace.py names them; other folders are the user's.
 FOLDERS = ("data", "snapshots", "samples", "evaluation", "superseded")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ABANDONED = 24 * 3600.0  # seconds without a change, where locks can't tell who still writes
 
 
@@ -69,7 +69,7 @@ def named(staging: Path, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in _FULL
+        full = error.errno in FULL
         # A rename tells of two names; its target is the one that a person knows.
         at = error.filename2 or error.filename or (path if full else None)
         if error.errno is None or at is None:
@@ -124,6 +124,14 @@ def sweep(root: Path) -> None:
                 _sweep_one(Path(folder) / name)
         ours = FOLDERS if Path(folder) == root else folders
         folders[:] = [name for name in folders if name in ours and not name.startswith(".")]
+
+
+def sweep_beside(path: Path) -> None:
+    """Remove what killed writers have staged for `path`."""
+    with suppress(OSError):  # no such folder, or one that may not be read
+        for found in path.parent.iterdir():
+            if found.name.startswith(f".{path.name[:_NAME]}.") and _STAGED.fullmatch(found.name):
+                _sweep_one(found)
 
 
 def _sweep_one(path: Path) -> None:

@@ -16,6 +16,7 @@ from ddpm_core.training import budget
 from ddpm_core.training.execution import Execution
 from ddpm_core.training.initial import check_data_fits, check_init_stays, network_config
 from ddpm_core.training.warm_start import check_origin, open_origin
+from ddpm_core.wording import counted
 from ddpm_core.workspace import DATA, Workspace
 
 # Sources that are known before they are prepared: channels, and how many classes they have.
@@ -80,7 +81,7 @@ def expected(config: Config, channels: int = ASSUMED[0]) -> Expected:
     if prepare.classes is not None:
         count = len(prepare.classes)
     elif known is None and config.model.conditioning == "class":
-        assumed.append(f"{count} classes")
+        assumed.append(counted(count, "class"))
     names = [str(number) for number in range(count)]
     return Expected(prepare.image_size, channels, names, " and ".join(assumed))
 

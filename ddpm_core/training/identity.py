@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ddpm_core.config import Config
 from ddpm_core.config.deciding import deciding, flat, unlike
+from ddpm_core.config.paths import input_path
 from ddpm_core.errors import UserError
 from ddpm_core.reading import LARGEST_JSON, read_bytes
 from ddpm_core.storage import MANIFEST
@@ -77,7 +77,7 @@ def _initial(config: Config) -> dict[str, str]:
     if config.train.init is None or config.train.init.startswith("models:/"):
         return {}
     try:
-        folder = Path(config.train.init).expanduser()
+        folder = input_path(config.train.init)
         files = listed(read_bytes(folder / MANIFEST, MANIFEST, LARGEST_JSON), folder.name)
     except (OSError, RuntimeError, UserError):
         return {}

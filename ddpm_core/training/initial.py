@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddpm_core import rng
 from ddpm_core.config import Config
+from ddpm_core.config.paths import input_path
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import UserError
 from ddpm_core.models.norms import group_count
@@ -95,7 +96,7 @@ def check_init_stays(config: Config, workspace: Workspace) -> None:
     origin, own = config.train.init, Path(workspace.uri, SNAPSHOTS)
     if origin is None or origin.startswith("models:/"):
         return
-    if Path(origin).expanduser().resolve().is_relative_to(own.resolve()):
+    if input_path(origin).resolve().is_relative_to(own.resolve()):
         raise UserError(
             f"train.init: {origin} given, a snapshot of the very workspace, which the run that "
             "begins with it sets aside. Copy that folder to another place and give the copy, or "

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config
+from ddpm_core.config.paths import input_path
 from ddpm_core.errors import UserError
 from ddpm_core.models.unet import DETAILS, UNet, UNetConfig
 
@@ -127,7 +128,7 @@ def open_origin(config: Config) -> Origin:
         from ddpm_core.registry.models import download
 
         return _checkpoint(download(config, origin))
-    folder = Path(origin).expanduser()
+    folder = input_path(origin)
     if not folder.is_dir():
         raise UserError(f"train.init: {origin!r} given; it is no folder and no models:/ URI.")
     if (folder / "config.json").exists() and (folder / "manifest.json").exists():

@@ -225,6 +225,57 @@ def test_what_is_kept_of_a_result_is_all_there_in_another_clone(
     assert other.dvc("status") == "Data and pipelines are up to date.\n"
 
 
+# Relative paths
+
+
+@pytest.mark.parametrize("kind", ["workspace", "--temp", "--queue"])
+@pytest.mark.parametrize("layout", ["repository", "subfolder", "monorepo"])
+def test_relative_paths_are_the_same_in_all_experiments(
+    layout: str, kind: str, tmp_path: Path, forked: Path
+) -> None:
+    """A stage prints where its settings lead; `photos` is tracked, what else it names is not."""
+    repository = Repository(tmp_path / "git", forked)
+    repository.folder.mkdir()
+    repository.git("init", "--quiet")
+    project = tmp_path / "git" if layout == "repository" else tmp_path / "git/team/project"
+    project.mkdir(parents=True, exist_ok=True)
+    repository.folder = project if layout == "monorepo" else tmp_path / "git"
+    repository.dvc("init", "--quiet", *(["--subdir"] if layout == "monorepo" else []))
+    repository.folder = project
+    (tmp_path / "network").mkdir()
+    (project / "weights").mkdir()
+    (project / "photos").mkdir()
+    (project / "photos/one.png").write_bytes(b"")
+    (project / ".gitignore").write_text("weights\nwhere.json\n")
+    (project / "params.yaml").write_text("seed: 0\n")
+    network = Path(os.path.relpath(tmp_path / "network", project))
+    (project / "where.py").write_text(
+        "import json, os, sys\n"
+        "from ddpm_core import params\n"
+        "from ddpm_core.config.paths import input_path\n"
+        f"names = ['photos', 'weights', {str(network)!r}]\n"
+        "found = [os.path.realpath(input_path(name)) for name in names]\n"
+        "told = [params.load().tracking.uri, os.getcwd(), *found]\n"
+        f"open({str(tmp_path / 'told.json')!r}, 'w').write(json.dumps(told))\n"
+    )
+    stage = {"cmd": f"{sys.executable} where.py", "params": ["seed"]}
+    (project / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"where": stage}}))
+    repository.git("add", ".")
+    repository.git("commit", "--quiet", "-m", "all")
+    options = [] if kind == "workspace" else [kind]
+    repository.dvc("exp", "run", *options, "-S", "seed=1")
+    if kind == "--queue":
+        repository.dvc("queue", "start")
+    told = tmp_path / "told.json"
+    wait_until(lambda: told.exists() and told.read_text(), "the stage has run")
+    store, folder, *found = json.loads(told.read_text())
+    assert (folder == str(project)) == (kind == "workspace")
+    assert store == f"sqlite:///{project}/mlflow.db"
+    assert found == [f"{folder}/photos", str(project / "weights"), str(tmp_path / "network")]
+    if kind == "--queue":
+        repository.dvc("queue", "stop", "--kill")
+
+
 # Raw data
 
 

@@ -1,0 +1,56 @@
+"""Where the relative paths of the settings lead, also inside DVC's copies of a repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_COPIES = (".dvc", "tmp", "exps")  # `dvc exp run --temp` and `--queue` run in copies below it
+
+
+def project_folder() -> Path:
+    """Return the working directory, or inside a DVC copy the folder that it is a copy of.
+
+    The experiment's project may be a subfolder of the DVC repository, and the DVC repository a
+    subfolder of the git repository that is copied as a whole. So the nearest `.dvc` in the copy
+    stands for the one that the copy lies in.
+    """
+    here = Path.cwd()
+    parts = here.parts
+    for index in range(len(parts) - len(_COPIES)):
+        if parts[index : index + len(_COPIES)] == _COPIES:
+            original = Path(*parts[:index])
+            inside = len(parts) - index - len(_COPIES)  # folders between the copies and `here`
+            for copied in (here, *here.parents)[:inside]:
+                if (copied / ".dvc").is_dir():
+                    return original / here.relative_to(copied)
+            return original
+    return here
+
+
+def input_path(given: str) -> Path:
+    """Return the path of an input file or folder that a setting names.
+
+    A DVC copy has the files that git and DVC track, in the experiment's version: these come first.
+    Everything else is in the original folder alone. Raises RuntimeError for an unknown ~user.
+    """
+    path = Path(given).expanduser()
+    if path.is_absolute() or _exists(path):
+        return path
+    original = project_folder() / path
+    return original if _exists(original) else path
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return os.path.lexists(path)
+    except ValueError:  # a NUL byte
+        return False
+
+
+def output_path(given: str) -> Path:
+    """Return the absolute path of a file that all experiments share, such as MLflow's database.
+
+    Raises RuntimeError for an unknown ~user.
+    """
+    return project_folder() / Path(given).expanduser()
