@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from benchmarks.networks import Network
-from ddpm_core import compiling, rng
-from ddpm_core.distributed import World
-from ddpm_core.generate.images import ImageSampler
+from ddpm_core import rng
 from ddpm_core.models.unet import UNet
-from ddpm_core.training.execution import Execution
-from ddpm_core.training.initial import initial_weights, network_config
+from ddpm_core.runtime import compiling
+from ddpm_core.runtime.distributed import World
+from ddpm_core.sampling.sampler import ImageSampler
+from ddpm_core.training.init import initial_weights, network_config
+from ddpm_core.training.optim import Execution
 from ddpm_core.training.state import TrainState
 from ddpm_core.training.step import Batch, step
 

@@ -28,8 +28,8 @@ import torch
 
 from benchmarks import ours, theirs
 from benchmarks.networks import NETWORKS, Network, resized
-from ddpm_core.devices import choose_device
-from ddpm_core.precision import choose
+from ddpm_core.runtime.device import choose_device
+from ddpm_core.runtime.precision import choose
 
 Work = Callable[[], None]
 Clock = Callable[[], float]

@@ -21,8 +21,8 @@ _POLL = 0.05  # seconds between two looks at the memory of the workers
 _PREPARE = """
 import json, sys
 from ddpm_core.data.prepare import prepare
-from ddpm_core.params import validate
-from ddpm_core.workspace import Workspace
+from ddpm_core.config.load import validate
+from ddpm_core.storage.workspace import Workspace
 
 given = json.loads(sys.argv[1])
 size = given["image_size"]

@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.networks import NETWORKS, Network
 from benchmarks.ours import train_state, train_step
+from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, snapshot_key
 from ddpm_core.training.snapshot import Writer
 from ddpm_core.training.state import to_contents
-from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
 
 
 def measure(network: Network, rounds: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def evaluate(
     """
     from ddpm_core.console import telling
     from ddpm_core.evaluation.evaluate import evaluate
-    from ddpm_core.workspace import REPORT, RESULTS
+    from ddpm_core.storage.workspace import REPORT, RESULTS
     from ddpm_kube import artifacts, steps
 
     with telling("evaluate"):

@@ -27,7 +27,7 @@ def prepare(
     """
     from ddpm_core.console import telling
     from ddpm_core.data.prepare import prepare
-    from ddpm_core.workspace import CONTACT, Workspace
+    from ddpm_core.storage.workspace import CONTACT, Workspace
     from ddpm_kube import artifacts, steps
 
     with telling("prepare"):

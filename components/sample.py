@@ -14,7 +14,7 @@ def sample(settings: str, part: str, samples: Output[Dataset], grid: Output[HTML
         part: `STEP:I/N`, one of plan's.
     """
     from ddpm_core.console import telling
-    from ddpm_core.workspace import GRID, samples_key
+    from ddpm_core.storage.workspace import GRID, samples_key
     from ddpm_kube import artifacts, steps
 
     with telling("sample"):

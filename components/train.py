@@ -25,7 +25,7 @@ def train(
         run_id: KFP's id of the run: the job is named after it.
     """
     from ddpm_core.console import telling
-    from ddpm_core.workspace import GRID, snapshot_key
+    from ddpm_core.storage.workspace import GRID, snapshot_key
     from ddpm_kube import artifacts, steps
 
     with telling("train"):

@@ -11,14 +11,14 @@ from rich.table import Table
 from ddpm_core.config import Config
 from ddpm_core.console import printable, say
 from ddpm_core.data import prepare as data
-from ddpm_core.distributed import world
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import evaluate as evaluation
 from ddpm_core.freshness import CHECKS, check
-from ddpm_core.generate import sample as generate
 from ddpm_core.registry import register as registry
-from ddpm_core.training import launcher
-from ddpm_core.workspace import DATA, REPORT, SAMPLES, SNAPSHOTS, Workspace
+from ddpm_core.runtime.distributed import world
+from ddpm_core.sampling import run as generate
+from ddpm_core.storage.workspace import DATA, REPORT, SAMPLES, SNAPSHOTS, Workspace
+from ddpm_core.training import launch as launcher
 
 VERBS = {verb: check(verb) for verb in CHECKS}
 

@@ -15,7 +15,8 @@ from pydantic import Field, InstanceOf
 
 from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.reading import (
+from ddpm_core.storage import MANIFEST, verify
+from ddpm_core.storage.files import (
     Count,
     Schema,
     inside,
@@ -24,10 +25,9 @@ from ddpm_core.reading import (
     read_tensors,
     validated,
 )
-from ddpm_core.storage import MANIFEST, verify
 from ddpm_core.storage.sealing import listed
+from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, snapshot_key, step_name
 from ddpm_core.versions import of_another_version, read_params
-from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key, step_name
 
 if TYPE_CHECKING:
     import torch

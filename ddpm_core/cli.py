@@ -15,11 +15,11 @@ import typer
 
 from ddpm_core import __version__, command
 from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load
+from ddpm_core.config.template import presets, template
 from ddpm_core.console import guard
 from ddpm_core.errors import UserError, require
-from ddpm_core.home import provide_home
-from ddpm_core.template import presets, template
-from ddpm_core.workspace import REPORT, Workspace
+from ddpm_core.runtime.home import provide_home
+from ddpm_core.storage.workspace import REPORT, Workspace
 
 app = typer.Typer(
     name="ddpm",
@@ -64,7 +64,7 @@ def train(
     config = load(p, w, s)
     if resume not in ("auto", "strict"):
         raise UserError(f"--resume {resume}: auto or strict is needed.")
-    from ddpm_core.training import launcher
+    from ddpm_core.training import launch as launcher
 
     launcher.train(config, os.environ, sys.argv[1:], resume == "strict", from_step, dry_run)
 
@@ -80,9 +80,9 @@ def sample(
 ) -> None:
     """Draw images from the chosen checkpoints."""
     config = load(p, w, s, trained=True)
-    from ddpm_core.distributed import world
-    from ddpm_core.generate.plan import parse_shard
-    from ddpm_core.generate.sample import sample
+    from ddpm_core.runtime.distributed import world
+    from ddpm_core.sampling.plan import parse_shard
+    from ddpm_core.sampling.run import sample
 
     if config.sample.checkpoints == "best" and "DVC_STAGE" in os.environ:
         raise UserError(
@@ -181,7 +181,7 @@ def wait(
     It is when it is in the workspace, whole and of these settings.
     """
     config = load(p, w, s)
-    from ddpm_core.durations import duration
+    from ddpm_core.config.durations import duration
     from ddpm_core.waiting import wait
 
     wait(config, verb, duration(limit), duration(interval))
@@ -219,7 +219,7 @@ def params(
 @verb
 def methods() -> None:
     """List the selectable methods with formula and source."""
-    from ddpm_core.methods import describe
+    from ddpm_core.training.methods import describe
 
     typer.echo(describe())
 
@@ -245,7 +245,7 @@ def destroy(
 ) -> None:
     """Animate the forward process, a row per schedule."""
     config = load(p, w, s, trained=True)
-    from ddpm_core.generate.destroy import destroy_prepared
+    from ddpm_core.sampling.animations import destroy_prepared
 
     typer.echo(destroy_prepared(config, Workspace.open(config.workspace), images, output))
 

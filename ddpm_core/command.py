@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ddpm_core import params
 from ddpm_core.config import Config
+from ddpm_core.config import load as params
 from ddpm_core.console import say, telling
 from ddpm_core.errors import UserError
 

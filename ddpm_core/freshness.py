@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 
 from ddpm_core.config import Config
-from ddpm_core.workspace import Workspace
+from ddpm_core.storage.workspace import Workspace
 
 Check = Callable[[Config, Workspace], str | None]  # why the verb has work to do; None: it has none
 
@@ -15,7 +15,7 @@ Check = Callable[[Config, Workspace], str | None]  # why the verb has work to do
 CHECKS = {
     "prepare": "ddpm_core.data.freshness",
     "train": "ddpm_core.training.freshness",
-    "sample": "ddpm_core.generate.sample",
+    "sample": "ddpm_core.sampling.run",
     "evaluate": "ddpm_core.evaluation.freshness",
     "register": "ddpm_core.registry.register",
 }

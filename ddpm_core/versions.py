@@ -7,10 +7,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ddpm_core import __version__, params
+from ddpm_core import __version__
 from ddpm_core.config import Config
+from ddpm_core.config import load as params
+from ddpm_core.config.mistakes import fields_of, section_of
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.mistakes import fields_of, section_of
 
 NEEDED = ("model", "diffusion", "train", "sample")  # sections without which a network means nothing
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 
 from ddpm_core.config import Config
+from ddpm_core.config.durations import in_words
 from ddpm_core.console import say
-from ddpm_core.durations import in_words
 from ddpm_core.errors import UserError
 from ddpm_core.freshness import CHECKS, check
 from ddpm_core.storage import Unreachable
-from ddpm_core.workspace import Workspace
+from ddpm_core.storage.workspace import Workspace
 
 REMIND = 60.0  # seconds after which what is waited for is said again; no pause is longer
 EASE = 10.0  # pauses are so many times as long as a look took, where that is more than `interval`

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from ddpm_core import yaml_text
 from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load, verb
-from ddpm_core.durations import duration
+from ddpm_core.config import yaml_text
+from ddpm_core.config.durations import duration
 from ddpm_core.errors import UserError, require
 from ddpm_core.wording import counted
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from ddpm_core import yaml_text
+from ddpm_core.config import yaml_text
 from ddpm_core.config.section import Processes, Section, as_tuple
 from ddpm_core.errors import UserError
 from ddpm_core.wording import counted

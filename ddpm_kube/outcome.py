@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddpm_core.errors import UserError
-from ddpm_core.training.runlog import read_rows
-from ddpm_core.workspace import LOG, SNAPSHOTS, Workspace
+from ddpm_core.storage.workspace import LOG, SNAPSHOTS, Workspace
+from ddpm_core.training.log import read_rows
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import yaml
 
 from ddpm_core.config import Config
 from ddpm_core.masking import masked
-from ddpm_core.mlflow_run import flatten
+from ddpm_core.tracking.run import flatten
 from ddpm_kube.names import job_name
 from ddpm_kube.options import Options, amount, refusal
 

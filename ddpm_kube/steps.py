@@ -17,12 +17,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ddpm_core import params
 from ddpm_core.config import Config
+from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
 from ddpm_core.masking import masked
 from ddpm_core.registry.gate import FAULTS, failed, verdicts
-from ddpm_core.workspace import Workspace
+from ddpm_core.storage.workspace import Workspace
 from ddpm_kube import options
 from ddpm_kube.options import Options
 
@@ -106,7 +106,7 @@ def opened(settings: str) -> tuple[Config, Workspace]:
 
 def train_here(config: Config) -> None:
     """`ddpm train` in this pod; with `train.processes` in as many workers."""
-    from ddpm_core.training import launcher
+    from ddpm_core.training import launch as launcher
 
     with tempfile.TemporaryDirectory(prefix="ddpm-train-") as folder:
         file = Path(folder) / "params.yaml"
@@ -166,10 +166,10 @@ def parts(config: Config, workspace: Workspace) -> list[str]:
     A checkpoint whose samples are there has one part all the same, which checks them, so that each
     checkpoint is in the lineage and the loop is never empty.
     """
-    from ddpm_core.devices import choose_device
-    from ddpm_core.generate import gather, plan
-    from ddpm_core.generate.sample import recipe_on
-    from ddpm_core.generate.shard_store import ShardStore
+    from ddpm_core.runtime.device import choose_device
+    from ddpm_core.sampling import gather, plan
+    from ddpm_core.sampling.run import recipe_on
+    from ddpm_core.sampling.shards import ShardStore
 
     device = choose_device(config.device)
     listed = []
@@ -186,9 +186,9 @@ def parts(config: Config, workspace: Workspace) -> list[str]:
 
 def draw(config: Config, workspace: Workspace, part: str) -> int:
     """Draw one of `parts`; the step of its checkpoint."""
-    from ddpm_core.distributed import world
-    from ddpm_core.generate.plan import parse_shard
-    from ddpm_core.generate.sample import sample
+    from ddpm_core.runtime.distributed import world
+    from ddpm_core.sampling.plan import parse_shard
+    from ddpm_core.sampling.run import sample
 
     step, _, shard = part.partition(":")
     chosen = config.sample.model_copy(update={"checkpoints": (int(step),)})

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from compiling import compiled
 
-from ddpm_core import yaml_text
 from ddpm_core.command import SetOption
+from ddpm_core.config import yaml_text
 from ddpm_core.console import telling
 from ddpm_core.errors import UserError
 from ddpm_kube import options, steps

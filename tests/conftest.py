@@ -13,7 +13,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from s3_server import Bucket
+    from support.s3_server import Bucket
 
 torch.set_num_threads(1)
 
@@ -50,7 +50,7 @@ LONGEST = (
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[Bucket]:
     """A new bucket of an S3 server; what moto has of one goes with the module."""
-    from s3_server import Bucket, server
+    from support.s3_server import Bucket, server
 
     with server() as environment:
         yield Bucket(environment)

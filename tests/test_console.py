@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from ddpm_core import console
-from ddpm_core.durations import in_words
+from ddpm_core.config.durations import in_words
 
 
 @pytest.fixture

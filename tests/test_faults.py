@@ -17,10 +17,10 @@ from faults import bitflip
 from faults.attempt import Attempt, until
 from faults.play import Stage, play
 from faults.schedule import KINDS, draw
-from program import ddpm, start, wait_until
+from support.program import ddpm, start, wait_until
 from torch.distributed import TCPStore
 
-from ddpm_core.rendezvous import agree
+from ddpm_core.runtime.rendezvous import agree
 from ddpm_core.training.agreement import checksum
 
 # A kind of fault a line, with a seed whose schedule is short.

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import mutations
 import pytest
-from strangers import Strangers, Target
+from support import mutations
+from support.strangers import Strangers, Target
 
 from ddpm_core.errors import UserError
-from ddpm_core.reading import open_array, parse_object, read_tensors
+from ddpm_core.storage.files import open_array, parse_object, read_tensors
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "1"))

@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from program import ddpm, environment, write_params
+from support.program import ddpm, environment, write_params
 from typer.testing import CliRunner
 
-from ddpm_core import chain, params
+from ddpm_core import chain
 from ddpm_core.cli import app
-from ddpm_core.workspace import Workspace
+from ddpm_core.config import load as params
+from ddpm_core.storage.workspace import Workspace
 
 
 def test_help_and_bad_params_answer_without_torch(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_a_terminal_shows_what_it_has_room_for(
 def test_ctrl_c_while_the_program_is_loading_is_no_traceback(tmp_path: Path) -> None:
     code = (
         "import builtins, os, signal, sys\n"
-        "from ddpm_core.program import main\n"
+        "from ddpm_core.__main__ import main\n"
         "load = builtins.__import__\n"
         "def slowly(name, *rest):\n"
         "    if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from program import GPU
 from scipy import stats
+from support.program import GPU
 from torch import Tensor
 
 import ddpm_core

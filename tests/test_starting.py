@@ -11,9 +11,18 @@ from pathlib import Path
 
 import pytest
 from faults.attempt import until
-from program import TINY, ddpm, environment, new_run, prepare_run, settings, start, wait_until
+from support.program import (
+    TINY,
+    ddpm,
+    environment,
+    new_run,
+    prepare_run,
+    settings,
+    start,
+    wait_until,
+)
 
-from ddpm_core.training import launcher
+from ddpm_core.training import launch as launcher
 
 LONG = settings("train.steps=100000", "train.grid=0")
 

@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mutations import reseal, swap_json
-from strangers import CPU, STEP, Strangers, Target
+from support.mutations import reseal, swap_json
+from support.strangers import CPU, STEP, Strangers, Target
 
 from ddpm_core.checkpoint import SETTINGS, open_checkpoint
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation.inception import open_inception
 from ddpm_core.interop.diffusers import import_folder
-from ddpm_core.reading import LARGEST_JSON, array_head, open_array, parse_object, read_tensors
 from ddpm_core.storage import LocalStorage, verify
-from ddpm_core.tracking import Tracker
-from ddpm_core.training.runlog import RunLog
-from ddpm_core.workspace import LOG, RUN, Workspace, snapshot_key
+from ddpm_core.storage.files import LARGEST_JSON, array_head, open_array, parse_object, read_tensors
+from ddpm_core.storage.workspace import LOG, RUN, Workspace, snapshot_key
+from ddpm_core.tracking.tracker import Tracker
+from ddpm_core.training.log import RunLog
 
 LIBRARY = Path(__file__).parent.parent / "ddpm_core"
 

@@ -15,23 +15,25 @@ LIBRARY = ROOT / "ddpm_core"
 
 # What each folder may import of the others. All but the pure ones know the settings and where
 # things are kept.
-BASE = {"config", "storage"}
+BASE = {"config", "storage", "runtime"}
 ALLOWED = {
-    "config": set(),
-    "storage": set(),
+    "runtime": set(),
+    "storage": {"runtime"},
+    "config": {"storage"},
     "diffusion": set(),
     "models": set(),
+    "tracking": BASE,
     "interop": BASE | {"models", "diffusion"},
-    "data": BASE,
-    "generate": BASE | {"models", "diffusion", "data"},
-    "training": BASE | {"models", "diffusion", "data", "generate", "registry", "interop"},
-    "evaluation": BASE | {"models", "data", "generate"},
-    "registry": BASE | {"models", "diffusion", "data", "generate", "evaluation"},
+    "data": BASE | {"tracking"},
+    "sampling": BASE | {"models", "diffusion", "data"},
+    "training": BASE
+    | {"models", "diffusion", "data", "sampling", "registry", "interop", "tracking"},
+    "evaluation": BASE | {"models", "data", "sampling", "tracking"},
+    "registry": BASE | {"models", "diffusion", "data", "sampling", "evaluation", "tracking"},
 }
 # The modules beside the folders know the settings and the storage, and these alone more.
 TOP = {
     "checkpoint": {"models"},
-    "methods": {"diffusion", "training"},
     "chain": set(ALLOWED),
     "cli": set(ALLOWED),
 }

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from digits_workspace import digits, make_config, put_data
-from models import write_checkpoint
-from mutations import reseal
+from support.digits_workspace import digits, make_config, put_data
+from support.models import write_checkpoint
+from support.mutations import reseal
 
 from ddpm_core import __version__
 from ddpm_core.checkpoint import SETTINGS, Checkpoint, look_at_checkpoint
 from ddpm_core.data.dataset import open_dataset
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.generate import plan
+from ddpm_core.sampling import plan
+from ddpm_core.storage.workspace import Workspace, snapshot_key
 from ddpm_core.training import resume
-from ddpm_core.workspace import Workspace, snapshot_key
 
 Settings = dict[str, Any]
 

@@ -11,16 +11,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from program import TINY, command, ddpm, environment, new_run, prepare_run, start, wait_until
-from strangers import STEP, Strangers
+from support.program import (
+    TINY,
+    command,
+    ddpm,
+    environment,
+    new_run,
+    prepare_run,
+    start,
+    wait_until,
+)
+from support.strangers import STEP, Strangers
 
 from ddpm_core import chain
 from ddpm_core.config import Config
-from ddpm_core.durations import duration
+from ddpm_core.config.durations import duration
 from ddpm_core.errors import UserError
 from ddpm_core.freshness import CHECKS
+from ddpm_core.storage.workspace import Workspace
 from ddpm_core.waiting import Looker, wait
-from ddpm_core.workspace import Workspace
 
 
 @pytest.fixture(scope="module")

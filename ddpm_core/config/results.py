@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ddpm_core.config.deciding import deciding, flat
+from ddpm_core.config.identity import deciding, flat
 from ddpm_core.config.section import (
     NAME,
     Auto,

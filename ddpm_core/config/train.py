@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ddpm_core.config.durations import YEAR, duration
 from ddpm_core.config.section import Auto, Batch, Fraction, Processes, Section, Steps, as_tuple
-from ddpm_core.durations import YEAR, duration
 from ddpm_core.errors import UserError
 
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from ddpm_core.config import Prepare
 from ddpm_core.data import names
 from ddpm_core.data.names import composed
-from ddpm_core.data.sources import CAPTION_SUFFIXES, CAPTIONS, Listing
+from ddpm_core.data.sources.base import CAPTION_SUFFIXES, CAPTIONS, Listing
 from ddpm_core.errors import UserError
-from ddpm_core.reading import text_of
+from ddpm_core.storage.files import text_of
 
 CAPTION_BYTES = 64
 FILE_NAME = "file_name"  # the key of Hugging Face's ImageFolder in metadata.jsonl and .csv

@@ -15,15 +15,15 @@ from ddpm_core import console
 from ddpm_core.config import Config, Prepare
 from ddpm_core.data import names
 from ddpm_core.data.captions import captions, written
-from ddpm_core.data.cifar import recognise
-from ddpm_core.data.download import KNOWN
 from ddpm_core.data.examine import Examined, examine
 from ddpm_core.data.findings import SIDES, DataReport, class_totals, lines
 from ddpm_core.data.layout import Layout, arrange
-from ddpm_core.data.opening import open_source
 from ddpm_core.data.pool import chunked, spread, workers_for
 from ddpm_core.data.rejected import in_order, refuse_nothing
-from ddpm_core.data.sources import Entry, Listing, Rejection, Source
+from ddpm_core.data.sources.base import Entry, Listing, Rejection, Source
+from ddpm_core.data.sources.cifar import recognise
+from ddpm_core.data.sources.download import KNOWN
+from ddpm_core.data.sources.open import open_source
 from ddpm_core.data.split import untrainable
 from ddpm_core.errors import UserError
 

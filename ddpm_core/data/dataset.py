@@ -16,10 +16,10 @@ from pydantic import Field, InstanceOf
 
 from ddpm_core.data.captions import CAPTION_BYTES
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.reading import Count, FileRecord, Schema, array_head, must_be_inside
 from ddpm_core.storage import MANIFEST
-from ddpm_core.workspace import DATA, Workspace
-from ddpm_core.workspace import fingerprint as fingerprint_of
+from ddpm_core.storage.files import Count, FileRecord, Schema, array_head, must_be_inside
+from ddpm_core.storage.workspace import DATA, Workspace
+from ddpm_core.storage.workspace import fingerprint as fingerprint_of
 
 Indices = NDArray[np.int64]
 Split = Literal["train", "holdout"]

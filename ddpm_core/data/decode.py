@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, JpegImagePlugin, UnidentifiedImageError
 
-from ddpm_core.data.sources import FILE_BYTES
+from ddpm_core.data.sources.base import FILE_BYTES
 
 # Formats with a plain decoder: EPS would start Ghostscript, and TGA takes noise for a picture.
 _WANTED = "JPEG PNG WEBP BMP DIB GIF TIFF AVIF JPEG2000 PPM ICO"

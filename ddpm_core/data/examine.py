@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ddpm_core.data.decode import TooLarge, Undecodable, decode, kind
-from ddpm_core.data.sources import Payload, Rejection
+from ddpm_core.data.sources.base import Payload, Rejection
 
 _BACKGROUND = (255, 255, 255)
 _SMALLEST = 16  # as prepare.image_size where nothing is said

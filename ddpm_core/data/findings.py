@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from ddpm_core import yaml_text
+from ddpm_core.config import yaml_text
 from ddpm_core.data.names import one_line
 from ddpm_core.data.rejected import SHOWN
-from ddpm_core.data.sources import Rejection
+from ddpm_core.data.sources.base import Rejection
 from ddpm_core.wording import counted
 
 SIDES = (8, 16, 32, 64, 128, 256, 512, 1024)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpm_core.data import names
-from ddpm_core.data.sources import CLASS_SUFFIX, Listing, Rejection
-from ddpm_core.reading import text_of
+from ddpm_core.data.sources.base import CLASS_SUFFIX, Listing, Rejection
+from ddpm_core.storage.files import text_of
 
 Parts = tuple[str, ...]
 HELD_OUT = {

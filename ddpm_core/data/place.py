@@ -9,10 +9,10 @@ from ddpm_core.config import Config
 from ddpm_core.config.paths import input_path
 from ddpm_core.data.names import is_clutter, one_line
 from ddpm_core.errors import UserError
-from ddpm_core.mlflow_client import sqlite_path
-from ddpm_core.reading import Manifest
 from ddpm_core.storage import MANIFEST
-from ddpm_core.workspace import DATA, EVALUATION, SAMPLES, SNAPSHOTS, SUPERSEDED, Workspace
+from ddpm_core.storage.files import Manifest
+from ddpm_core.storage.workspace import DATA, EVALUATION, SAMPLES, SNAPSHOTS, SUPERSEDED, Workspace
+from ddpm_core.tracking.client import sqlite_path
 
 _OURS = re.compile(
     r"(holdout_)?(images|labels|captions)(-\d+-of-\d+)?\.npy|contact\.png|rejected\.csv|manifest\.json"

@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ddpm_core.data.sources import Entry, Payload
+from ddpm_core.data.sources.base import Entry, Payload
 from ddpm_core.errors import UserError
 
 CHUNK_BYTES = 2**22

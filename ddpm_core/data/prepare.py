@@ -16,13 +16,11 @@ from ddpm_core import console
 from ddpm_core.config import Config, Prepare
 from ddpm_core.data.arrays import Scratch
 from ddpm_core.data.captions import captions, written
-from ddpm_core.data.cifar import recognise
 from ddpm_core.data.dataset import bound
 from ddpm_core.data.freshness import stale
 from ddpm_core.data.layout import Layout, arrange, select
 from ddpm_core.data.names import one_line
-from ddpm_core.data.opening import open_source
-from ddpm_core.data.packing import Pictures, pack
+from ddpm_core.data.pack import Pictures, pack
 from ddpm_core.data.place import refuse_own_places, written_places
 from ddpm_core.data.pool import chunked, spread, workers_for
 from ddpm_core.data.rejected import (
@@ -34,16 +32,18 @@ from ddpm_core.data.rejected import (
     refuse_too_many,
     table,
 )
-from ddpm_core.data.sources import Entry, Listing, Rejection, Source
+from ddpm_core.data.sources.base import Entry, Listing, Rejection, Source
+from ddpm_core.data.sources.cifar import recognise
+from ddpm_core.data.sources.open import open_source
 from ddpm_core.data.split import untrainable
 from ddpm_core.data.square import Square, squares
 from ddpm_core.errors import UserError
-from ddpm_core.lease import hold
 from ddpm_core.masking import masked, throughout
 from ddpm_core.storage import MANIFEST
+from ddpm_core.storage.lease import hold
 from ddpm_core.storage.staging import FULL
+from ddpm_core.storage.workspace import DATA, Workspace
 from ddpm_core.wording import counted
-from ddpm_core.workspace import DATA, Workspace
 
 __all__ = ["prepare", "stale"]
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 
 from ddpm_core.config import Prepare
 from ddpm_core.data.names import one_line, to_bytes
-from ddpm_core.data.sources import Listing, Rejection
+from ddpm_core.data.sources.base import Listing, Rejection
 from ddpm_core.errors import UserError
-from ddpm_core.workspace import Workspace
+from ddpm_core.storage.workspace import Workspace
 
 REJECTED = "rejected.csv"
 SHOWN = 20

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ddpm_core.data.decode import Color, Undecodable, decode_and_know
-from ddpm_core.data.sources import Payload, Rejection
+from ddpm_core.data.sources.base import Payload, Rejection
 
 Pixels = NDArray[np.uint8]
 

@@ -7,7 +7,7 @@ from typing import Any
 from ddpm_core.evaluation.metrics import FEWEST_FOR_IS, SMALL
 from ddpm_core.evaluation.rows import MEASURES, samples_of
 from ddpm_core.evaluation.verdict import percent, sort_rows
-from ddpm_core.ranking import Row, best, is_scored
+from ddpm_core.scores import Row, best, is_scored
 from ddpm_core.wording import counted
 
 LISTED = 10  # steps named in a sentence

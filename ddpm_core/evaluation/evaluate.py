@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ddpm_core import memory
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import Corrupt, UserError, require
@@ -21,12 +20,13 @@ from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.outputs import write_outputs
 from ddpm_core.evaluation.rows import evidence, problem_row
 from ddpm_core.evaluation.scorer import Scorer
-from ddpm_core.generate.gather import Samples, open_samples
-from ddpm_core.generate.plan import chosen_steps
-from ddpm_core.ranking import Row, Scored, is_as_measured, is_scored, with_checksum
+from ddpm_core.runtime import memory
+from ddpm_core.sampling.gather import Samples, open_samples
+from ddpm_core.sampling.plan import chosen_steps
+from ddpm_core.scores import Row, Scored, is_as_measured, is_scored, with_checksum
 from ddpm_core.storage import MANIFEST
+from ddpm_core.storage.workspace import EVALUATION, SAMPLES, Workspace, samples_key, step_name
 from ddpm_core.wording import counted
-from ddpm_core.workspace import EVALUATION, SAMPLES, Workspace, samples_key, step_name
 
 ROWS = f"{EVALUATION}/rows"
 MADE_UP = (KeyError, ValueError, TypeError, AttributeError)  # what a manifest from a stranger does

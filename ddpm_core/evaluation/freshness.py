@@ -6,15 +6,15 @@ from typing import Any
 
 from ddpm_core.config import Config, Evaluate
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation.extractors import chosen
+from ddpm_core.evaluation.features import chosen
 from ddpm_core.evaluation.rows import Results
 from ddpm_core.evaluation.shared import FOLDER
 from ddpm_core.evaluation.weights import locate
 from ddpm_core.masking import masked, throughout
-from ddpm_core.ranking import is_as_measured, is_scored, ranked, wanted
-from ddpm_core.reading import Manifest
+from ddpm_core.scores import is_as_measured, is_scored, ranked, wanted
 from ddpm_core.storage import MANIFEST, sha256_of
-from ddpm_core.workspace import (
+from ddpm_core.storage.files import Manifest
+from ddpm_core.storage.workspace import (
     DATA,
     METRICS,
     REPORT,

@@ -10,10 +10,10 @@ import torch
 from pydantic import Field
 
 from ddpm_core.errors import Corrupt
-from ddpm_core.evaluation.extractors import Extractor
+from ddpm_core.evaluation.features import Extractor
 from ddpm_core.evaluation.in_domain import InDomain, Network
-from ddpm_core.reading import Schema, read_object, read_tensors, save_tensors, validated
 from ddpm_core.storage import sha256_of
+from ddpm_core.storage.files import Schema, read_object, read_tensors, save_tensors, validated
 
 WEIGHTS = "extractor.safetensors"
 FACTS = "extractor.json"

@@ -13,10 +13,10 @@ from ddpm_core.errors import Corrupt
 from ddpm_core.evaluation.memorisation import EXAMINED, Neighbours, nearest
 from ddpm_core.evaluation.reference import FOLDER, forget
 from ddpm_core.evaluation.statistics import shuffled
-from ddpm_core.images import Pixels
-from ddpm_core.reading import read_tensors, save_tensors
+from ddpm_core.sampling.images import Pixels
 from ddpm_core.storage import verify
-from ddpm_core.workspace import Workspace, fingerprint
+from ddpm_core.storage.files import read_tensors, save_tensors
+from ddpm_core.storage.workspace import Workspace, fingerprint
 
 RECIPE = 2  # raised when the same images would give other numbers
 _FILE = "neighbours.safetensors"

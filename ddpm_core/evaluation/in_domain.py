@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpm_core import rng
-from ddpm_core.adam import Adam
 from ddpm_core.console import progress
 from ddpm_core.data.dataset import Indices, PackedDataset
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation.extractors import Extractor
-from ddpm_core.images import to_model
+from ddpm_core.evaluation.features import Extractor
 from ddpm_core.models.uninitialized import Conv2d, Linear
 from ddpm_core.rng import Key, Purpose
+from ddpm_core.runtime.adam import Adam
+from ddpm_core.sampling.images import to_model
 
 RECIPE = 1  # raised when the same images would give another extractor
 LARGEST = 64  # pixels a side; larger images are averaged down to it

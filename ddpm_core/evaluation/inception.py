@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_core.errors import Corrupt, UserError, require
-from ddpm_core.evaluation.extractors import Extractor
-from ddpm_core.reading import read_tensors
+from ddpm_core.evaluation.features import Extractor
 from ddpm_core.storage import sha256_of
+from ddpm_core.storage.files import read_tensors
 
 # weights-inception-2015-12-05-6726825d.pth of torch-fidelity, the same file as pytorch-fid's.
 STANDARD = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"

@@ -19,7 +19,7 @@ from torch import Tensor
 from ddpm_core.data.dataset import PackedArray, PackedDataset
 from ddpm_core.errors import require
 from ddpm_core.evaluation.pixel_pca import flatten
-from ddpm_core.images import Pixels
+from ddpm_core.sampling.images import Pixels
 
 LARGEST = 32  # pixels a side
 EXAMINED = 2000  # samples, and held-out images

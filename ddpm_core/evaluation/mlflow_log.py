@@ -6,9 +6,9 @@ from typing import Any
 
 from ddpm_core.config import Config
 from ddpm_core.evaluation.rows import named_metrics
-from ddpm_core.ranking import SAME, Row, Rows, is_scored, ranked
-from ddpm_core.tracking import Tracker
-from ddpm_core.workspace import EVALUATION, RESULTS, Workspace
+from ddpm_core.scores import SAME, Row, Rows, is_scored, ranked
+from ddpm_core.storage.workspace import EVALUATION, RESULTS, Workspace
+from ddpm_core.tracking.tracker import Tracker
 
 FILES = ("report.html", "evaluation_results.csv", "results.json")
 

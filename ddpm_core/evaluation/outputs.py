@@ -6,15 +6,15 @@ from typing import Any
 
 from ddpm_core.config import Config
 from ddpm_core.evaluation import memorisation, pictures, plots
-from ddpm_core.evaluation.extractors import chosen
+from ddpm_core.evaluation.features import chosen
 from ddpm_core.evaluation.freshness import OUTPUTS
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.evaluation.tables import best_csv, flat, results_csv
 from ddpm_core.masking import masked, throughout
-from ddpm_core.precision import choose
-from ddpm_core.ranking import Row, best, is_scored, ranked
-from ddpm_core.workspace import EVALUATION, METRICS, RESULTS, TABLE, Workspace, snapshot_key
+from ddpm_core.runtime.precision import choose
+from ddpm_core.scores import Row, best, is_scored, ranked
+from ddpm_core.storage.workspace import EVALUATION, METRICS, RESULTS, TABLE, Workspace, snapshot_key
 
 SECTIONS = ("model", "diffusion", "train", "sample", "prepare")
 LISTED = 20  # straddling images that are named

@@ -8,8 +8,8 @@ from PIL import Image
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.evaluation.memorisation import Neighbours, closest
 from ddpm_core.evaluation.statistics import shuffled
-from ddpm_core.images import Pixels, grid, png, to_pil
-from ddpm_core.workspace import EVALUATION, Workspace
+from ddpm_core.sampling.images import Pixels, grid, png, to_pil
+from ddpm_core.storage.workspace import EVALUATION, Workspace
 
 FOLDER = f"{EVALUATION}/pictures"
 SIDE = 6  # images a row and rows

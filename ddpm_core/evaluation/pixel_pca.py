@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddpm_core.evaluation.extractors import Extractor
-from ddpm_core.images import to_model
+from ddpm_core.evaluation.features import Extractor
+from ddpm_core.sampling.images import to_model
 
 COMPONENTS = 64
 IMAGES = 2000  # that the components are found from

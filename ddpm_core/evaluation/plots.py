@@ -11,7 +11,7 @@ from ddpm_core.errors import require
 from ddpm_core.evaluation.chart import label, log_ticks, spans
 from ddpm_core.evaluation.metrics import count_label, metric_name
 from ddpm_core.evaluation.rows import samples_of
-from ddpm_core.ranking import Row, best, best_inception
+from ddpm_core.scores import Row, best, best_inception
 
 # Its notes are about its cache folders.
 logging.getLogger("matplotlib").setLevel(logging.ERROR)

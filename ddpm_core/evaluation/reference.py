@@ -15,13 +15,13 @@ from torch import Tensor
 from ddpm_core.console import progress, warn
 from ddpm_core.data.dataset import Indices, PackedDataset
 from ddpm_core.errors import Corrupt
-from ddpm_core.evaluation.extractors import Extractor
+from ddpm_core.evaluation.features import Extractor
 from ddpm_core.evaluation.metrics import Moments
 from ddpm_core.evaluation.statistics import BATCH, KEPT, Features, extract, shuffled
-from ddpm_core.images import Pixels
-from ddpm_core.reading import parse_object, read_tensors_and_metadata, save_tensors
+from ddpm_core.sampling.images import Pixels
 from ddpm_core.storage import verify
-from ddpm_core.workspace import EVALUATION, Workspace, fingerprint
+from ddpm_core.storage.files import parse_object, read_tensors_and_metadata, save_tensors
+from ddpm_core.storage.workspace import EVALUATION, Workspace, fingerprint
 
 FOLDER = f"{EVALUATION}/reference"
 RECIPE = 2  # raised when the same images would give other numbers

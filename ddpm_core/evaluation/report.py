@@ -13,13 +13,13 @@ from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.evaluation import verdict
 from ddpm_core.evaluation.caveats import caveats
 from ddpm_core.evaluation.chart import Chart, Line, chart
-from ddpm_core.evaluation.extractors import SPACES
+from ddpm_core.evaluation.features import SPACES
 from ddpm_core.evaluation.metrics import count_label, metric_name
 from ddpm_core.evaluation.pictures import FOLDER
 from ddpm_core.evaluation.rows import Results, samples_of
 from ddpm_core.masking import shown, throughout
-from ddpm_core.ranking import Row, best, best_inception, is_scored, ranked
-from ddpm_core.workspace import REPORT, RESULTS, Workspace
+from ddpm_core.scores import Row, best, best_inception, is_scored, ranked
+from ddpm_core.storage.workspace import REPORT, RESULTS, Workspace
 
 # Facts of a source, see the classes of ddpm_core.data: in words, and those that are folded.
 WORDS = {

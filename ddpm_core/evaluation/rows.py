@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import Field
 
-from ddpm_core.evaluation.extractors import Extractor
+from ddpm_core.evaluation.features import Extractor
 from ddpm_core.evaluation.metrics import metric_name
-from ddpm_core.ranking import Row, Rows
-from ddpm_core.reading import Count, Schema
+from ddpm_core.scores import Row, Rows
+from ddpm_core.storage.files import Count, Schema
 
 
 class Extracted(Schema):

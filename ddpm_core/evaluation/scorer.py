@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from ddpm_core.config import Config, Evaluate
 from ddpm_core.console import progress
 from ddpm_core.data.dataset import PackedDataset, open_dataset
-from ddpm_core.devices import choose_device
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import collapse, memorisation, metrics, pixel_pca
-from ddpm_core.evaluation.extractors import Extractor, chosen
+from ddpm_core.evaluation.features import Extractor, chosen
 from ddpm_core.evaluation.held_out import open_held_out
 from ddpm_core.evaluation.inception import open_inception
 from ddpm_core.evaluation.memorisation import Neighbours
@@ -26,8 +25,9 @@ from ddpm_core.evaluation.rows import COUNTS, MEASURES
 from ddpm_core.evaluation.shared import open_in_domain
 from ddpm_core.evaluation.statistics import KEPT, Features, batches, extract, shuffled
 from ddpm_core.evaluation.weights import locate
-from ddpm_core.images import Pixels
-from ddpm_core.workspace import Workspace
+from ddpm_core.runtime.device import choose_device
+from ddpm_core.sampling.images import Pixels
+from ddpm_core.storage.workspace import Workspace
 
 Scores = dict[str, Any]  # metric -> number, or None where it is not measured
 

@@ -21,14 +21,14 @@ from ddpm_core.console import say, warn
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation import in_domain
-from ddpm_core.evaluation.extractors import Extractor
+from ddpm_core.evaluation.features import Extractor
 from ddpm_core.evaluation.frozen import load, read_facts, save_extractor
 from ddpm_core.evaluation.in_domain import InDomain
 from ddpm_core.masking import masked, throughout
-from ddpm_core.mlflow_client import connect, find_experiment
-from ddpm_core.mlflow_errors import may_pass, reason
-from ddpm_core.reading import Count, Schema
-from ddpm_core.workspace import EVALUATION, Workspace
+from ddpm_core.storage.files import Count, Schema
+from ddpm_core.storage.workspace import EVALUATION, Workspace
+from ddpm_core.tracking.client import connect, find_experiment
+from ddpm_core.tracking.errors import may_pass, reason
 
 FOLDER = f"{EVALUATION}/extractor"
 NOTE = f"{EVALUATION}/extractor-shared.json"  # which extractor is known to be in which MLflow

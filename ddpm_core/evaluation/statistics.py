@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpm_core import rng
-from ddpm_core.evaluation.extractors import Extractor
+from ddpm_core.evaluation.features import Extractor
 from ddpm_core.evaluation.metrics import Accumulator, Moments, moments
-from ddpm_core.images import Pixels
 from ddpm_core.rng import Purpose
+from ddpm_core.sampling.images import Pixels
 
 BATCH = 100
 KEPT = 10_000  # rows of features that are kept for the metrics that need them all

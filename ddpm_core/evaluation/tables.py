@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpm_core.evaluation.metrics import metric_name
 from ddpm_core.evaluation.rows import MEASURES, named_metrics
-from ddpm_core.ranking import Row, best, best_inception
+from ddpm_core.scores import Row, best, best_inception
 
 _EVIDENCE = (
     "count",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpm_core.evaluation.memorisation import expected_below
-from ddpm_core.ranking import Row, best, is_scored, ranked
+from ddpm_core.scores import Row, best, is_scored, ranked
 from ddpm_core.wording import counted
 
 LEVEL = 0.05  # a smaller relative change of a score is called none

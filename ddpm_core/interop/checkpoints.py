@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from ddpm_core import __version__, params
+from ddpm_core import __version__
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, open_checkpoint
 from ddpm_core.config import Config, Diffusion
+from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
 from ddpm_core.interop.diffusers import Imported, export_folder, import_folder
-from ddpm_core.reading import save_tensors
 from ddpm_core.storage import LocalStorage
-from ddpm_core.workspace import SNAPSHOTS, Workspace, fingerprint
+from ddpm_core.storage.files import save_tensors
+from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, fingerprint
 
 
 def import_checkpoint(folder: Path, output: Path, process: Mapping[str, Any] | None = None) -> str:

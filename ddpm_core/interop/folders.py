@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.reading import must_be_inside, read_object, read_tensors_and_metadata
+from ddpm_core.storage.files import must_be_inside, read_object, read_tensors_and_metadata
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 SCHEDULER = "scheduler_config.json"

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ddpm_core.models import onednn
+from ddpm_core.models import cpu as onednn
 from ddpm_core.models.layers import Derived, Upsample
 from ddpm_core.models.uninitialized import Conv2d
 

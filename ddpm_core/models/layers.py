@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddpm_core.models import onednn
+from ddpm_core.models import cpu as onednn
 from ddpm_core.models.norms import Norm
 from ddpm_core.models.uninitialized import Conv2d, Linear
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ddpm_core.models.conditioning import TEXT_BYTES, ClassEmbedding, TextEncoder
 from ddpm_core.models.execution import layout
-from ddpm_core.models.initial import Uniform, initialise
+from ddpm_core.models.init import Uniform, initialise
 from ddpm_core.models.layers import (
     Attention,
     Downsample,

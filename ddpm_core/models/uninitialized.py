@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ddpm_core.models import onednn
+from ddpm_core.models import cpu as onednn
 
 
 class Conv2d(nn.Conv2d):

@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 from ddpm_core.checkpoint import Checkpoint
-from ddpm_core.evaluation.extractors import SPACES
+from ddpm_core.evaluation.features import SPACES
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.rows import named_metrics
 from ddpm_core.masking import shown, throughout
-from ddpm_core.ranking import Row
+from ddpm_core.scores import Row
 from ddpm_core.wording import counted
 
 LISTED = 20  # classes that are named

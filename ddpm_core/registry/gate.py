@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ddpm_core.ranking import Row, differences
+from ddpm_core.scores import Row, differences
 
 # Why a network may not become the champion, whatever its score: check -> verdict, and in words.
 FAULTS = {

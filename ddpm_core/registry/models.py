@@ -14,12 +14,12 @@ from typing import Any, TypeVar, cast
 
 from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError, require
-from ddpm_core.mlflow_client import CALL_LIMIT, connect, sqlite_path, transfer_limit, within
-from ddpm_core.mlflow_errors import is_mlflows, is_refusal, reason
-from ddpm_core.ranking import Scored
-from ddpm_core.reading import parse_object, validated
 from ddpm_core.registry.package import CHECKPOINT
+from ddpm_core.scores import Scored
 from ddpm_core.storage import fetch_whole, verify
+from ddpm_core.storage.files import parse_object, validated
+from ddpm_core.tracking.client import CALL_LIMIT, connect, sqlite_path, transfer_limit, within
+from ddpm_core.tracking.errors import is_mlflows, is_refusal, reason
 
 UPLOAD_TIMEOUT = 120  # seconds without an answer, for files of hundreds of MB
 RETRIES = 3

@@ -14,9 +14,6 @@ from ddpm_core.console import say
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.mlflow_log import open_tracker
 from ddpm_core.masking import masked, throughout
-from ddpm_core.mlflow_client import transfer_limit, within
-from ddpm_core.ranking import Row, Rows, best, must_be_as_measured
-from ddpm_core.reading import Schema, read_tensors
 from ddpm_core.registry.card import as_description, write_card
 from ddpm_core.registry.gate import (
     FAULTS,
@@ -30,8 +27,11 @@ from ddpm_core.registry.gate import (
 )
 from ddpm_core.registry.models import PROMOTED, Registry, asking, lost, rows_of
 from ddpm_core.registry.package import CARD, CHECKPOINT, model_name, upload, write_checkpoint
+from ddpm_core.scores import Row, Rows, best, must_be_as_measured
+from ddpm_core.storage.files import Schema, read_tensors
 from ddpm_core.storage.staging import named
-from ddpm_core.workspace import REGISTERED, RESULTS, RUN, SNAPSHOTS, Workspace, fingerprint
+from ddpm_core.storage.workspace import REGISTERED, RESULTS, RUN, SNAPSHOTS, Workspace, fingerprint
+from ddpm_core.tracking.client import transfer_limit, within
 
 KEPT = ("step", "score_name", "score", "evidence", *FAULTS)  # of a row, with a version
 

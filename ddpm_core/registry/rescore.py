@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from ddpm_core import compiling, memory
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import progress
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation.scorer import Scorer
-from ddpm_core.generate.images import ImageSampler
-from ddpm_core.images import Pixels
-from ddpm_core.ranking import Row
 from ddpm_core.registry.gate import Unfit
-from ddpm_core.workspace import Workspace
+from ddpm_core.runtime import compiling, memory
+from ddpm_core.sampling.images import Pixels
+from ddpm_core.sampling.sampler import ImageSampler
+from ddpm_core.scores import Row
+from ddpm_core.storage.workspace import Workspace
 
 
 def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) -> dict[str, Any]:

@@ -31,11 +31,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import UserError
-from ddpm_core.mlflow_errors import reason
 from ddpm_core.registry.connection import MOST, Connection
 from ddpm_core.registry.current import Current
 from ddpm_core.registry.drawing import DrawingQueue, Full, Job
 from ddpm_core.registry.request import rows_of
+from ddpm_core.tracking.errors import reason
 
 LARGEST_BODY = 2**18  # bytes
 GRACE = 20.0  # seconds that requests under way have to end after SIGTERM

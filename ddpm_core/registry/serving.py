@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_core.checkpoint import Checkpoint
-from ddpm_core.devices import choose_device
 from ddpm_core.errors import UserError
-from ddpm_core.generate.conditions import Conditions
-from ddpm_core.generate.images import ImageSampler
-from ddpm_core.images import Pixels, png
 from ddpm_core.registry.request import LARGEST, Task, check_size, parse, resolve
+from ddpm_core.runtime.device import choose_device
+from ddpm_core.sampling.conditions import Conditions
+from ddpm_core.sampling.images import Pixels, png
+from ddpm_core.sampling.sampler import ImageSampler
 
 # Limits of one batch, for memory: images, and pixels of all of them.
 BATCH = 64

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddpm_core import reading
 from ddpm_core.errors import UserError
+from ddpm_core.storage import files as reading
 from ddpm_core.storage.base import Changed, Locked, Tagged
 from ddpm_core.storage.sealing import seal, sha256_of, sync
 from ddpm_core.storage.staging import (

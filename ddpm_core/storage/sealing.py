@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ddpm_core import reading
 from ddpm_core.errors import Corrupt
+from ddpm_core.storage import files as reading
 
 MANIFEST = "manifest.json"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ddpm_core.config import Config
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.data.order import batch_indices
-from ddpm_core.distributed import World
+from ddpm_core.runtime.distributed import World
 
 
 @dataclass(frozen=True)

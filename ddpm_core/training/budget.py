@@ -6,8 +6,8 @@ import torch
 
 from ddpm_core.config import Config, Train
 from ddpm_core.models.unet import UNet
-from ddpm_core.training.initial import Pictures, network_config
-from ddpm_core.workspace import Workspace
+from ddpm_core.storage.workspace import Workspace
+from ddpm_core.training.init import Pictures, network_config
 
 PROGRAM = 750e6  # bytes of a worker on CPUs beside its network: Python, PyTorch (2.15), libraries
 

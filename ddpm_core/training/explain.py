@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ddpm_core import compiling, memory
 from ddpm_core.config import Config
+from ddpm_core.runtime import compiling, memory
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from typing import Any
 from ddpm_core.checkpoint import SETTINGS
 from ddpm_core.config import Config
 from ddpm_core.data.dataset import data_fingerprint
-from ddpm_core.reading import Schema
+from ddpm_core.storage.files import Schema
+from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, snapshot_key
 from ddpm_core.training.identity import differences, identity
-from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
 
 
 class Identified(Schema):

@@ -6,13 +6,13 @@ from functools import cache
 from typing import Any
 
 from ddpm_core.config import Config
-from ddpm_core.config.deciding import deciding, flat, unlike
+from ddpm_core.config.identity import deciding, flat, unlike
 from ddpm_core.config.paths import input_path
 from ddpm_core.errors import UserError
-from ddpm_core.reading import LARGEST_JSON, read_bytes
 from ddpm_core.storage import MANIFEST
+from ddpm_core.storage.files import LARGEST_JSON, read_bytes
 from ddpm_core.storage.sealing import listed
-from ddpm_core.workspace import fingerprint
+from ddpm_core.storage.workspace import fingerprint
 
 # Settings of `train` that change speed, memory, checks or what is kept, never the weights.
 _FREE = {

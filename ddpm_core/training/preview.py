@@ -6,11 +6,11 @@ import torch
 
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
 from ddpm_core.config import Config, Sample
-from ddpm_core.generate.images import ImageSampler
-from ddpm_core.images import enlarge, grid, png
 from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.sampling.images import enlarge, grid, png
+from ddpm_core.sampling.sampler import ImageSampler
+from ddpm_core.storage.workspace import GRID
 from ddpm_core.training.snapshot import SnapshotContents
-from ddpm_core.workspace import GRID
 
 STEPS = 20
 

@@ -10,10 +10,10 @@ from pydantic import Field
 from ddpm_core.checkpoint import SETTINGS
 from ddpm_core.config import Train
 from ddpm_core.console import warn
-from ddpm_core.reading import Manifest, Schema
 from ddpm_core.storage import MANIFEST
+from ddpm_core.storage.files import Manifest, Schema
+from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, snapshot_key
 from ddpm_core.training.snapshot import OPTIMIZER
-from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
 
 
 class MadeTrain(Schema):

@@ -9,13 +9,13 @@ from typing import Any
 from ddpm_core.config import Config
 from ddpm_core.console import warn
 from ddpm_core.errors import Interrupted
-from ddpm_core.lease import Lease
 from ddpm_core.storage import Mirror
-from ddpm_core.tracking import Tracker
+from ddpm_core.storage.lease import Lease
+from ddpm_core.storage.workspace import GRID, LOG, Workspace, snapshot_key, step_name
+from ddpm_core.tracking.tracker import Tracker
 from ddpm_core.training import snapshot
+from ddpm_core.training.log import RunLog
 from ddpm_core.training.pruning import prune
-from ddpm_core.training.runlog import RunLog
-from ddpm_core.workspace import GRID, LOG, Workspace, snapshot_key, step_name
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ddpm_core.distributed import World
+from ddpm_core.runtime.distributed import World
 
 FRACTION_BITS = 40  # of the fixed-point numbers: steps of 2^-40, sums up to 2^22
 _LARGEST = 2.0**62

@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ddpm_core import __version__, compiling
+from ddpm_core import __version__
 from ddpm_core.checkpoint import SETTINGS, Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.data.dataset import PackedDataset
-from ddpm_core.distributed import World
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.masking import masked, throughout
 from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.runtime import compiling
+from ddpm_core.runtime.distributed import World
 from ddpm_core.storage import Unreachable
+from ddpm_core.storage.workspace import RUN, SNAPSHOTS, Workspace, snapshot_key
 from ddpm_core.training import snapshot
-from ddpm_core.training.execution import Execution
 from ddpm_core.training.identity import identity, train_fingerprint
-from ddpm_core.training.initial import fresh_network, network_config
+from ddpm_core.training.init import fresh_network, network_config
+from ddpm_core.training.optim import Execution
 from ddpm_core.training.snapshot import SnapshotContents
 from ddpm_core.training.state import TrainState, from_contents
 from ddpm_core.training.superseded import (
@@ -29,7 +31,6 @@ from ddpm_core.training.superseded import (
     set_aside,
     take_back,
 )
-from ddpm_core.workspace import RUN, SNAPSHOTS, Workspace, snapshot_key
 
 MOST_CAPTIONS = 1000  # kept with a checkpoint, for sampling without the data
 

@@ -19,15 +19,15 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from ddpm_core import params
 from ddpm_core.config import Config
+from ddpm_core.config import load as params
 from ddpm_core.console import say
 from ddpm_core.data.prepare import prepare
-from ddpm_core.devices import choose_device, processes
 from ddpm_core.errors import UserError
-from ddpm_core.training.launcher import importing_alike
-from ddpm_core.training.runlog import read_rows
-from ddpm_core.workspace import LOG, RUN, SNAPSHOTS, Workspace
+from ddpm_core.runtime.device import choose_device, processes
+from ddpm_core.storage.workspace import LOG, RUN, SNAPSHOTS, Workspace
+from ddpm_core.training.launch import importing_alike
+from ddpm_core.training.log import read_rows
 
 MOST = 4  # workers that are measured where nobody says how many, and there is no GPU
 TOLD = 2000  # characters of a failed run's output

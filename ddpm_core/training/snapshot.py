@@ -17,9 +17,16 @@ import torch
 from ddpm_core.checkpoint import SETTINGS, Settings
 from ddpm_core.console import warn
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.reading import Count, Schema, read_object, read_tensors, save_tensors, validated
 from ddpm_core.storage import Unreachable, verify
-from ddpm_core.workspace import SNAPSHOTS, Workspace, snapshot_key
+from ddpm_core.storage.files import (
+    Count,
+    Schema,
+    read_object,
+    read_tensors,
+    save_tensors,
+    validated,
+)
+from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, snapshot_key
 
 OPTIMIZER = "optimizer.safetensors"
 NOISE_LEVELS = "noise_levels.safetensors"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpm_core.adam import Adam
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
 from ddpm_core.config import Config
 from ddpm_core.diffusion.noise_levels import (
@@ -17,11 +16,12 @@ from ddpm_core.diffusion.noise_levels import (
     make_noise_levels,
 )
 from ddpm_core.diffusion.process import make_schedule
-from ddpm_core.distributed import World
 from ddpm_core.models.execution import prepare_model
 from ddpm_core.models.unet import UNet
+from ddpm_core.runtime.adam import Adam
+from ddpm_core.runtime.distributed import World
 from ddpm_core.training.ema import Ema
-from ddpm_core.training.execution import Execution, make_optimizer
+from ddpm_core.training.optim import Execution, make_optimizer
 from ddpm_core.training.snapshot import NOISE_LEVELS, OPTIMIZER, STATE, SnapshotContents
 from ddpm_core.training.throughput import Stopwatch
 

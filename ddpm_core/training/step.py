@@ -17,10 +17,10 @@ from ddpm_core.config import Config
 from ddpm_core.diffusion.losses import LOSSES
 from ddpm_core.diffusion.noise_levels import Statistics
 from ddpm_core.diffusion.process import q_sample, target
-from ddpm_core.images import to_model
 from ddpm_core.rng import Purpose
+from ddpm_core.sampling.images import to_model
 from ddpm_core.training.batches import Batch
-from ddpm_core.training.execution import learning_rate
+from ddpm_core.training.optim import learning_rate
 from ddpm_core.training.reduction import REDUCTIONS
 from ddpm_core.training.state import TrainState
 

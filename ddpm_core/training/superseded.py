@@ -17,9 +17,17 @@ from typing import Any
 
 from ddpm_core.checkpoint import SETTINGS
 from ddpm_core.console import say, warn
+from ddpm_core.storage.workspace import (
+    LOG,
+    RUN,
+    SNAPSHOTS,
+    SUPERSEDED,
+    Workspace,
+    snapshot_key,
+    step_name,
+)
 from ddpm_core.training.freshness import Identified
 from ddpm_core.training.identity import differences
-from ddpm_core.workspace import LOG, RUN, SNAPSHOTS, SUPERSEDED, Workspace, snapshot_key, step_name
 
 
 @dataclass(frozen=True)

@@ -14,24 +14,24 @@ import torch
 from ddpm_core.config import Config, Train
 from ddpm_core.console import progress, say, warn
 from ddpm_core.data.dataset import PackedDataset
-from ddpm_core.distributed import WorkerLost, World
 from ddpm_core.errors import Interrupted, UserError
-from ddpm_core.lease import Lease, hold
-from ddpm_core.tracking import Tracker
+from ddpm_core.runtime.distributed import WorkerLost, World
+from ddpm_core.runtime.stopping import ASKED, StopRequest
+from ddpm_core.storage.lease import Lease, hold
+from ddpm_core.storage.workspace import Workspace
+from ddpm_core.tracking.tracker import Tracker
 from ddpm_core.training import finite, resume, snapshot
 from ddpm_core.training.agreement import check_agreement
 from ddpm_core.training.batches import next_batch
-from ddpm_core.training.execution import learning_rate
 from ddpm_core.training.explain import translate_errors
-from ddpm_core.training.initial import check_data_fits, check_init_stays
+from ddpm_core.training.init import check_data_fits, check_init_stays
+from ddpm_core.training.log import RunLog
+from ddpm_core.training.optim import learning_rate
 from ddpm_core.training.preview import preview
 from ddpm_core.training.records import keeping_records
-from ddpm_core.training.runlog import RunLog
 from ddpm_core.training.state import Totals, TrainState, to_contents, widest
 from ddpm_core.training.step import step
-from ddpm_core.training.stopping import ASKED, StopRequest
 from ddpm_core.training.throughput import Throughput
-from ddpm_core.workspace import Workspace
 
 
 @dataclass

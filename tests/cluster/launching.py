@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster import IMAGE, ROOT, Document, Namespace, documents, wait_until
 
-from ddpm_core import params
+from ddpm_core.config import load as params
 from ddpm_kube import cli, options
 from ddpm_kube.job import build
 from ddpm_kube.spec import JobSpec

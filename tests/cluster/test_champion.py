@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from cluster import Namespace, wait_until
-from models import write_checkpoint
-from served_models import publish
+from support.models import write_checkpoint
+from support.served_models import publish
 
 CLIENT = "ddpm-test/asks-the-champion"
 

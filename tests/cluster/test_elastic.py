@@ -18,8 +18,8 @@ from launching import Launching, own_namespace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import runs
-from program import ddpm, start, write_params
+from support import runs
+from support.program import ddpm, start, write_params
 
 from ddpm_kube.names import job_name
 

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 from cluster import Namespace, applied, kubectl
-from documents import JOBS, OVERLAYS, PLATFORM, Document, containers, mistakes, named, templates
+from support.documents import (
+    JOBS,
+    OVERLAYS,
+    PLATFORM,
+    Document,
+    containers,
+    mistakes,
+    named,
+    templates,
+)
 
 RENDERED = [
     PLATFORM,

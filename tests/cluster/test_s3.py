@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import pytest
 from cluster import ROOT, Document, Namespace, wait_until
-from dvc_registry import Registry
 from kfp_by_hand import Backend
-from s3_server import NAMES, Bucket
+from support.dvc_registry import Registry
+from support.s3_server import NAMES, Bucket
 
 HOW = (
     "needs an S3 server that pods reach too: AWS_ENDPOINT_URL (no address of this machine alone, "

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from program import Program, environment
+from support.program import Program, environment
 
 RESTARTS = 3
 STARTS = "starts"  # a forked worker notes its process id in starts/RANK

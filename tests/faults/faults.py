@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mlflow_server import free_port
+from support.mlflow_server import free_port
 
 from . import servers
 from .attempt import Attempt, until

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from runs import bits, distance, final, of_file
-from runs import rows as run_rows
+from support.runs import bits, distance, final, of_file
+from support.runs import rows as run_rows
 
 from .play import Playing, Worlds
 from .schedule import STEPS

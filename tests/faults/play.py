@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mlflow_server import Server, shared_server
-from program import TINY, ddpm, write_params
-from runs import at_start
+from support.mlflow_server import Server, shared_server
+from support.program import TINY, ddpm, write_params
+from support.runs import at_start
 
 from .attempt import Attempt, until
 from .schedule import SNAPSHOT_EVERY, STEPS, Schedule

@@ -10,8 +10,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-import s3_server
-from program import write_params
+from support import s3_server
+from support.program import write_params
 
 from ddpm_core.storage.mirror import assemble
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from mlflow_server import QUIET, wait_until
 from PIL import Image
-from prefork import Prefork
+from support.mlflow_server import QUIET, wait_until
+from support.prefork import Prefork
 
-from ddpm_core import params
 from ddpm_core.config import Config
+from ddpm_core.config import load as params
 
 ROOT = Path(__file__).parents[2]
 OURS = ("dvc.yaml", ".gitignore", ".dvcignore", ".dvc/config", ".dvc/.gitignore")

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from components_run import ROOT, Chain
-from dvc_registry import Registry
 from mlflow import MlflowClient
-from mlflow_server import QUIET
+from support.dvc_registry import Registry
+from support.mlflow_server import QUIET
 
 pytestmark = pytest.mark.timeout(600)  # a whole run, of ten processes that import torch
 TINY = """

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from components_run import ROOT  # the others are found by its path
-from mlflow_server import wait_until
+from support.mlflow_server import wait_until
 
 import commands  # isort: skip
 import submission  # isort: skip

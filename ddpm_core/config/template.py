@@ -1,0 +1,82 @@
+"""A params file to start from: every setting, with what it is, of the defaults or of a preset."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ddpm_core.config import Config, yaml_text
+from ddpm_core.config.mistakes import fields_of, section_of
+from ddpm_core.errors import UserError
+
+PRESETS = Path(__file__).parent / "presets"
+WIDTH = 29  # columns before the comments
+
+_ABOUT = """\
+# What `ddpm` does when nothing else is said: small digits, legible after minutes on a CPU.
+# Change a value here, or for one run: ddpm run -S train.steps=2000. A setting that is left out
+# keeps its default. For photographs begin with a preset: ddpm params dtd-10 > params.yaml
+"""
+
+
+def presets() -> list[str]:
+    """Names of the settings for known data sets."""
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def template(preset: str | None = None) -> str:
+    """The text of a params file. Raises UserError."""
+    if preset is None:
+        return _ABOUT + "\n".join(_lines(Config, _defaults(), {})) + "\n"
+    if preset not in presets():
+        raise UserError(f"{preset!r} is no preset; there are {', '.join(presets())}.")
+    text = yaml_text.text(PRESETS / f"{preset}.yaml", "preset")
+    about = [line for line in text.splitlines(keepends=True) if line.startswith("#")]
+    given = yaml_text.parse(text, preset, "sections")
+    return "".join(about) + "\n".join(_lines(Config, _defaults(), given)) + "\n"
+
+
+def _defaults() -> dict[str, Any]:
+    """Those of a params file, in which the sizes with attention follow the image size."""
+    defaults = Config().dump()
+    return {**defaults, "model": {**defaults["model"], "attention": "auto"}}
+
+
+def _lines(
+    model: type[BaseModel], defaults: Mapping[str, Any], given: Mapping[str, Any], indent: str = ""
+) -> Iterable[str]:
+    for name, field in fields_of(model).items():
+        value = given.get(name, defaults[name])
+        if section := section_of(field):
+            yield from [""] * (not indent)
+            yield _commented(f"{indent}{name}:", (section.__doc__ or "").partition("\n")[0])
+            yield from _lines(section, defaults[name], given.get(name, {}), f"{indent}  ")
+        else:
+            shown = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
+            shown = shown.removesuffix("...\n").rstrip()
+            yield _commented(f"{indent}{name}: {shown}", _meaning(field))
+
+
+def _commented(line: str, comment: str) -> str:
+    return f"{line.ljust(WIDTH - 2)}  # {comment}"
+
+
+def _meaning(field: FieldInfo) -> str:
+    """What a setting is, after all that it may be where that can be listed."""
+    choices = _choices(field.annotation)
+    listed = " | ".join(choices) + "; " if len(choices) > 1 else ""
+    return listed + (field.description or "")
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values of a Literal, or of a union of them and the truth values; else none."""
+    if get_origin(kind) is Literal:
+        return [str(choice) for choice in get_args(kind)]
+    arms = [["true", "false"] if arm is bool else _choices(arm) for arm in get_args(kind)]
+    return [choice for arm in arms for choice in arm] if all(arms) else []

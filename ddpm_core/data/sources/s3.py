@@ -1,0 +1,155 @@
+"""Images below an s3:// prefix, or in one archive there; keys as boto3 finds them, or none."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ddpm_core import console
+from ddpm_core.data.names import is_archive
+from ddpm_core.data.sources.archive import Tar, Zip, open_archive
+from ddpm_core.data.sources.base import (
+    FILE_BYTES,
+    Entry,
+    Found,
+    Listing,
+    Payload,
+    Rejection,
+    make_listing,
+)
+from ddpm_core.errors import UserError
+from ddpm_core.storage import fetch_whole
+from ddpm_core.storage.base import Refused
+from ddpm_core.storage.client import CONNECTIONS, connect, split
+from ddpm_core.storage.transfer import PAGE, Bucket
+
+SETTING = "prepare.source"
+_AHEAD_BYTES = 2**26
+
+
+class Prefix:
+    """All objects below a prefix but those below the URIs of `own`."""
+
+    def __init__(self, uri: str, own: Sequence[str] = (), anonymous: bool = False) -> None:
+        self._bucket, key = _bucket(uri, anonymous)
+        self._objects = _objects(self._bucket, key, own)
+        self.facts: dict[str, Any] = {"uri": uri, "state": _state(self._objects)}
+
+    def listing(self) -> Listing:
+        return make_listing(
+            Found(name, facts["Size"], ref, partial(self._head, facts["Key"]))
+            for ref, (name, facts) in enumerate(self._objects.items())
+        )
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
+        """In order; some are fetched ahead, bounded in number and in bytes."""
+        waiting: deque[tuple[int, int, Future[Payload]]] = deque()
+        held = 0
+        with ThreadPoolExecutor(CONNECTIONS) as readers:
+            for position, entry in enumerate(entries):
+                while waiting and (len(waiting) >= 2 * CONNECTIONS or held >= _AHEAD_BYTES):
+                    first, size, future = waiting.popleft()
+                    held -= size
+                    yield first, future.result()
+                waiting.append((position, entry.size, readers.submit(self._content, entry)))
+                held += entry.size
+            for first, _, future in waiting:
+                yield first, future.result()
+
+    def _content(self, entry: Entry) -> Payload:
+        if entry.size > FILE_BYTES:
+            return Rejection(entry.name, f"{entry.size:,} bytes; at most {FILE_BYTES:,} are read")
+        facts = self._objects[entry.name]
+        return self._get(facts["Key"], IfMatch=facts["ETag"])
+
+    def _head(self, key: str, count: int) -> bytes:
+        return self._get(key, Range=f"bytes=0-{count - 1}")
+
+    def _get(self, key: str, **how: str) -> bytes:
+        with _told(self._bucket, key):
+            return self._bucket.answer(key, **how)[1]
+
+
+def open_s3(
+    uri: str, scratch: Path, own: Sequence[str] = (), anonymous: bool = False
+) -> Prefix | Zip | Tar:
+    """The archive that `uri` names, fetched into `scratch`, or all objects below the prefix."""
+    if not is_archive(split(uri, SETTING)[1]):
+        return Prefix(uri, own, anonymous)
+    bucket, key = _bucket(uri, anonymous)
+    client, path = bucket.client, scratch / "archive"
+    with _told(bucket, key):
+        facts = client.head_object(Bucket=bucket.name, Key=key)
+
+    def fetch() -> None:
+        length = int(facts["ContentLength"])
+        with _told(bucket, key), console.progress(f"fetch {uri}", length, "bytes") as advance:
+            client.download_file(bucket.name, key, str(path), Callback=advance)
+
+    fetch_whole(fetch)
+    archive = open_archive(path, uri)
+    archive.facts["etag"] = facts["ETag"].strip('"')
+    archive.facts["state"] = s3_state(uri, anonymous=anonymous)
+    return archive
+
+
+def s3_state(uri: str, own: Sequence[str] = (), anonymous: bool = False) -> dict[str, Any]:
+    """Changes with any object below the prefix, or with the archive."""
+    return _state(_objects(*_bucket(uri, anonymous), own))
+
+
+def _bucket(uri: str, anonymous: bool) -> tuple[Bucket, str]:
+    """And the key. Raises UserError."""
+    name, key = split(uri, SETTING)
+    return Bucket(connect(anonymous=anonymous), name), key
+
+
+def _state(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    lines = sorted(
+        f"{facts['Key']}\0{facts['ETag']}\0{facts['Size']}" for facts in objects.values()
+    )
+    checksum = hashlib.sha256("\0\0".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+    return {"objects": len(lines), "sha256": checksum}
+
+
+def _objects(bucket: Bucket, key: str, own: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Facts of the objects by their names relative to the prefix, a folder: `photos` does not
+    include `photos-old/1.jpg`. Of an archive its own."""
+    passed = tuple(place.rstrip("/").removeprefix(f"s3://{bucket.name}/") + "/" for place in own)
+    if is_archive(key):  # a public bucket may be closed to lists
+        with _told(bucket, key):
+            head = bucket.client.head_object(Bucket=bucket.name, Key=key)
+        return {key: {"Key": key, "ETag": head["ETag"], "Size": head["ContentLength"]}}
+    prefix = key if not key or key.endswith("/") else key + "/"
+    with _told(bucket, key):
+        pages = bucket.client.get_paginator("list_objects_v2").paginate(
+            Bucket=bucket.name, Prefix=prefix, PaginationConfig={"PageSize": PAGE}
+        )
+        found = {facts["Key"]: facts for page in pages for facts in page.get("Contents", ())}
+    named = {
+        name.removeprefix(prefix).lstrip("/"): facts
+        for name, facts in found.items()
+        if not name.startswith(passed)
+    }
+    return {name: facts for name, facts in named.items() if name and not name.endswith("/")}
+
+
+@contextmanager
+def _told(bucket: Bucket, key: str) -> Iterator[None]:
+    try:
+        with bucket.told(key):
+            yield
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{SETTING}: there is no s3://{bucket.name}/{key}, or no longer."
+        ) from error
+    except Refused as error:
+        raise Refused(
+            f"{error} prepare.anonymous=true reads public buckets without keys, false others."
+        ) from error

@@ -1,0 +1,282 @@
+"""Files that may come from strangers: text, JSON, npy and safetensors, and no other format.
+
+None of them can run code, and none takes more memory than its size on disk allows, whatever its
+header claims. What is wrong with a file is told as Corrupt, in a sentence with its name.
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import io
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.runtime.memory import shortage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST_JSON = 16 * 2**20  # bytes; as Python objects they are some twenty times as many
+LARGEST_HEADER = 16 * 2**20  # bytes of the header of a safetensors file
+# UTF-32's mark begins with that of UTF-16.
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_UNREADABLE = (errno.ELOOP, errno.EACCES, errno.ENXIO, errno.ENAMETOOLONG)
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_NPY = b"\x93NUMPY\x01\x00"
+_NPY_HEADER = re.compile(
+    rb"\{'descr': '([<|][biuf][1248])', 'fortran_order': False, "
+    rb"'shape': \(((?:\d{1,18}, ?){0,8}(?:\d{1,18})?)\), \} *\n"
+)
+
+
+class Schema(BaseModel):
+    """What a reader needs of a JSON object: the fields, and their types to the letter."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class FileRecord(Schema):
+    """What a manifest says of a file."""
+
+    size: Count
+    sha256: str
+
+
+class Manifest(Schema):
+    """The manifest of a folder."""
+
+    files: dict[str, FileRecord]
+
+
+def text_of(data: bytes, name: str) -> str:
+    """Return the text of a user's file: in the encoding of its byte order mark, else in UTF-8.
+
+    Raises UserError for any other encoding: a guess would damage letters and tell nobody.
+    """
+    encoding = next((encoding for mark, encoding in _MARKS if data.startswith(mark)), "utf-8")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        reason = f"{error.reason} at byte {error.start:,}"
+    else:
+        if "\0" not in text:
+            return text.removeprefix("\ufeff")
+        reason = "it has NUL characters, as UTF-16 without a byte order mark has"
+    raise UserError(
+        f"{name} is not {encoding.upper()} text: {reason}. Save it as UTF-8; iconv -f ENCODING -t "
+        "UTF-8 converts it."
+    )
+
+
+def parse_object(data: bytes, name: str) -> dict[str, Any]:
+    """The JSON object of a text. Raises Corrupt for anything else."""
+    if len(data) > LARGEST_JSON:
+        raise Corrupt(f"{name} has {len(data):,} bytes; a JSON file may have {LARGEST_JSON:,}.")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{name} is damaged, it is no JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise Corrupt(f"{name} is damaged, it holds a {type(value).__name__} and no object.")
+    return value
+
+
+def read_object(path: Path, name: str) -> dict[str, Any]:
+    """The JSON object of a file. Raises Corrupt, FileNotFoundError, other OSErrors."""
+    return parse_object(read_bytes(path, name, LARGEST_JSON), name)
+
+
+def read_bytes(path: Path, name: str, most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes. Raises Corrupt, OSError."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise Corrupt(f"{name} has {size:,} bytes; at most {most:,} are expected.")
+        return file.read(size)
+
+
+def validated(value: dict[str, Any], schema: type[Schema], name: str) -> dict[str, Any]:
+    """`value`, if it has the fields of a schema. Raises Corrupt, with the first that is wrong."""
+    try:
+        schema.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:200]
+        raise Corrupt(f"{name} is damaged: {place}: {first['msg']}.") from error
+    except RecursionError as error:
+        raise Corrupt(f"{name} is damaged: it is nested too deeply.") from error
+    return value
+
+
+def is_plain(name: str) -> bool:
+    """Whether a stranger's text names a file below a folder, in the plainest way."""
+    path = PurePosixPath(name)
+    parts = path.parts
+    if not name.isprintable() or str(path) != name or not 0 < len(parts) < 9:
+        return False
+    short = all(len(part.encode()) < 256 for part in parts)
+    return short and not path.is_absolute() and not {".", ".."} & {name, *parts}
+
+
+def must_be_inside(folder: str, name: str) -> None:
+    """Raise Corrupt unless a name `is_plain`."""
+    if not is_plain(name):
+        raise Corrupt(f"{folder} names a file outside it, or none: {name[:200]!r}.")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file below a folder that a stranger's text names, links followed. Raises Corrupt."""
+    must_be_inside(folder.name, name)
+    path = folder / name
+    try:
+        within = path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError) as error:  # such as a link to itself
+        raise Corrupt(f"{folder.name}/{name} cannot be followed: {error}.") from error
+    if not within:
+        raise Corrupt(f"{folder.name} names a file outside it, by a link: {name!r}.")
+    return path
+
+
+@dataclass(frozen=True)
+class ArrayHead:
+    """What a .npy file holds; its rows, in C order, are all that follows `offset`."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int
+
+
+def array_head(path: Path) -> ArrayHead:
+    """The head of a .npy file as numpy writes it for plain numbers. Raises Corrupt.
+
+    Python's own reader evaluates the header; here it is matched as a whole, and the file must
+    have exactly the bytes that the shape asks for.
+    """
+    try:
+        with open_regular(path) as file:
+            start = file.read(len(_NPY) + 2)
+            length = int.from_bytes(start[len(_NPY) :], "little")
+            found = _NPY_HEADER.fullmatch(file.read(length))
+            size, offset = os.fstat(file.fileno()).st_size, len(start) + length
+        if not start.startswith(_NPY) or found is None:
+            raise Corrupt(f"{path.name} is no array of plain numbers.")
+        dtype = np.dtype(found[1].decode())
+    except (OSError, TypeError) as error:
+        raise Corrupt(f"{path.name} cannot be read as an array: {error}.") from error
+    shape = tuple(int(number) for number in re.findall(rb"\d+", found[2]))
+    wanted = offset + math.prod(shape) * dtype.itemsize
+    if size != wanted or math.prod(max(1, number) for number in shape) > 2**48:
+        raise Corrupt(f"{path.name} has {size:,} bytes; its shape {shape} needs {wanted:,}.")
+    return ArrayHead(shape, dtype, offset)
+
+
+def open_array(path: Path) -> NDArray[Any]:
+    """The array of a .npy file, memory-mapped, read only. Raises Corrupt."""
+    head = array_head(path)
+    if 0 in head.shape:
+        return np.empty(head.shape, head.dtype)
+    try:
+        return np.memmap(path, head.dtype, "r", head.offset, head.shape)
+    except (OSError, ValueError) as error:  # the file became shorter a moment ago
+        raise Corrupt(f"{path.name} cannot be read as an array: {error}.") from error
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a file that `read_tensors` reads. Raises OSError.
+
+    safetensors tells of a full disk as of damage, and lets nobody but the owner read the file.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    try:
+        save_file(dict(tensors), path, dict(metadata) if metadata else None)
+    except SafetensorError as error:
+        number = _OS_ERROR.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    path.chmod(mode)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU. Raises Corrupt."""
+    return read_tensors_and_metadata(path)[0]
+
+
+def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """The tensors and the texts beside them of a safetensors file.
+
+    Raises Corrupt, also for a value that is not finite: no program of ours writes one, and a
+    network with one draws black images.
+    """
+    from safetensors import safe_open
+
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        with open_regular(path) as file:
+            header = int.from_bytes(file.read(8), "little")
+            size = os.fstat(file.fileno()).st_size
+        if header > min(size - 8, LARGEST_HEADER):
+            raise Corrupt(f"{name} is damaged: its header of {header:,} bytes is not in it.")
+        with safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        _must_be_finite(tensors, name)
+        return tensors, metadata
+    except Corrupt:
+        raise
+    except Exception as error:  # safetensors and torch have families of their own
+        if shortage(error):  # says nothing of the file
+            raise
+        if isinstance(error, OSError):
+            raise Corrupt(f"{name} cannot be read: {error.strerror}.") from error
+        raise Corrupt(f"{name} is damaged: {error!s:.300}.") from error
+
+
+def _must_be_finite(tensors: Mapping[str, Tensor], name: str) -> None:
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise Corrupt(
+                f"{name} is damaged: {key[:200]} has values that are not finite (NaN or infinity). "
+                "All values must be finite. Restore the file, or use another checkpoint."
+            )
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """A file opened for reading; a pipe would make the reader wait, a device has no end."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+        raise Corrupt(f"{path.name} cannot be opened: {error.strerror}.") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Corrupt(f"{path.name} is no regular file.")
+    return io.BufferedReader(io.FileIO(descriptor))

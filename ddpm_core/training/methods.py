@@ -1,0 +1,44 @@
+"""The methods that compete, by the names they have in params, each with its formula and source."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from ddpm_core.config.identity import USES
+from ddpm_core.diffusion.losses import LOSSES
+from ddpm_core.diffusion.noise_levels import TIMESTEP_SAMPLERS, WEIGHTINGS
+from ddpm_core.diffusion.process import PREDICTIONS, SCHEDULES
+from ddpm_core.diffusion.samplers import SAMPLERS
+from ddpm_core.diffusion.spacings import SPACINGS
+from ddpm_core.training.optim import OPTIMIZERS, RATE_SCHEDULES
+from ddpm_core.training.reduction import REDUCTIONS
+
+METHODS: dict[str, Mapping[str, Any]] = {
+    "diffusion.schedule": SCHEDULES,
+    "diffusion.prediction": PREDICTIONS,
+    "train.optimizer.name": OPTIMIZERS,
+    "train.optimizer.schedule": RATE_SCHEDULES,
+    "train.loss.kind": LOSSES,
+    "train.loss.weighting": WEIGHTINGS,
+    "train.timesteps.sampler": TIMESTEP_SAMPLERS,
+    "train.reduction": REDUCTIONS,
+    "sample.sampler": SAMPLERS,
+    "sample.spacing": SPACINGS,
+}
+
+
+def describe() -> str:
+    """All methods as text: the params key, then each name with its docstring and settings."""
+    parts = []
+    for key, choices in METHODS.items():
+        parts.append(key)
+        for name, method in choices.items():
+            text = (inspect.getdoc(method) or "").strip()
+            if used := USES.get(key, {}).get(name):
+                text += f"\n\nUses {' and '.join(used)}."
+            indented = "\n".join(f"      {line}".rstrip() for line in text.splitlines())
+            parts.append(f"  {name}\n{indented}")
+        parts.append("")
+    return "\n".join(parts).rstrip()

@@ -1,0 +1,103 @@
+"""Nothing is made again over a setting that changes nothing: an unused one, or one that is new."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from ddpm_core.config import Config, Sample, Train
+from ddpm_core.config import load as params
+from ddpm_core.config.identity import USES, flat
+from ddpm_core.config.results import as_sampled
+from ddpm_core.training import identity
+from ddpm_core.training.identity import differences, train_fingerprint
+
+
+def settings_of(*overrides: str) -> dict[str, object]:
+    return identity.identity(params.load(None, overrides), "data")
+
+
+def test_a_run_from_before_a_setting_came_is_up_to_date() -> None:
+    now = settings_of()
+    for name in ("train.ema_warmup", "train.optimizer.betas", "diffusion.prediction"):
+        before = {key: value for key, value in now.items() if key != name}
+        assert differences(before, now) == []
+    warm = settings_of("train.ema_warmup=true")
+    del now["train.ema_warmup"]
+    assert differences(now, warm) == ["train.ema_warmup: False -> True"]
+
+
+def test_a_new_setting_at_its_default_leaves_the_fingerprint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class NewTrain(Train):
+        shake: float = 0.0
+
+    class NewConfig(Config):
+        train: NewTrain = NewTrain()
+
+    before = train_fingerprint(Config(), "data")
+    monkeypatch.setattr(identity, "Config", NewConfig)
+    identity._defaults.cache_clear()
+    try:
+        assert train_fingerprint(NewConfig(), "data") == before
+        assert train_fingerprint(NewConfig(train=NewTrain(shake=1.0)), "data") != before
+    finally:
+        identity._defaults.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "unused",
+    [
+        ("train.loss.k=2",),
+        ("train.loss.weighting=uniform", "train.loss.gamma=3"),
+        ("train.label_drop=0.5",),
+        ("train.steps=9",),
+    ],
+)
+def test_a_setting_that_the_method_does_not_use_is_no_other_run(unused: tuple[str, ...]) -> None:
+    *chosen, _ = unused
+    there = {**settings_of(*chosen), "train.loss.k": 7.0}  # as runs had it that named all
+    assert differences(there, settings_of(*unused)) == []
+    assert settings_of(*unused) == settings_of(*chosen)
+
+
+def test_another_method_is_told_without_what_it_alone_uses() -> None:
+    told = differences(settings_of(), settings_of("train.loss.weighting=p2", "train.loss.k=2"))
+    assert told == ["train.loss.weighting: min_snr -> p2"]
+    one, two = (settings_of("train.loss.weighting=p2", f"train.loss.k={k}") for k in (1, 2))
+    assert differences(one, two) == ["train.loss.k: 1.0 -> 2.0"]
+
+
+def test_what_a_sampler_does_not_use_is_no_part_of_its_images() -> None:
+    idle = Sample(eta=0.5, spacing="quadratic", variance="small")
+    assert idle.of_sampler() == Sample().of_sampler()
+    ddim = Sample(sampler="ddim", eta=0.5, variance="small").of_sampler()
+    assert ddim["eta"] == 0.5 and "variance" not in ddim
+
+
+def test_a_setting_of_sample_that_nobody_listed_tells_images_apart() -> None:
+    class NewSample(Sample):
+        churn: float = 0.0
+
+    assert NewSample(churn=1.0).of_sampler() != NewSample().of_sampler()
+
+
+def test_scores_from_before_a_setting_came_compare_with_those_since() -> None:
+    now = Sample(sampler="ddim").of_sampler()
+    before = {name: value for name, value in now.items() if name != "eta"}
+    assert as_sampled(before) == as_sampled(now)
+    assert as_sampled(before) != as_sampled({**now, "eta": 0.5})
+
+
+def test_the_table_of_uses_names_settings_and_methods_that_exist() -> None:
+    names = flat(Config().dump())
+    for chooser, choices in USES.items():
+        assert chooser in names
+        assert {name for used in choices.values() for name in used} <= names.keys()
+        model: Any = Config
+        *sections, last = chooser.split(".")
+        for section in sections:
+            model = model.model_fields[section].annotation
+        assert set(get_args(model.model_fields[last].annotation)) == set(choices)

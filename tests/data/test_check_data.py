@@ -1,0 +1,235 @@
+"""check-data tells what a folder holds, what is wrong with it, and what to do with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.cells import cell_len
+from support.pictures import encoded, flat, noise, prepared, rejected, write, write_classes
+from typer.testing import CliRunner
+
+from ddpm_core.cli import app
+from ddpm_core.config import Prepare
+from ddpm_core.config import load as params
+from ddpm_core.data import decode
+from ddpm_core.data.check import check_data
+from ddpm_core.data.findings import DataReport, lines
+from ddpm_core.data.prepare import prepare
+from ddpm_core.errors import UserError
+from ddpm_core.storage.workspace import Workspace
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Cats and dogs of several sizes and kinds, with a copy and two unusable files."""
+    root = tmp_path / "raw"
+    for number in range(8):
+        write(root / f"cat/{number}.jpg", noise(number, size=(90, 70)), kind="JPEG")
+    write(root / "cat/wide.png", noise(20, size=(200, 40), mode="L"))
+    write(root / "dog/0.png", noise(30, size=(64, 64), mode="RGBA"))
+    write(root / "dog/again.png", noise(30, size=(64, 64), mode="RGBA"))
+    write(root / "dog/cut.jpg", encoded(noise(40, size=(99, 99)), "JPEG")[:500])
+    write(root / "dog/empty.png", b"")
+    write(root / "notes.md", "who took them")
+    return root
+
+
+def test_counts_sizes_and_kinds_are_told(mixed: Path) -> None:
+    report = check_data(mixed)
+    assert report.count == 11
+    assert report.splits == {"undecided": {"cat": 9, "dog": 2}}
+    assert (report.smallest, report.largest) == ((64, 64), (200, 40))
+    assert report.sides == {32: 1, 64: 10}
+    assert (report.median_side, report.far_from_square) == (70, 1)
+    assert report.stored == {"JPEG RGB": 8, "PNG RGBA": 2, "PNG L": 1}
+
+
+def test_unusable_files_and_copies_are_told(mixed: Path) -> None:
+    report = check_data(mixed)
+    assert [(item.name, item.reason.partition(":")[0]) for item in report.rejected] == [
+        ("dog/cut.jpg", "truncated"),
+        ("dog/empty.png", "empty"),
+    ]
+    assert report.copies == [["dog/0.png", "dog/again.png"]]
+
+
+def test_a_name_with_a_new_line_stays_on_its_line(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["a\nb"])
+    write(root / "a\nb/c\nd.png", b"")
+    told = lines(check_data(root))
+    assert not [line for line in told if "\n" in line]
+    assert "  a\\nb/c\\nd.png: empty" in " ".join(told)
+
+
+def test_counts_stand_below_each_other_whatever_the_script_of_the_names() -> None:
+    names = {"cat": 3, "\u81ea\u52d5\u8eca\u30fb\u98db\u884c\u6a5f": 4, "": 5}
+    text = lines(DataReport("raw", splits={"train": names}))
+    table = [line for line in text if line.endswith(("train", " 3", " 4", " 5"))]
+    assert len(table) == 4 and len({cell_len(line) for line in table}) == 1
+
+
+def test_imbalance_and_what_prepare_would_refuse_are_told(mixed: Path) -> None:
+    notes = " ".join(check_data(mixed).notes)
+    assert "Unbalanced: 9 pictures of cat, 2 of dog." in notes
+    assert "prepare stops above prepare.max_rejected" in notes
+    assert "1 .md" in notes
+
+
+def test_splits_are_counted_apart(tmp_path: Path) -> None:
+    write_classes(tmp_path / "raw", ["train/cat", "train/dog", "test/cat"])
+    report = check_data(tmp_path / "raw")
+    assert report.splits == {"train": {"cat": 3, "dog": 3}, "holdout": {"cat": 3}}
+
+
+def test_turned_pictures_have_the_size_in_which_they_are_seen(tmp_path: Path) -> None:
+    turned = flat((1, 2, 3), size=(30, 20)).getexif()
+    turned[0x0112] = 6
+    write(tmp_path / "raw/0.jpg", flat((1, 2, 3), size=(30, 20)), kind="JPEG", exif=turned)
+    assert check_data(tmp_path / "raw").smallest == (20, 30)
+
+
+@pytest.mark.parametrize("side, size", [(9, 16), (40, 32), (500, 64)])
+def test_what_it_suggests_are_valid_params_that_fit_the_pictures(
+    tmp_path: Path, side: int, size: int
+) -> None:
+    for number in range(8):
+        write(tmp_path / f"raw/{'ab'[number % 2]}/{number}.png", noise(number, size=(side, side)))
+    report = check_data(tmp_path / "raw")
+    config = params.validate(report.suggested)
+    assert config.prepare.image_size == size
+    assert config.prepare.source == str(tmp_path / "raw")
+    assert config.model.conditioning == "class"
+    assert config.train.batch_size <= 8
+
+
+def test_the_report_is_printed_for_a_person(
+    mixed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = check_data(mixed)
+    printed, told = capsys.readouterr()
+    assert "check: 13/13 images" in told and "11 pictures" not in told
+    for line in lines(report):
+        assert line in printed
+    for expected in (
+        "11 pictures, 2 classes",
+        "unusable: 2",
+        "dog/cut.jpg: truncated",
+        "dog/0.png = dog/again.png",
+        "params to start from:",
+    ):
+        assert expected in printed
+
+
+def test_long_lists_are_cut_where_they_are_printed_and_whole_in_the_report(tmp_path: Path) -> None:
+    write(tmp_path / "raw/good.png", noise(1))
+    for number in range(30):
+        write(tmp_path / f"raw/{number:02d}.png", b"broken")
+    report = check_data(tmp_path / "raw")
+    assert len(report.rejected) == 30
+    assert "  and 10 more" in lines(report)
+
+
+def test_a_folder_of_broken_pictures_is_a_report_and_no_crash(tmp_path: Path) -> None:
+    write(tmp_path / "raw/0.png", b"broken")
+    report = check_data(tmp_path / "raw")
+    assert (report.count, len(report.rejected)) == (0, 1)
+    params.validate(report.suggested)
+
+
+def test_digits_and_archives_can_be_checked_too() -> None:
+    report = check_data("digits")
+    assert (report.count, report.smallest, report.copies) == (1797, (8, 8), [])
+
+
+def test_a_folder_without_pictures_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no pictures"):
+        check_data(tmp_path)
+
+
+def test_nothing_is_written(mixed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    before = sorted(os.walk(tmp_path))
+    assert isinstance(check_data(mixed), DataReport)
+    assert sorted(os.walk(tmp_path)) == before
+
+
+# what it says is what prepare does
+
+
+def test_a_jpeg_that_prepare_reduces_while_it_decodes_is_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "PIXELS", 10_000)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for name, size, extra in (("0", (200, 300), {}), ("1", (300, 200), {"exif": turned})):
+        write(tmp_path / f"raw/{name}.jpg", noise(1, size=size), kind="JPEG", **extra)
+    write(tmp_path / "raw/2.png", noise(2, size=(200, 300)))
+    report = check_data(tmp_path / "raw")
+    assert (report.count, report.smallest, report.largest) == (2, (200, 300), (200, 300))
+    assert [item.name for item in report.rejected] == ["2.png"]
+    data = prepared(tmp_path, tmp_path / "raw", image_size=16, max_rejected=1.0)
+    assert len(data) == 2 and list(rejected(tmp_path / "workspace")) == ["2.png"]
+
+
+NAMES = [
+    "odd, name: x",
+    "p #1",
+    "digits",
+    "123",
+    "null",
+    "1e3",
+    "{a}",
+    "new\nline",
+    "caf\u00e9 'x'",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_params_to_start_from_are_yaml_that_names_the_same_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write_classes(tmp_path / name, ["cat", "dog"])
+    monkeypatch.chdir(tmp_path)
+    for source in (name, f"{name}/", Path(name), tmp_path / name):
+        if source == "digits":
+            continue  # the digits that are built in, to prepare too
+        told = lines(check_data(source))
+        text = "\n".join(told[told.index("params to start from:") + 1 :])
+        config = params.load_text(text, "params")
+        assert Path(config.prepare.source).samefile(name)
+        assert config.prepare.source != "digits"
+        workspace = Workspace.open(str(tmp_path / "workspace"))
+        assert prepare(config, workspace)["classes"] == ["cat", "dog"]
+
+
+def test_many_equal_pictures_are_a_short_line(tmp_path: Path) -> None:
+    for number in range(40):
+        write(tmp_path / f"raw/{number:02d}.png", noise(1))
+    report = check_data(tmp_path / "raw")
+    assert len(report.copies[0]) == 40
+    shown = " = ".join(f"{number:02d}.png" for number in range(5))
+    assert f"  {shown} and 35 more" in lines(report)
+
+
+def test_text_conditioning_is_proposed_where_every_image_has_a_caption(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["cat", "dog"], each=2)
+    write(
+        root / "metadata.csv",
+        "file_name;prompt\n"
+        + "".join(
+            f"{name}/00{number}.png;a {name}\n" for name in ("cat", "dog") for number in range(2)
+        ),
+    )
+    assert check_data(root).suggested["model"]["conditioning"] == "class"
+    arguments = ["check-data", str(root), "-S", "prepare.caption_column=prompt"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "conditioning: text" in result.stdout and "caption_column: prompt" in result.stdout
+    write(root / "cat/new.png", noise(99))
+    settings = Prepare(caption_column="prompt")
+    assert check_data(root, settings).suggested["model"]["conditioning"] == "class"

@@ -1,0 +1,157 @@
+"""The packed data set is read as it was written, and the order of training is a pure function."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.pictures import config, prepared, write_classes
+
+from ddpm_core.data.dataset import PackedArray, open_dataset
+from ddpm_core.data.order import batch_indices
+from ddpm_core.data.prepare import prepare
+from ddpm_core.errors import UserError
+from ddpm_core.storage.workspace import Workspace
+
+# reading
+
+
+@pytest.fixture
+def array(tmp_path: Path) -> tuple[PackedArray, np.ndarray]:
+    """Eleven rows in three files, and the same in memory."""
+    rows = np.arange(11 * 2 * 3, dtype=np.int64).reshape(11, 2, 3)
+    for name, part in (("a", rows[:4]), ("b", rows[4:5]), ("c", rows[5:])):
+        np.save(tmp_path / f"{name}.npy", part)
+    return PackedArray([tmp_path / f"{name}.npy" for name in "abc"]), rows
+
+
+def test_it_is_indexed_as_an_array_in_memory(array: tuple[PackedArray, np.ndarray]) -> None:
+    packed, rows = array
+    assert (packed.shape, packed.dtype, len(packed)) == (rows.shape, rows.dtype, 11)
+    assert (packed[3] == rows[3]).all() and (packed[-1] == rows[-1]).all()
+    for part in (slice(None), slice(3, 7), slice(9, 2, -2), slice(5, 5), slice(-3, None)):
+        assert np.array_equal(packed[part], rows[part])
+    for index in ([4], [10, 0, 4, 4, -1], []):
+        wanted = np.array(index, dtype=np.int64)
+        assert np.array_equal(packed[wanted], rows[wanted])
+    assert np.array_equal(np.asarray(packed), rows)
+
+
+@pytest.mark.parametrize("index", [11, -12])
+def test_an_index_outside_is_an_error(array: tuple[PackedArray, np.ndarray], index: int) -> None:
+    with pytest.raises(IndexError, match="11 rows"):
+        array[0].take(np.array([index]))
+
+
+def test_what_is_taken_is_a_copy_that_may_be_changed(tmp_path: Path) -> None:
+    data = prepared(tmp_path, write_classes(tmp_path / "raw", ["a"]))
+    taken = data.take(np.array([1, 1]))
+    taken[0] = 0
+    assert not (data.take(np.array([1])) == 0).all()
+    assert (taken[1] == data.images[1]).all()
+
+
+def test_files_are_closed_with_the_array(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((2, 3)))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", ResourceWarning)
+        packed = PackedArray([tmp_path / "a.npy"])
+        assert packed[0].sum() == 0
+        del packed
+        gc.collect()
+    assert [str(one.message) for one in seen if one.category is ResourceWarning] == []
+
+
+def test_an_empty_held_out_set_can_be_opened(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["a"])
+    data = prepared(tmp_path, root, split="holdout", holdout=0.0)
+    assert data.images[:].shape == (0, 8, 8, 3)
+    assert (len(data), data.labels.shape, data.class_counts) == (0, (0,), [0])
+    assert data.captions is not None and data.captions.shape == (0, 64)
+
+
+def test_the_two_splits_have_fingerprints_of_their_own(tmp_path: Path) -> None:
+    root = write_classes(tmp_path / "raw", ["a"], each=30)
+    train = prepared(tmp_path, root, holdout=0.3)
+    held_out = open_dataset(Workspace.open(str(tmp_path / "workspace")), "holdout")
+    assert len(train) + len(held_out) == 30 and len(held_out) > 2
+    assert len({train.fingerprint, held_out.fingerprint}) == 2
+    assert len(train.fingerprint) == 16
+
+
+def test_a_workspace_without_data_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no prepared data in .*: run `ddpm prepare` first"):
+        open_dataset(Workspace.open(str(tmp_path)))
+
+
+def test_data_that_lost_a_file_or_a_byte_are_told(tmp_path: Path) -> None:
+    workspace = Workspace.open(str(tmp_path / "workspace"))
+    prepare(config(write_classes(tmp_path / "raw", ["a"])), workspace)
+    labels, images = workspace.path("data/labels.npy"), workspace.path("data/images.npy")
+    images.write_bytes(images.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"data/images\.npy has 703 bytes; 704 were written"):
+        open_dataset(workspace)
+    images.write_bytes(images.read_bytes() + b"x")
+    labels.unlink()
+    with pytest.raises(UserError, match=r"data lacks its file labels\.npy"):
+        open_dataset(workspace)
+
+
+READ_ALL = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from ddpm_core.data.dataset import PackedArray
+
+def peak():
+    bytes_each = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_each
+
+array = PackedArray([Path(sys.argv[1])])
+array.take(np.arange(100))
+before = peak()
+for start in range(0, len(array), 100):
+    array.take(np.arange(start, start + 100))
+print(peak() - before)
+"""
+
+
+def test_reading_all_of_it_takes_the_memory_of_a_batch(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((10_000, 64, 64, 1), np.uint8))
+    command = [sys.executable, "-c", READ_ALL, str(tmp_path / "x.npy")]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert grown < 2e6  # bytes, of 41 million on disk
+
+
+# order
+
+
+def stream(seed: int, n: int, batch_size: int, steps: int) -> np.ndarray:
+    return np.concatenate([batch_indices(seed, n, step, batch_size) for step in range(steps)])
+
+
+def test_every_epoch_takes_every_image_once() -> None:
+    order = stream(seed=3, n=10, batch_size=4, steps=10)
+    epochs = order.reshape(4, 10)
+    assert (np.sort(epochs, axis=1) == np.arange(10)).all()
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_a_position_of_the_stream_does_not_depend_on_the_batch_size() -> None:
+    assert (stream(3, 10, 4, 15) == stream(3, 10, 12, 5)).all()
+
+
+def test_a_batch_larger_than_the_data_goes_through_several_epochs() -> None:
+    batch = batch_indices(0, 3, step=2, batch_size=7)
+    assert batch.shape == (7,) and batch.dtype == np.int64
+    assert (np.sort(stream(0, 3, 7, 3).reshape(7, 3), axis=1) == np.arange(3)).all()
+
+
+def test_any_step_can_be_asked_for_first_and_seeds_differ() -> None:
+    assert (batch_indices(5, 100, 7, 16) == stream(5, 100, 16, 8)[-16:]).all()
+    assert (batch_indices(5, 100, 7, 16) != batch_indices(6, 100, 7, 16)).any()

@@ -1,0 +1,146 @@
+"""Where too little of a source can be used it is one message, and the whole list is kept."""
+
+from __future__ import annotations
+
+import csv
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.pictures import config, noise, prepared, rejected, write, write_classes
+
+from ddpm_core.data.check import check_data
+from ddpm_core.data.findings import lines
+from ddpm_core.data.prepare import prepare
+from ddpm_core.data.rejected import REJECTED, Unusable, kept_list
+from ddpm_core.data.sources.base import Rejection
+from ddpm_core.errors import UserError
+from ddpm_core.storage.workspace import Workspace
+
+# nothing to train on
+
+
+def only_test(root: Path) -> Any:
+    write_classes(root, ["test/cat", "test/dog"])
+
+
+def only_batch_of_test(root: Path) -> Any:
+    random = np.random.default_rng(0).integers(0, 10, (4, 3073), np.uint8)
+    write(root / "test_batch.bin", random.tobytes())
+
+
+def some_broken(root: Path) -> Any:
+    write_classes(root, ["test/cat"])
+    write(root / "train/cat/0.png", b"broken")
+
+
+def all_broken(root: Path) -> Any:
+    write(root / "a/0.png", b"broken")
+    write(root / "b/1.jpg", b"")
+
+
+def class_of_test(root: Path) -> Any:
+    write_classes(root, ["train/cat", "test/dog"])
+    return ["dog"]
+
+
+@pytest.mark.parametrize(
+    ("fill", "told"),
+    [
+        (only_test, "all 6 usable pictures are held out"),
+        (only_batch_of_test, "all 4 usable pictures are held out"),
+        (some_broken, "all 3 usable pictures are held out"),
+        (class_of_test, "all 3 usable pictures are held out"),
+        (all_broken, "none of the pictures can be used"),
+    ],
+)
+def test_nothing_to_train_on_is_one_message_and_a_note_of_check_data(
+    tmp_path: Path, fill: Any, told: str
+) -> None:
+    classes = fill(tmp_path / "raw")
+    with pytest.raises(UserError, match=f"nothing to train on in .*: {told}"):
+        prepared(tmp_path, tmp_path / "raw", max_rejected=1.0, classes=classes)
+    assert not (tmp_path / "workspace/data").exists()
+    if classes is None:
+        assert f"note: prepare stops: {told}" in "\n".join(lines(check_data(tmp_path / "raw")))
+
+
+# the list
+
+
+def read(path: Path) -> list[list[str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_the_whole_list_is_kept_where_the_message_says_until_prepare_succeeds(
+    tmp_path: Path,
+) -> None:
+    root, opened = tmp_path / "raw", Workspace.open(str(tmp_path / "workspace"))
+    for number in range(30):
+        write(root / f"{number:02d}.png", b"broken")
+    write(root / "good.png", noise(1))
+    with pytest.raises(UserError, match="30 of 31 pictures") as caught:
+        prepare(config(root), opened)
+    path = tmp_path / "workspace" / REJECTED
+    assert f"all are listed in {path}:\n" in str(caught.value)
+    assert "and 10 more" in str(caught.value)
+    assert [row[0] for row in read(path)[1:]] == [f"{number:02d}.png" for number in range(30)]
+    prepare(config(root, max_rejected=1.0), opened)
+    assert not path.exists() and len(rejected(tmp_path / "workspace")) == 30
+
+
+def test_a_users_own_file_of_that_name_stays(tmp_path: Path) -> None:
+    own = write(tmp_path / "workspace/rejected.csv", "name;mark\n")
+    write(tmp_path / "raw/0.png", b"broken")
+    write(tmp_path / "raw/1.png", noise(1))
+    with pytest.raises(UserError) as caught:
+        prepared(tmp_path, tmp_path / "raw")
+    assert REJECTED not in str(caught.value)
+    prepared(tmp_path, tmp_path / "raw", max_rejected=1.0)
+    assert own.read_text() == "name;mark\n"
+
+
+def test_a_disk_that_is_full_does_not_hide_what_is_wrong() -> None:
+    class Full:
+        def exists(self, key: str) -> bool:
+            raise OSError(28, "No space left on device")
+
+    error = Unusable("Too many", [Rejection("a", "b")])
+    with (
+        pytest.raises(Unusable, match="Too many:\n  a: b"),
+        kept_list(Workspace(Full())),  # type: ignore[arg-type]
+    ):
+        raise error
+
+
+def test_names_forge_no_lines_and_steer_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_classes(tmp_path / "raw", ["cat", "dog\nwarning: forged"])
+    write(root / "cat/x\nddpm prepare: all is well\x1b[2K\u202e.png", b"broken")
+    write(root / "dog\nwarning: forged/odd.png", b"broken")
+    with pytest.raises(UserError) as caught:
+        prepared(tmp_path, root)
+    shown = "cat/x\\nddpm prepare: all is well\\x1b[2K\\u202e.png"
+    assert f"  {shown}: not a picture" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 3
+    table = (tmp_path / "workspace" / REJECTED).read_bytes()
+    assert b"\x1b" not in table and len(table.splitlines()) == 3
+    with pytest.raises(UserError, match=r"has cat, dog\\nwarning: forged\.$"):
+        prepared(tmp_path, root, classes=["emu"])
+    write(root / "\nforged/0.png", b"broken")
+    prepared(tmp_path, root, max_rejected=1.0)
+    assert not [line for line in capsys.readouterr().err.splitlines() if "forged" in line[:16]]
+
+
+def test_what_a_source_without_pictures_holds_is_told_on_one_line(tmp_path: Path) -> None:
+    write(tmp_path / "raw/a.x\ny", "text")
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        archive.add(tmp_path / "raw", ".")
+    for source in (tmp_path / "raw", tmp_path / "x.tar"):
+        with pytest.raises(UserError, match=r"1 \.x\\ny") as caught:
+            check_data(source)
+        assert "\n" not in str(caught.value)

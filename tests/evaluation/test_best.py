@@ -1,0 +1,135 @@
+"""The best checkpoint is the best of one list, and stays it when the same command runs again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.digits_workspace import digits, make_config, put_data
+from support.mlflow_server import put_store
+from support.models import write_checkpoint
+
+from ddpm_core.evaluation import in_domain
+from ddpm_core.evaluation.evaluate import evaluate
+from ddpm_core.freshness import check
+from ddpm_core.registry.register import register
+from ddpm_core.runtime.distributed import World
+from ddpm_core.sampling.run import sample
+from ddpm_core.storage.workspace import Workspace, snapshot_key
+
+STEPS = (4, 8, 12)
+
+
+class Run:
+    """A workspace of 8x8 digits with checkpoints of three steps, none of them trained."""
+
+    def __init__(self, root: Path, store: Path) -> None:
+        self.workspace = Workspace.open(str(root / "run"))
+        self.store = store  # MLflow's, of all that have begun together
+
+    def fill(self) -> None:
+        images, labels = digits(8)
+        data = put_data(self.workspace, images[:400], labels[:400], held_out=60)
+        for step in STEPS:
+            folder = self.workspace.path(snapshot_key(step))
+            classes = {"classes": list("0123456789"), "class_counts": [1] * 10}
+            write_checkpoint(folder, seed=10 * step, step=step, fingerprint=data, **classes)
+
+    def go(self, *, name: str = "best-by-tests", **given: Any) -> list[str]:
+        """Sample, score and register what is not up to date, as `ddpm run`; what was not."""
+        settings = {"count": 37, "batch_size": 20, "steps": 4, "seed": 5, **given}
+        config = make_config(
+            self.workspace.path("").parent,
+            train={"ema": [0.9], "milestone_every": 4},
+            sample=settings,
+            evaluate={"metrics": ["fid"]},
+            register={"name": name},
+            tracking={"uri": f"sqlite:///{self.store}", "experiment": "best"},
+        )
+        done = []
+        for verb, action in (
+            ("sample", lambda: sample(config, self.workspace, World(0, 1, torch.device("cpu")))),
+            ("evaluate", lambda: evaluate(config, self.workspace)),
+            ("register", lambda: register(config, self.workspace)),
+        ):
+            if check(verb)(config, self.workspace) is not None:
+                action()
+                done.append(verb)
+        return done
+
+    def results(self) -> dict[str, Any]:
+        return self.workspace.read_json("evaluation/results.json")
+
+    def registered(self) -> int:
+        return int(self.workspace.read_json("registered.json")["step"])
+
+    def report(self) -> str:
+        return self.workspace.path("evaluation/report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All three checkpoints scored and the best registered."""
+    root = tmp_path_factory.mktemp("begun")
+    put_store(root / "mlflow.db")
+    run = Run(root, root / "mlflow.db")
+    run.fill()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_domain, "STEPS", (2, 2))
+        assert run.go() == ["sample", "evaluate", "register"]
+    return root
+
+
+@pytest.fixture
+def run(begun: Path, tmp_path: Path) -> Run:
+    shutil.copytree(begun / "run", tmp_path / "run")
+    return Run(tmp_path, begun / "mlflow.db")
+
+
+@pytest.mark.parametrize("change", [{"count": 50}, {"sampler": "ddim"}])
+def test_the_best_sampled_otherwise_stays_the_best_however_often_it_is_asked_for(
+    run: Run, change: dict[str, Any]
+) -> None:
+    best = run.registered()
+    name = f"fresh-{next(iter(change))}"
+    done = run.go(checkpoints="best", name=name, **change)
+    assert done == ["sample", "evaluate", "register"]
+    assert run.results()["best"]["step"] == run.registered() == best
+    assert f"Step {best} is compared with no other checkpoint." in run.report()
+    assert run.go(checkpoints="best", name=name, **change) == []
+    assert run.go() == ["sample", "evaluate", "register"]  # all three by one recipe again
+    assert run.registered() == best and f"Step {best} is the best of 3" in run.report()
+
+
+def test_the_latest_sampled_otherwise_is_the_one_that_is_ranked(run: Run) -> None:
+    run.go(checkpoints="latest", sampler="ddim", name="latest")
+    assert run.results()["best"]["step"] == run.registered() == STEPS[-1]
+    assert run.go(checkpoints="latest", sampler="ddim", name="latest") == []
+
+
+def test_what_is_asked_for_changes_the_ranking_without_a_new_sample(run: Run) -> None:
+    best = run.registered()
+    others = [step for step in STEPS if step != best]
+    run.go(checkpoints=[best], count=50)
+    assert run.go(checkpoints=others) == ["evaluate", "register"]
+    assert run.results()["best"]["step"] in others
+    assert f"Step {run.registered()} is the best of 2" in run.report()
+    assert run.go(checkpoints=others) == []
+
+
+def test_best_stays_the_same_whatever_the_seed(run: Run) -> None:
+    best = run.registered()
+    for seed in (6, 7):
+        run.go(checkpoints="best", seed=seed)
+        assert run.results()["best"]["step"] == best
+        assert run.go(checkpoints="best", seed=seed) == []
+
+
+def test_best_after_the_latest_alone_is_the_best_of_the_others(run: Run) -> None:
+    others = [row for row in run.results()["rows"] if row["step"] != STEPS[-1]]
+    run.go(checkpoints="latest", sampler="ddim", name="later")
+    run.go(checkpoints="best", count=50, name="later")
+    assert run.registered() == min(others, key=lambda row: row["score"])["step"]

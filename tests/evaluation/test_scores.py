@@ -1,0 +1,240 @@
+"""What a score is of, and when it is believed: counts, held-out images, damage, trouble."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.evaluated import Run
+
+from ddpm_core.errors import UserError
+from ddpm_core.evaluation import in_domain, metrics
+from ddpm_core.evaluation.features import Extractor
+from ddpm_core.evaluation.freshness import OUTPUTS
+from ddpm_core.evaluation.frozen import load_extractor
+from ddpm_core.evaluation.pixel_pca import flatten
+from ddpm_core.evaluation.report import render_report
+from ddpm_core.evaluation.scorer import Scorer
+from ddpm_core.evaluation.shared import ACCURACY, FOLDER
+from ddpm_core.registry.register import best_row
+from ddpm_core.storage import LocalStorage, Unreachable
+from ddpm_core.storage.workspace import METRICS, REPORT, RESULTS, Workspace, samples_key
+
+HELD_OUT, TRAINED = 20, 60
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classifiers of two steps: nothing here rests on how good they are."""
+    monkeypatch.setattr(in_domain, "STEPS", (2, 2))
+
+
+def small(root: Path) -> Run:
+    """A run whose prepared data are 60 training and 20 held-out images."""
+    run = Run(root)
+    put(run, run.images[:HELD_OUT], run.labels[:HELD_OUT])
+    return run
+
+
+def put(run: Run, held_out: np.ndarray, labels: np.ndarray) -> None:
+    """Prepare the 60 training images again, with other held-out ones."""
+    trained = slice(HELD_OUT, HELD_OUT + TRAINED)
+    run.put_data(
+        images=np.concatenate([held_out, run.images[trained]]),
+        labels=np.concatenate([labels, run.labels[trained]]),
+        held_out=len(held_out),
+    )
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run with two scored checkpoints, to be copied."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_domain, "STEPS", (2, 2))
+        run = small(tmp_path_factory.mktemp("scored"))
+        run.put_samples(200, 60)
+        run.put_samples(400, 5)
+        run.evaluate()
+    return Path(run.config.workspace).parent
+
+
+@pytest.fixture
+def run(scored: Path, tmp_path: Path) -> Run:
+    shutil.copytree(scored, tmp_path, dirs_exist_ok=True)
+    return Run(tmp_path)
+
+
+def test_a_metric_is_named_by_the_samples_that_it_was_measured_on(run: Run) -> None:
+    row = run.results()["rows"][0]
+    assert (row["evidence"]["count"], row["prdc_count"], row["kid_count"]) == (100, TRAINED, 100)
+    named = run.workspace.read_json(METRICS)
+    for name in ("fd", "kid_mean", "is_mean"):
+        assert f"{name}_in_domain_100" in named, name
+    for name in ("precision", "recall", "density", "coverage"):
+        assert f"{name}_in_domain_60" in named and f"{name}_in_domain_100" not in named, name
+    report = run.workspace.path(REPORT).read_text()
+    assert "coverage are of the first 60 samples and of as many training images" in report
+    assert "precision and recall, 60 images" in report
+
+
+def test_held_out_images_that_training_has_are_not_in_the_floor(tmp_path: Path) -> None:
+    run = small(tmp_path)
+    copies = slice(HELD_OUT, HELD_OUT + 12)
+    put(
+        run,
+        np.concatenate([run.images[copies], run.images[:8]]),
+        np.concatenate([run.labels[copies], run.labels[:8]]),
+    )
+    run.put_samples(200, 5)
+    row = run.evaluate()[200]
+    assert row["floor_count"] == 8 and row["memorisation"]["holdout_count"] == 8
+    scorer = Scorer(run.config, run.workspace)
+    alone = small(tmp_path / "clean")
+    put(alone, run.images[:8], run.labels[:8])
+    clean = Scorer(alone.config, alone.workspace)
+    clean.__dict__["extractor"] = scorer.extractor
+    assert row["floor"]["fd"] == pytest.approx(clean.floor(8)["fd"])
+
+
+def test_accuracy_is_that_on_the_present_held_out_images(run: Run) -> None:
+    before = run.results()["rows"][0]["evidence"]
+    others = run.images[200 : 200 + HELD_OUT]
+    extractor = load_extractor(run.workspace.path(FOLDER))
+    told = extractor(torch.from_numpy(others))[1]
+    assert told is not None
+    put(run, others, told.argmax(1).numpy())  # all that it says of them is right
+    after = run.evaluate()[200]["evidence"]
+    assert before["extractor_accuracy"] < 1.0 == after["extractor_accuracy"]
+    assert before["extractor_fingerprint"] == after["extractor_fingerprint"]
+    assert run.results()["extractor"]["accuracy"] == 1.0
+    kept = run.workspace.path(ACCURACY).stat().st_mtime_ns
+    run.evaluate()
+    assert run.workspace.path(ACCURACY).stat().st_mtime_ns == kept
+
+
+class Away(LocalStorage):
+    """A storage that does not give out the samples of step 400."""
+
+    error: OSError
+
+    def local(self, key: str) -> Path:
+        if key == samples_key(400):
+            raise self.error
+        return super().local(key)
+
+
+@pytest.mark.parametrize(
+    "error", [Unreachable("S3 failed at samples: 503."), OSError(errno.ENOSPC, "No space left")]
+)
+def test_trouble_of_the_storage_ends_the_run_and_leaves_no_checkpoint_out(
+    run: Run, error: OSError
+) -> None:
+    before = run.results()
+    run.workspace.storage.remove("evaluation/rows/step-00000400.json")
+    away = Away(Path(run.config.workspace))
+    away.error = error
+    there, run.workspace = run.workspace, Workspace(away)
+    with pytest.raises(type(error)) as caught:
+        run.evaluate()
+    assert caught.value is error and there.read_json(RESULTS) == before
+    run.workspace = there
+    assert run.evaluate()[400] == before["rows"][1]
+
+
+def test_a_score_that_was_changed_is_measured_anew(run: Run) -> None:
+    before = run.results()
+    path = run.workspace.path("evaluation/rows/step-00000200.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"score": 0.001}))
+    run.evaluate()
+    assert run.results() == before
+
+
+def test_a_score_that_was_changed_is_not_registered(run: Run) -> None:
+    before = run.results()
+    assert best_row(run.workspace)["step"] == 400
+    run.workspace.write_json(
+        RESULTS, {**before, "rows": [before["rows"][0] | {"score": 0.001}, before["rows"][1]]}
+    )
+    assert run.stale() == "the score of step 200 was changed"
+    with pytest.raises(UserError, match=r"step 200 was changed or damaged.* run `ddpm evaluate`"):
+        best_row(run.workspace)
+    run.evaluate()
+    assert run.results() == before and best_row(run.workspace)["step"] == 400
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_that_was_cut_is_written_anew(run: Run, name: str) -> None:
+    path, times = run.workspace.path(name), run.row_times()
+    before = path.read_bytes()
+    path.write_bytes(before[: len(before) // 2])
+    assert str(run.stale()).startswith(f"{name} has {len(before) // 2} bytes; {len(before)} were")
+    run.evaluate()
+    assert path.read_bytes() == before and run.row_times() == times
+    assert run.stale() is None
+
+
+def test_a_report_that_was_written_anew_is_up_to_date(run: Run) -> None:
+    before = run.workspace.storage.size(REPORT)
+    shutil.rmtree(run.workspace.path("evaluation/pictures"))
+    render_report(run.workspace)
+    assert run.workspace.storage.size(REPORT) != before and run.stale() is None
+
+
+def test_training_images_that_do_not_differ_are_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path)
+    same = run.images[:1].repeat(50, axis=0)
+    run.put_data(images=same, labels=run.labels[:1].repeat(50), held_out=10)
+    run.put_samples(200, 5, count=30)
+    capsys.readouterr()
+    with pytest.raises(UserError, match="The training images don't differ"):
+        run.evaluate()
+    assert "classifier" not in capsys.readouterr().err  # no minute of training comes first
+    scorer = Scorer(run.config, run.workspace)
+    scorer.__dict__["extractor"] = Extractor("x", "x", "x", lambda x: (flatten(x, 8), None))
+    scores = scorer.score([run.images[100:130]])
+    assert scores["fd"] > 0 and scores["fd_pixel_pca"] is None
+
+
+def test_samples_that_cannot_be_scored_train_no_classifier(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path)
+    run.put_data()
+    run.put_samples(200, 5, count=1)
+    for _ in range(2):
+        with pytest.raises(UserError, match="No checkpoint could be scored"):
+            run.evaluate()
+        assert run.stale() == "step 200 could not be scored"
+    assert "classifier" not in capsys.readouterr().err
+    assert not run.workspace.storage.exists("evaluation/extractor")
+    assert "No checkpoint could be scored" in run.workspace.path(REPORT).read_text()
+    run.put_samples(200, 5)
+    assert run.evaluate()[200]["score"] > 0 and run.stale() is None
+
+
+def test_fewer_than_twenty_images_have_no_inception_score(run: Run) -> None:
+    for step in (200, 400):
+        run.put_samples(step, 5, count=19)
+    row = run.evaluate()[200]
+    assert row["is_mean"] is None and row["is_std"] is None and row["fd"] is not None
+    assert (
+        "An inception score needs 20 images; there are 19."
+        in run.workspace.path(REPORT).read_text()
+    )
+
+
+def test_too_little_memory_is_one_sentence_that_says_what_helps(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.put_samples(400, 7)
+    monkeypatch.setattr(metrics, "density_coverage", lambda *_: torch.empty(2**50))
+    with pytest.raises(UserError, match=r"Out of memory with evaluate.metrics .*leave out prdc"):
+        run.evaluate()
+    assert run.results()["rows"][1]["score"] is not None

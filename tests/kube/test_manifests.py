@@ -1,0 +1,391 @@
+"""What is applied to a cluster: known to the API, restricted, and of one piece."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+from support.documents import (
+    JOBS,
+    OVERLAYS,
+    PLATFORM,
+    ROOT,
+    Document,
+    containers,
+    mistakes,
+    named,
+    quantity,
+    read,
+    requested,
+    templates,
+)
+
+from ddpm_core.config import Config
+from ddpm_core.config import load as params
+from ddpm_core.sampling.plan import shards
+
+ALL = [*read(PLATFORM), *read(JOBS)]
+PODS = [(d["metadata"]["name"], t, n) for d in ALL for t, n in templates(d)]
+
+
+def configmap() -> dict[str, str]:
+    data: dict[str, str] = named(ALL, "ConfigMap")["ddpm-params"]["data"]
+    return data
+
+
+def config() -> Config:
+    return params.validate(yaml.safe_load(configmap()["params.yaml"]))
+
+
+def test_every_document_is_what_the_api_knows() -> None:
+    assert len(ALL) > 20
+    for document in ALL:
+        assert mistakes(document) == [], document["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (["spec", "template", "spec", "containerz"], [], "no such field"),
+        (["spec", "backoffLimit"], "3", "int is needed"),
+        (["spec", "template", "spec", "containers"], None, "list is needed"),
+        (["spec", "template", "spec", "volumes", 0, "name"], None, "str is needed"),
+    ],
+)
+def test_a_document_that_the_api_does_not_know_is_found(
+    path: list[Any], value: Any, told: str
+) -> None:
+    document = copy.deepcopy(named(ALL, "Job")["ddpm-sample"])
+    place: Any = document
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    assert any(told in mistake for mistake in mistakes(document))
+
+
+def test_one_apply_is_enough_for_an_empty_cluster() -> None:
+    """Documents are made in the order of the files: the namespace comes first."""
+    assert ALL[0]["kind"] == "Namespace"
+    place = ALL[0]["metadata"]["name"]
+    assert {d["metadata"].get("namespace") for d in ALL[1:]} == {place}
+    labels = ALL[0]["metadata"]["labels"]
+    modes = ("enforce", "audit", "warn")
+    assert {labels[f"pod-security.kubernetes.io/{mode}"] for mode in modes} == {"restricted"}
+    for folder in (PLATFORM, JOBS):
+        listed = yaml.safe_load((folder / "Kustomization").read_text())["resources"]
+        assert listed == sorted(file.name for file in folder.glob("*.yaml"))
+
+
+def test_every_container_is_restricted_and_runs_the_image_that_is_named_once() -> None:
+    image = yaml.safe_load((PLATFORM / "image" / "Kustomization").read_text())["images"][0]
+    wanted = f"{image['name']}:{image['newTag']}"
+    assert image["name"] == image["newName"]
+    for name, template, _ in PODS:
+        pod = template["spec"]
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"] is True and security["runAsUser"] == 1000, name
+        assert security["fsGroup"] == 1000, name
+        # Else the owner of every file of a run is set again at each start of a pod.
+        assert security["fsGroupChangePolicy"] == "OnRootMismatch", name
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        writable = {v["name"] for v in pod["volumes"] if "configMap" not in v}
+        for container in containers(template):
+            own = container["securityContext"]
+            assert own["allowPrivilegeEscalation"] is False, name
+            assert own["readOnlyRootFilesystem"] is True, name
+            assert own["capabilities"] == {"drop": ["ALL"]}, name
+            assert container["image"] == wanted, name
+            assert container["imagePullPolicy"] == "IfNotPresent", name
+            mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+            assert mounts["/tmp"] in writable, name
+
+
+def test_only_the_launcher_has_a_token_and_just_its_verbs() -> None:
+    accounts = named(ALL, "ServiceAccount")
+    with_token = {n for n, a in accounts.items() if a["automountServiceAccountToken"]}
+    assert with_token == {"ddpm-launcher"}
+    assert all(t["spec"]["automountServiceAccountToken"] is False for _, t, _ in PODS)
+    [role] = named(ALL, "Role").values()
+    [binding] = named(ALL, "RoleBinding").values()
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert [s["name"] for s in binding["subjects"]] == ["ddpm-launcher"]
+    allowed = {name: set(rule["verbs"]) for rule in role["rules"] for name in rule["resources"]}
+    assert allowed == {
+        "pytorchjobs": {"get", "list", "watch", "create", "patch", "delete"},
+        "pods": {"get", "list", "watch"},
+        "events": {"list", "watch"},
+        "pods/log": {"get"},
+    }
+
+
+def test_whatever_a_pod_names_is_there() -> None:
+    there = {kind: set(named(ALL, kind)) for kind in ("ServiceAccount", "ConfigMap", "Service")}
+    claims = set(named(ALL, "PersistentVolumeClaim"))
+    for name, template, _ in PODS:
+        pod = template["spec"]
+        assert pod["serviceAccountName"] in there["ServiceAccount"], name
+        volumes = {v["name"]: v for v in pod["volumes"]}
+        for volume in volumes.values():
+            assert volume.get("configMap", {}).get("name", "ddpm-params") in there["ConfigMap"]
+            assert volume.get("persistentVolumeClaim", {}).get("claimName", "mlflow") in claims
+        for container in containers(template):
+            assert {m["name"] for m in container["volumeMounts"]} == set(volumes), name
+            for variable in container.get("env", []):
+                if source := variable.get("valueFrom"):
+                    assert source["configMapKeyRef"]["key"] in configmap(), name
+            for source in container.get("envFrom", []):
+                secret = source["secretRef"]
+                assert secret["name"] in ("ddpm-s3", "ddpm-mlflow") and secret["optional"], name
+    for service in named(ALL, "Service").values():
+        chosen = [t for _, t, _ in PODS if selects(service["spec"]["selector"], t)]
+        assert len(chosen) == 1, service["metadata"]
+        ports = {p["name"] for c in containers(chosen[0]) for p in c.get("ports", [])}
+        assert {p["targetPort"] for p in service["spec"]["ports"]} <= ports
+
+
+def selects(wanted: dict[str, str], template: Document) -> bool:
+    labels = template["metadata"]["labels"]
+    return all(labels.get(key) == value for key, value in wanted.items())
+
+
+def test_policies_deny_all_and_open_what_some_pod_uses() -> None:
+    policies = named(ALL, "NetworkPolicy")
+    deny = policies.pop("ddpm-deny-all")["spec"]
+    assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    carried = set(itertools.chain(*(t["metadata"]["labels"].items() for _, t, _ in PODS)))
+    carried |= {("training.kubeflow.org/operator-name", "pytorchjob-controller")}  # the operator's
+    carried |= labels_of_tasks()
+    for name, policy in policies.items():
+        rules = [r for key in ("ingress", "egress") for r in policy["spec"].get(key, [])]
+        peers = [p for rule in rules for key in ("from", "to") for p in rule.get(key, [])]
+        own = [
+            p["podSelector"] for p in peers if "namespaceSelector" not in p and "ipBlock" not in p
+        ]
+        for selector in [policy["spec"]["podSelector"], *own]:
+            assert set(selector.get("matchLabels", {}).items()) <= carried, name
+        assert rules and all(
+            rule.get("ports") or rule.get("to") or rule.get("from") for rule in rules
+        )
+
+
+def tasks() -> list[Document]:
+    """KFP's pods, such as the one that launches a PyTorchJob."""
+    _, platforms = yaml.safe_load_all((ROOT / "pipelines/ddpm.yaml").read_text(encoding="utf-8"))
+    return list(platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values())
+
+
+def labels_of_tasks() -> set[tuple[str, str]]:
+    found = (task.get("podMetadata", {}).get("labels", {}).items() for task in tasks())
+    return set(itertools.chain(*found))
+
+
+def test_no_overlay_takes_away_what_the_pods_of_kfp_mount() -> None:
+    """Components are combined; what one deletes must not be what another one needs."""
+    mounted = {claim["constant"] for task in tasks() for claim in task["pvcMount"]}
+    assert mounted <= set(named(ALL, "PersistentVolumeClaim"))
+    for file in OVERLAYS.glob("components/*/Kustomization"):
+        for patch in yaml.safe_load(file.read_text(encoding="utf-8")).get("patches", []):
+            if "$patch: delete" in patch.get("patch", ""):
+                assert patch["target"]["name"] not in mounted, file
+
+
+def test_beside_kfp_every_policy_is_narrowed_to_our_own_pods() -> None:
+    """What a Kustomization names is a pattern of whole names."""
+    file = OVERLAYS / "components/in-kubeflow/Kustomization"
+    patches = yaml.safe_load(file.read_text(encoding="utf-8"))["patches"]
+    narrowing = [p["target"] for p in patches if p["target"]["kind"] == "NetworkPolicy"]
+    for name in named(ALL, "NetworkPolicy"):
+        assert sum(bool(re.fullmatch(t["name"], name)) for t in narrowing) == 1, name
+    assert all(t["metadata"]["labels"]["app.kubernetes.io/part-of"] == "ddpm" for _, t, _ in PODS)
+
+
+def test_who_tracks_may_reach_mlflow_and_nobody_else() -> None:
+    track = {"ddpm-champion", "ddpm-train", "ddpm-evaluate"}
+    labelled = {n for n, t, _ in PODS if t["metadata"]["labels"].get("ddpm.io/uses-mlflow")}
+    assert labelled == track
+    with_password = {
+        n
+        for n, t, _ in PODS
+        if all({"name": "ddpm-mlflow", "optional": True} in secrets(c) for c in containers(t))
+    }
+    assert with_password == track
+    service = named(ALL, "Service")["mlflow"]
+    port = service["spec"]["ports"][0]["port"]
+    assert config().tracking.uri == f"http://{service['metadata']['name']}:{port}"
+
+
+def test_who_reads_from_elsewhere_may_reach_it_whatever_the_workspace_is() -> None:
+    """prepare.source and evaluate.inception_weights may be https:// or s3://."""
+    labelled = {n for n, t, _ in PODS if t["metadata"]["labels"].get("ddpm.io/uses-s3")}
+    assert labelled == {"ddpm-prepare", "ddpm-evaluate"}
+
+
+def test_what_a_job_may_reach_its_task_of_kfp_may_too() -> None:
+    _, platforms = yaml.safe_load_all((ROOT / "pipelines/ddpm.yaml").read_text(encoding="utf-8"))
+    executors = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    for verb in ("prepare", "train", "sample", "evaluate"):
+        [ours] = [t["metadata"]["labels"] for n, t, _ in PODS if n == f"ddpm-{verb}"]
+        task = executors[f"exec-{verb}"]["podMetadata"]["labels"]
+        assert {label for label in ours if "/uses-" in label} <= set(task), verb
+
+
+def secrets(container: Document) -> list[Document]:
+    return [source["secretRef"] for source in container.get("envFrom", [])]
+
+
+def test_all_together_fit_a_node_of_two_cores_and_the_quota() -> None:
+    total = {
+        f"{kind}.{what}": sum(n * requested(t, what, kind) for _, t, n in PODS)
+        for kind in ("requests", "limits")
+        for what in ("cpu", "memory")
+    }
+    assert total["requests.cpu"] <= 1.0
+    assert total["requests.memory"] <= 6 * 2**30
+    hard = named(ALL, "ResourceQuota")["ddpm"]["spec"]["hard"]
+    for name, taken in total.items():
+        # Twice: jobs that are replaced are still ending when the new ones start.
+        assert 2 * taken <= quantity(hard[name]), name
+    assert 2 * sum(n for _, _, n in PODS) <= quantity(hard["pods"])
+
+
+def test_the_jobs_are_of_the_params() -> None:
+    """Every shard has images, each pod draws one, and nodes of other kinds draw the same."""
+    sample = config().sample
+    job = named(ALL, "Job")["ddpm-sample"]["spec"]
+    assert job["completions"] == job["parallelism"] == sample.shards
+    assert (
+        f"--shard=$(JOB_COMPLETION_INDEX)/{sample.shards}"
+        in job["template"]["spec"]["containers"][0]["args"]
+    )
+    assert all(shard.chunks for shard in shards(sample))
+    assert sample.precision != "auto" and sample.checkpoints != "best"
+
+
+def test_jobs_wait_for_what_they_need_with_a_limit() -> None:
+    waits = {"ddpm-train": "prepare", "ddpm-sample": "train", "ddpm-evaluate": "sample"}
+    for name, template, _ in PODS:
+        first = containers(template)[0]
+        if name in waits:
+            assert first["args"][:3] == ["wait", waits[name], "--limit"], name
+        else:
+            assert "wait" not in first["args"], name
+
+
+def test_training_starts_again_and_has_time_to_save() -> None:
+    spec = named(ALL, "PyTorchJob")["ddpm-train"]["spec"]
+    elastic = spec["elasticPolicy"]
+    assert set(spec["pytorchReplicaSpecs"]) == {"Worker"}
+    assert elastic["rdzvBackend"] == "c10d" and elastic["rdzvId"] and elastic["maxRestarts"] > 0
+    assert spec["runPolicy"]["schedulingPolicy"] == {"minAvailable": elastic["minReplicas"]}
+    worker = spec["pytorchReplicaSpecs"]["Worker"]
+    assert elastic["minReplicas"] < elastic["maxReplicas"] == worker["replicas"]
+    [trainer] = worker["template"]["spec"]["containers"]
+    assert trainer["name"] == "pytorch"
+    environment = {v["name"]: v.get("value") for v in trainer["env"]}
+    shutdown = float(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    assert 30 < shutdown < worker["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_the_image_finds_the_driver_of_gpus_where_clouds_mount_it() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line[4:] for line in text.rpartition("FROM ")[2].splitlines() if line[:4] == "ENV "]
+    given = dict(word.split("=", 1) for line in lines for word in shlex.split(line))
+    folders = given["LD_LIBRARY_PATH"].split(":")
+    assert folders == ["/usr/local/nvidia/lib", "/usr/local/nvidia/lib64"]
+    assert given["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+    assert "NVIDIA_VISIBLE_DEVICES" not in given  # the device plugin's
+
+
+def patched(documents: list[Document], component: str) -> list[Document]:
+    """What the JSON patches of a component make of the documents, as kustomize does."""
+    folder = OVERLAYS / "components" / component
+    done: list[Document] = json.loads(
+        json.dumps(documents)
+    )  # what an anchor shares is each container's own
+    for patch in yaml.safe_load((folder / "Kustomization").read_text(encoding="utf-8"))["patches"]:
+        text = patch.get("patch") or (folder / patch["path"]).read_text(encoding="utf-8")
+        kind, name = patch["target"]["kind"], patch["target"]["name"]
+        chosen = named(done, kind)[name]
+        for operation in yaml.safe_load(text):
+            _apply(chosen, operation)
+    return done
+
+
+def _apply(document: Document, operation: Document) -> None:
+    *path, last = operation["path"].lstrip("/").replace("~1", "\0").split("/")
+    place: Any = document
+    for key in path:
+        place = place[int(key) if isinstance(place, list) else key.replace("\0", "/")]
+    value = copy.deepcopy(operation["value"])
+    if isinstance(place, dict):
+        assert operation["op"] == "add" or last in place, operation
+        place[last.replace("\0", "/")] = value
+    elif last == "-":
+        place.append(value)
+    else:
+        assert operation["op"] == "replace", operation
+        place[int(last)] = value
+
+
+@pytest.fixture(scope="module")
+def with_gpus() -> dict[str, Document]:
+    """The containers of the jobs in the overlay `gpu`, each as JOB/CONTAINER."""
+    documents = patched(ALL, "gpu")
+    assert all(mistakes(document) == [] for document in documents)
+    return {
+        f"{d['metadata']['name']}/{c['name']}": c
+        for d in documents
+        if d["kind"] in ("Job", "PyTorchJob")
+        for t, _ in templates(d)
+        for c in containers(t)
+    }
+
+
+def environment(container: Document) -> dict[str, str | None]:
+    return {v["name"]: v.get("value") for v in container["env"]}
+
+
+def test_what_ends_a_hung_collective_is_the_process_group(with_gpus: dict[str, Document]) -> None:
+    """The heartbeat's time is that after which NCCL's watchdog counts as hung itself."""
+    for name, container in with_gpus.items():
+        assert "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC" not in environment(container), name
+
+
+def test_whoever_computes_has_a_gpu_and_may_not_do_without(with_gpus: dict[str, Document]) -> None:
+    """Who waits for samples too: what they are to be like follows from the device."""
+    having = {"ddpm-train/pytorch", "ddpm-sample/sample"}
+    having |= {f"ddpm-evaluate/{name}" for name in ("wait", "evaluate", "register")}
+    for name, container in with_gpus.items():
+        resources, arguments = container["resources"], container["args"]
+        gpus = {resources[kind].get("nvidia.com/gpu", "0") for kind in ("requests", "limits")}
+        assert gpus == {"1" if name in having else "0"}, name
+        assert (arguments[-2:] == ["-S", "device=cuda"]) == (name in having), name
+
+
+def test_a_pod_asks_for_one_gpu_however_many_containers_use_it() -> None:
+    jobs = [t for d in patched(ALL, "gpu") if "Job" in d["kind"] for t, _ in templates(d)]
+    gpus = [requested(t, "nvidia.com/gpu") for t in jobs if "tolerations" in t["spec"]]
+    assert gpus == [1, 1, 1]
+
+
+def test_as_many_processes_compile_as_a_container_has_cores(with_gpus: dict[str, Document]) -> None:
+    for name in ("ddpm-train/pytorch", "ddpm-sample/sample", "ddpm-evaluate/register"):
+        threads = environment(with_gpus[name])["TORCHINDUCTOR_COMPILE_THREADS"]
+        assert threads == with_gpus[name]["resources"]["limits"]["cpu"] == "8", name
+
+
+def test_no_command_that_builds_the_image_may_fail_unseen() -> None:
+    """In the shell of a RUN what follows `;` or `||` is done whatever failed before it."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = [line for line in text.splitlines() if line.startswith("RUN ")]
+    assert len(commands) >= 5
+    for command in commands:
+        words = list(shlex.shlex(command, posix=True, punctuation_chars=True))
+        assert not {";", "||", "|", "&"} & set(words), command

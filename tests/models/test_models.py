@@ -1,0 +1,451 @@
+"""The U-Net: any size that fits, the start by name alone, conditions, and one result everywhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ddpm_core import rng
+from ddpm_core.models import cpu as onednn
+from ddpm_core.models.execution import layout, prepare_model
+from ddpm_core.models.layers import EXPLICIT_LENGTH, Upsample, attend
+from ddpm_core.models.norms import CACHED, Norm, group_count
+from ddpm_core.models.unet import DETAILS, UNet, UNetConfig
+from ddpm_core.models.uninitialized import Conv2d
+
+CPU = torch.device("cpu")
+needs_onednn = pytest.mark.skipif(
+    not onednn.available(), reason="this processor has no bfloat16 operations of oneDNN"
+)
+# What diffusers' own networks have, but an eps that no rounding hides.
+DIFFUSERS = {"downsample_padding": 1, "flip_sin_to_cos": True, "freq_shift": 0}
+DIFFUSERS |= {"norm_eps": 0.1, "norm_num_groups": 8, "attention_head_dim": 4}
+SMALL = {"image_size": 8, "in_channels": 1, "channels": 8, "multipliers": (1, 2), "blocks": 1}
+
+
+def config(**changes: Any) -> UNetConfig:
+    return UNetConfig(**SMALL | {"attention": (4,)} | changes)
+
+
+def normals(name: str, shape: tuple[int, ...]) -> Tensor:
+    key = rng.key(rng.Purpose.EVALUATE, int.from_bytes(name.encode(), "big"))
+    return rng.normal(key, torch.tensor([0]), shape)[0]
+
+
+def uniforms(name: str, shape: tuple[int, ...]) -> Tensor:
+    key = rng.key(rng.Purpose.INIT, int.from_bytes(name.encode(), "big"))
+    return rng.uniform(key, torch.tensor([0]), shape)[0]
+
+
+def network(**changes: Any) -> UNet:
+    """A network whose weights are all random, its last layers too."""
+    made = UNet(config(**changes))
+    made.initialise(uniforms)
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if not weight.any():
+                weight.copy_(0.2 * normals(name, tuple(weight.shape)))
+    return made
+
+
+def images(of: UNet, batch: int = 2) -> tuple[Tensor, Tensor]:
+    made = of.config
+    x = normals("images", (batch, made.in_channels, made.image_size, made.image_size))
+    return x, torch.arange(batch) * 300 + 5
+
+
+def text(*lines: str) -> Tensor:
+    rows = [line.encode().ljust(64, b"\0") for line in lines]
+    return torch.tensor([list(row) for row in rows], dtype=torch.uint8)
+
+
+# Any network that fits its images
+
+
+def test_hos_network_has_the_published_number_of_weights() -> None:
+    made = UNetConfig(32, 3, 128, (1, 2, 2, 2), blocks=2, attention=(16,))
+    assert sum(weight.numel() for weight in UNet(made).parameters()) == 35_746_307
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"channels": 20},
+        {"channels": 31, "in_channels": 3},
+        {"channels": 2, "multipliers": (1,), "attention": ()},
+        {"image_size": 12, "multipliers": (1, 1, 3), "blocks": 2, "attention": (12, 3)},
+        {"heads": 4, "attention": (8, 4)},
+    ],
+)
+def test_a_network_of_any_width_and_depth_keeps_the_shape_of_its_images(
+    changes: dict[str, Any],
+) -> None:
+    made = network(**changes)
+    x, t = images(made)
+    output = made(x, t)
+    assert output.shape == x.shape
+    assert output.dtype == torch.float32
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"image_size": 28, "multipliers": (1, 2, 2, 2)}, "image_size is 28; 4 levels halve it 3"),
+        ({"attention": (5,)}, r"size 5; the levels have sizes \[8, 4\]"),
+        ({"heads": 3}, r"heads is 3; it must divide the levels' channels, \[8, 16\]"),
+        ({"channels": 0, "blocks": 0}, "blocks is 0; .*channels is 0;"),
+        ({"multipliers": ()}, "multipliers is"),
+        ({"dropout": 1.0}, r"dropout is 1\.0"),
+        ({"conditioning": "sound"}, "'sound'; it may be none, class or text"),
+        ({"conditioning": "class"}, "classes is 0"),
+        ({"multipliers": (1, 1.3)}, "each must be a whole number"),
+        ({"norm_num_groups": 3}, "norm_num_groups is 3; it must divide"),
+        ({"attention_head_dim": 3}, "attention_head_dim is 3; it must divide"),
+        ({"norm_eps": float("nan"), "freq_shift": 4}, "freq_shift is 4; .*norm_eps is nan"),
+    ],
+)
+def test_numbers_that_do_not_fit_together_are_told(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        config(**changes)
+
+
+def test_images_and_conditions_of_another_shape_are_told() -> None:
+    made = network()
+    x, t = images(made)
+    with pytest.raises(ValueError, match="both multiples of 2"):
+        made(x[..., :7], t)
+    with pytest.raises(ValueError, match="conditioning is none"):
+        made(x, t, torch.zeros(2, dtype=torch.int64))
+
+
+def test_a_config_survives_json() -> None:
+    made = config(conditioning="class", classes=3)
+    assert UNetConfig.from_dict(json.loads(json.dumps(asdict(made)))) == made
+    with pytest.raises(ValueError, match="has no depth"):
+        UNetConfig.from_dict({**asdict(made), "depth": 1})
+
+
+def test_a_network_of_an_earlier_version_keeps_the_groups_of_its_norms() -> None:
+    """Its config has no details."""
+    fields = asdict(config(channels=16))
+    made = UNet(UNetConfig.from_dict({n: v for n, v in fields.items() if n not in DETAILS}))
+    norms = [norm for norm in made.modules() if isinstance(norm, Norm)]
+    assert all(norm.num_groups == group_count(norm.num_channels) for norm in norms)
+    assert {(norm.num_groups, norm.eps) for norm in norms} == {(n, 1e-6) for n in (4, 8, 12, 16)}
+
+
+def test_a_group_has_four_channels_or_more_where_it_can() -> None:
+    for channels in range(1, 300):
+        groups = group_count(channels)
+        assert channels % groups == 0
+        assert groups == 1 or channels // groups >= 4
+        assert groups <= 32
+    assert [group_count(channels) for channels in (20, 31, 32, 128)] == [5, 1, 8, 32]
+
+
+# The network is told the time
+
+
+@pytest.mark.parametrize("channels", [8, 31, 32])
+def test_the_output_depends_on_the_timestep(channels: int) -> None:
+    made = network(channels=channels)
+    x, _ = images(made)
+    early, late = made(x, torch.tensor([3, 3])), made(x, torch.tensor([700, 700]))
+    assert (early - late).abs().mean() > 0.02 * early.abs().mean()
+
+
+# The start: by name alone
+
+
+def test_constructing_draws_nothing_from_the_global_generator() -> None:
+    before = torch.get_rng_state()
+    UNet(config(conditioning="text"))
+    UNet(config(conditioning="class", classes=2))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_untrained_network_predicts_zero_and_its_blocks_are_the_identity() -> None:
+    made = UNet(config())
+    made.initialise(uniforms)
+    x, t = images(made)
+    assert not made(x, t).any()
+    block = made.get_submodule("middle.1.block")
+    h = normals("activations", (2, 16, 4, 4))
+    times = [torch.ones(2, size) for size in made.time_sizes]
+    assert torch.equal(block(h, times, None), h)
+
+
+def test_initial_weights_have_hos_variance_each_layer_by_its_own_fans() -> None:
+    made = UNet(config(channels=64, attention=(8, 4)))
+    made.initialise(uniforms)
+    state = made.state_dict()
+    expected = {
+        "conv_in.weight": 2 / (9 * 65),
+        "down.0.attention.qkv.weight": 2 / (64 + 64),
+        "time_embedding.linear1.weight": 2 / (64 + 256),
+    }
+    for name, variance in expected.items():
+        assert state[name].var() == pytest.approx(variance, rel=0.1), name
+    rows = state["time_projection.weight"].split(made.time_sizes)
+    assert rows[0].var() == pytest.approx(2 / (256 + 64), rel=0.1)
+    assert rows[2].var() == pytest.approx(2 / (256 + 128), rel=0.1)
+
+
+def test_a_weight_depends_on_its_name_and_shape_alone() -> None:
+    small, large = UNet(config(multipliers=(1,), attention=())), UNet(config(attention=(8,)))
+    small.initialise(uniforms)
+    large.initialise(uniforms)
+    for name in ("conv_in.weight", "down.0.block.conv1.weight", "time_embedding.linear2.weight"):
+        assert torch.equal(small.state_dict()[name], large.state_dict()[name])
+
+
+# Conditions
+
+
+def test_each_class_has_its_output_and_dropped_ones_share_that_of_no_class() -> None:
+    made = network(conditioning="class", classes=3)
+    x, t = images(made)
+    first, second = made(x, t, torch.tensor([0, 1])), made(x, t, torch.tensor([2, 1]))
+    assert not torch.allclose(first[0], second[0], atol=1e-4)
+    assert torch.allclose(first[1], second[1], atol=1e-6)
+    dropped = made(x, t, torch.tensor([0, 1]), torch.tensor([True, False]))
+    assert torch.allclose(dropped[0], made(x, t)[0], atol=1e-6)
+    assert torch.allclose(dropped[1], first[1], atol=1e-6)
+
+
+def test_texts_differ_by_their_order_and_nothing_depends_on_padding() -> None:
+    made = network(conditioning="text")
+    x, t = images(made)
+    one, other = made(x, t, text("a cat", "tac a")), made(x, t, text("tac a", "tac a"))
+    assert not torch.allclose(one[0], other[0], atol=1e-4)
+    assert torch.allclose(one[1], other[1], atol=1e-6)
+    assert not torch.allclose(made(x, t, text("é", "é")), made(x, t, text("e", "e")), atol=1e-4)
+
+
+def test_an_empty_or_dropped_text_is_no_text() -> None:
+    made = network(conditioning="text")
+    x, t = images(made)
+    nothing = made(x, t)
+    output = made(x, t, text("", "a cat"), torch.tensor([False, True]))
+    assert torch.allclose(output, nothing, atol=1e-6)
+    output.square().sum().backward()
+    assert all(w.grad is None or w.grad.isfinite().all() for w in made.parameters())
+
+
+@pytest.mark.parametrize("conditioning", ["none", "class", "text"])
+def test_every_weight_learns(conditioning: str) -> None:
+    made = network(conditioning=conditioning, classes=2, heads=2)
+    x, t = images(made)
+    condition = {"class": torch.tensor([0, 1]), "text": text("one", "two")}.get(conditioning)
+    drop = None if condition is None else torch.tensor([False, True])
+    made(x, t, condition, drop).square().sum().backward()
+    for name, weight in made.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.any(), name
+
+
+# Dropout comes from outside
+
+
+def test_dropout_is_asked_once_a_residual_block_with_its_number() -> None:
+    made = network()
+    x, t = images(made)
+    seen: list[tuple[int, ...]] = []
+
+    def dropout(h: Tensor, number: int) -> Tensor:
+        seen.append((number, *h.shape))
+        return h
+
+    assert torch.equal(made(x, t, dropout=dropout), made(x, t))
+    assert [row[0] for row in seen] == list(range(len(made.time_sizes)))
+    assert [row[2] for row in seen] == made.time_sizes
+    assert not torch.allclose(made(x, t, dropout=lambda h, _: 0 * h), made(x, t), atol=1e-4)
+
+
+# One result however it is carried out
+
+
+@pytest.mark.parametrize("details", [{}, DIFFUSERS], ids=["ours", "diffusers"])
+def test_sampling_and_training_compute_the_same(details: dict[str, Any]) -> None:
+    made = network(conditioning="class", classes=2, in_channels=3, **details)
+    x, t = images(made)
+    trained = made(x, t, torch.tensor([0, 1]))
+    with torch.no_grad():
+        assert layout(CPU) == torch.channels_last
+        sampled = made(x, t, torch.tensor([0, 1]))
+    assert torch.allclose(trained, sampled, atol=1e-5)
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize("active", [True, False])
+@pytest.mark.parametrize("details", [{}, {"groups": 8, "eps": 0.1}], ids=["ours", "diffusers"])
+def test_the_norm_for_channels_last_is_group_norm(
+    shifted: bool, active: bool, details: dict[str, Any]
+) -> None:
+    norm = Norm(24, active, **details)
+    with torch.no_grad():
+        norm.weight.copy_(normals("weight", (24,)))
+        norm.bias.copy_(normals("bias", (24,)))
+    x = 3 + normals("x", (2, 24, 5, 7))
+    shift = normals("shift", (2, 24)) if shifted else None
+    moved = x if shift is None else x + shift[:, :, None, None]
+    expected = functional.group_norm(
+        moved, details.get("groups", 6), norm.weight, norm.bias, details.get("eps", 1e-6)
+    )
+    expected = functional.silu(expected) if active else expected
+    assert torch.allclose(norm(x, shift), expected, atol=1e-5)
+    with torch.no_grad():
+        output = norm(x.to(memory_format=torch.channels_last), shift)
+        constant = norm(torch.ones(1, 24, 4, 4).to(memory_format=torch.channels_last))
+    assert output.is_contiguous(memory_format=torch.channels_last)
+    assert torch.allclose(output, expected, atol=1e-5)
+    assert constant.isfinite().all()
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_the_norm_for_channels_last_keeps_its_digits_far_from_zero(shifted: bool) -> None:
+    norm = Norm(24, active=False)
+    torch.nn.init.ones_(norm.weight)
+    torch.nn.init.zeros_(norm.bias)
+    x = 1000 + normals("x", (2, 24, 5, 7))
+    shift = normals("shift", (2, 24)) if shifted else None
+    moved = x.double() if shift is None else x.double() + shift[:, :, None, None]
+    expected = torch.nn.functional.group_norm(moved, norm.num_groups, eps=norm.eps)
+    with torch.no_grad():
+        output = norm(x.to(memory_format=torch.channels_last), shift)
+    assert torch.allclose(output.double(), expected, atol=1e-3)
+
+
+def test_the_norm_of_a_batch_beyond_the_cache_is_that_of_its_images() -> None:
+    norm = Norm(24)
+    x, shift = normals("x", (5, 24, 96, 96)), normals("shift", (5, 24))
+    assert x.numel() > CACHED > 2 * x[0].numel()
+    x = x.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for shifts in (shift, None):
+            alone = [
+                norm(x[i : i + 1], None if shifts is None else shift[i, None]) for i in range(5)
+            ]
+            assert torch.equal(norm(x, shifts), torch.cat(alone))
+
+
+def test_doubling_by_one_transposed_convolution_is_nearest_neighbours_and_convolution() -> None:
+    layer = Upsample(6)
+    with torch.no_grad():
+        layer.conv.weight.copy_(normals("weight", (6, 6, 3, 3)))
+        layer.conv.bias.copy_(normals("bias", (6,)))
+    x = normals("x", (2, 6, 5, 7))
+    expected = layer.conv(functional.interpolate(x, scale_factor=2.0, mode="nearest"))
+    assert torch.allclose(layer(x), expected, atol=1e-5)
+
+
+def test_written_out_attention_is_scaled_dot_product_attention() -> None:
+    qkv = normals("qkv", (1, EXPLICIT_LENGTH, 24))
+    query, key, value = (part.view(1, -1, 2, 4).transpose(1, 2) for part in qkv.chunk(3, dim=2))
+    expected = functional.scaled_dot_product_attention(query, key, value)
+    assert torch.allclose(attend(qkv, heads=2), expected.transpose(1, 2).flatten(2), atol=1e-5)
+    longer = torch.cat([qkv, normals("more", (1, 3, 24))], dim=1)
+    visible = torch.arange(EXPLICIT_LENGTH + 3)[None] < EXPLICIT_LENGTH
+    hidden = attend(longer, 2, visible)[:, :EXPLICIT_LENGTH]
+    assert torch.allclose(hidden, attend(qkv, heads=2), atol=1e-5)
+
+
+def test_weights_rounded_for_sampling_give_the_output_of_autocast_to_the_last_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(onednn, "available", lambda: False)
+    plain, prepared = network(), prepare_model(network(), CPU, "bf16")
+    x, t = images(plain)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected, output = plain(x, t), prepared(x, t)
+    assert torch.equal(output, expected)
+    assert output.dtype == torch.float32
+    assert next(prepare_model(network(), CPU, "fp32").parameters()).dtype == torch.float32
+
+
+@needs_onednn
+@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 0), (2, 1)])
+def test_a_packed_convolution_is_the_same_to_the_last_bit_and_its_sum_nearer(
+    stride: int, padding: int
+) -> None:
+    layer = Conv2d(24, 20, 3, stride, padding).bfloat16().requires_grad_(False)
+    layer.weight.copy_(normals("weight", (20, 24, 3, 3)))
+    layer.bias.copy_(normals("bias", (20,)))
+    x = normals("x", (3, 24, 9, 9)).bfloat16().to(memory_format=torch.channels_last)
+    expected = layer(x)
+    onto = 10 * normals("onto", tuple(expected.shape)).bfloat16()
+    exact = functional.conv2d(
+        x.double(), layer.weight.double(), layer.bias.double(), stride, padding
+    )
+    rounded_twice = layer(x, onto) - exact - onto
+    layer.pack()
+    assert layer.packed is not None
+    assert torch.equal(layer(x), expected)
+    rounded_once = layer(x, onto) - exact - onto
+    assert rounded_once.abs().mean() < 0.9 * rounded_twice.abs().mean()
+
+
+@needs_onednn
+def test_packed_doubling_is_the_same_to_the_last_bit() -> None:
+    layer = Upsample(24).bfloat16().requires_grad_(False)
+    layer.conv.weight.copy_(normals("weight", (24, 24, 3, 3)))
+    layer.conv.bias.copy_(normals("bias", (24,)))
+    x = normals("x", (3, 24, 8, 8)).bfloat16().to(memory_format=torch.channels_last)
+    expected = layer(x)
+    layer.pack()
+    assert layer.packed is not None
+    assert torch.equal(layer(x), expected)
+
+
+@needs_onednn
+@pytest.mark.parametrize("details", [{}, DIFFUSERS], ids=["ours", "diffusers"])
+def test_a_network_packed_for_sampling_errs_no_more_than_autocast(details: dict[str, Any]) -> None:
+    plain, prepared = network(**details), prepare_model(network(**details), CPU, "bf16")
+    x, t = images(plain)
+    with torch.no_grad():
+        exact = plain(x, t)
+        with torch.autocast("cpu", torch.bfloat16):
+            usual, output = plain(x, t), prepared(x, t)
+    assert (output - exact).norm() < 1.2 * (usual - exact).norm()
+
+
+def test_bf16_stays_near_fp32_and_trains() -> None:
+    made = network()
+    x, t = images(made)
+    expected = made(x, t)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = made(x, t)
+    assert (output - expected).abs().max() < 0.05 * expected.abs().max()
+    output.square().mean().backward()
+    assert all(weight.grad is not None for weight in made.parameters())
+
+
+def test_the_start_is_the_same_with_one_thread_and_with_two() -> None:
+    one, two = UNet(config(channels=64)), UNet(config(channels=64))
+    one.initialise(uniforms)
+    torch.set_num_threads(2)
+    try:
+        two.initialise(uniforms)
+    finally:
+        torch.set_num_threads(1)
+    for name, weight in one.state_dict().items():
+        assert torch.equal(two.state_dict()[name], weight), name
+
+
+def test_torch_compile_finds_one_graph() -> None:
+    import torch._dynamo
+
+    made = network(conditioning="class", classes=2)
+    x, t = images(made)
+    condition, drop = torch.tensor([0, 1]), torch.tensor([True, False])
+    explained = torch._dynamo.explain(made)(x, t, condition, drop)
+    torch._dynamo.reset()
+    assert explained.graph_break_count == 0
+    assert explained.graph_count == 1

@@ -1,0 +1,242 @@
+"""`ddpm serve`: waits for a champion, takes the next one, loses no request, outlives MLflow."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.mlflow_server import shared_server, wait_until
+from support.models import write_checkpoint
+from support.program import Program, ddpm, start
+from support.s3_server import Gate
+from support.served_models import SHAPES, address, ask, assert_same_images, drawn, get, publish
+
+from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.registry.models import Registry
+
+ROW = {
+    "step": 4,
+    "score_name": "fid",
+    "score": 12.5,
+    "evidence": {
+        "count": 20,
+        "data": "feed",
+        "extractor_fingerprint": "e",
+        "sampler": {"steps": 5},
+    },
+}
+
+
+@dataclass
+class Serving:
+    """A running `ddpm serve`, the way from it to MLflow, and two versions."""
+
+    process: Program
+    url: str
+    gate: Gate
+    registry: Registry
+    versions: list[Any]
+    checkpoints: list[Checkpoint]
+    temporary: Path
+
+    def get(self, path: str) -> tuple[int, Any]:
+        return get(f"{self.url}/{path}")
+
+    def ask(self, body: Any) -> tuple[int, Any]:
+        return ask(f"{self.url}/invocations", body)
+
+    def takes(self, number: int) -> None:
+        """Make a version the champion and wait until it answers."""
+        self.registry.promote(self.versions[number - 1])
+        self.answers_with(number)
+
+    def answers_with(self, number: int) -> None:
+        wait_until(
+            lambda: self.get("version")[1].get("version") == str(number),
+            f"version {number} answers",
+        )
+
+    def says(self, words: str) -> None:
+        """Wait until the reason why it is not ready, or not up to date, is a certain one."""
+        wait_until(lambda: words in self.get("ready")[1]["message"], f"/ready says {words!r}")
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Started while MLflow is away, and through what it waits for to the first champion."""
+    folder = tmp_path_factory.mktemp("serve")
+    server = shared_server().running()
+    checkpoints = [write_checkpoint(folder / f"step-{seed}", seed=seed) for seed in (1, 2)]
+    gate = Gate(server.uri)
+    gate.shut()
+    (folder / "tmp").mkdir()
+    process = start(
+        folder, "serve", "--port", "0", "--every", "0.2", "-S", f"tracking.uri={gate.endpoint}",
+        "-S", "register.name=champions", TMPDIR=str(folder / "tmp"),
+    )  # fmt: skip
+    try:
+        url = address(process)
+        serving = Serving(process, url, gate, None, [], checkpoints, folder / "tmp")
+        begin(serving, server.uri, folder)
+        yield serving
+    finally:
+        process.send_signal(signal.SIGKILL)
+
+
+def begin(serving: Serving, uri: str, folder: Path) -> None:
+    """No MLflow, then no champion, then one; each told by name, and each request refused."""
+    assert get(f"{serving.url}/health")[0] == get(f"{serving.url}/ping")[0] == 200
+    serving.says("cannot be used: the connection was refused")
+    serving.gate.open()
+    serving.says("champions has no version with the alias 'champion'")
+    assert serving.get("ready")[0] == serving.get("version")[0] == 503
+    status, message = serving.ask({"inputs": [{"n": 1}]})
+    assert (status, "has no version" in message) == (503, True)
+    for number, checkpoint in enumerate(serving.checkpoints, 1):
+        package = folder / f"package-{number}"
+        serving.registry, version = publish(
+            uri, "champions", checkpoint, package, row=json.dumps(ROW)
+        )
+        serving.versions.append(version)
+    serving.registry.promote(serving.versions[0])
+    wait_until(lambda: serving.get("ready")[0] == 200, "it is ready")
+
+
+def test_the_champion_answers_with_the_images_that_sampling_gives(serving: Serving) -> None:
+    serving.takes(1)
+    status, predictions = serving.ask({"dataframe_records": [{"n": 3}]})
+    assert status == 200
+    assert_same_images(predictions, drawn(serving.checkpoints[0], 3))
+    assert serving.get("version") == (
+        200,
+        {"name": "champions", "alias": "champion", "version": "1", **ROW},
+    )
+
+
+def test_every_form_of_a_request_is_answered_alike(serving: Serving) -> None:
+    serving.takes(1)
+    results = [serving.ask(body) for body in SHAPES]
+    assert all(result == results[0] for result in results)
+    assert (results[0][0], len(results[0][1])) == (200, 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        ({"inputs": [{"n": 0}]}, 400, "n: got 0; must be"),
+        ({"inputs": [{"seed": 0}]}, 400, "n: missing; must be"),
+        (
+            {"inputs": [{"n": 1, "smapler": "ddim"}]},
+            400,
+            "Unknown field 'smapler'. Known fields: n",
+        ),
+        ({"inputs": [1]}, 400, "inputs: invalid table"),
+        (b'{"inputs": [{"n": 1, "\\ud800": 1}]}', 400, "Unknown field '\\ud800'"),
+        (b'{"inputs": [{"n": 1, "prompt": "\\ud800"}]}', 400, "prompt: got '\\ud800'; must be"),
+        (b'{"inputs": [{"n": ' + b"[" * 900 + b"]" * 900 + b"}]}", 400, "n: got "),
+        (b'{"inputs": [{"n": ' + b"9" * 4000 + b"}]}", 400, "n: got 999"),
+        ({"inputs": {"n": [1], "seed": []}}, 400, "inputs: invalid table"),
+        ({"dataframe_split": {"columns": ["n"], "data": [[]]}}, 400, "invalid table"),
+        ({"inputs": [{"n": 1}], "params": {}}, 400, "exactly one of"),
+        (
+            {"rows": 1},
+            400,
+            "must be a JSON object with exactly one of dataframe_records, dataframe_split",
+        ),
+        (b"{", 400, "The request is not valid JSON: Expecting property name"),
+        (b"[" * 100_000, 400, "The request is not valid JSON"),
+        (b"\xff", 400, "The request is not valid JSON"),
+        (b" " * (2**20 + 1), 413, "larger than 262,144 bytes"),
+    ],
+)
+def test_a_bad_request_is_a_sentence(serving: Serving, body: Any, status: int, told: str) -> None:
+    answered, message = serving.ask(body)
+    assert (answered, told in message) == (status, True), message
+    assert len(message) <= 500
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("kind", ["text/csv", "application/jsonl", "text/html; charset=utf-8"])
+def test_json_alone_is_taken(serving: Serving, kind: str) -> None:
+    asked = urllib.request.Request(f"{serving.url}/invocations", b"n\n1\n", {"Content-Type": kind})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(asked, timeout=60)
+    told = json.load(refused.value)["message"]
+    assert (refused.value.code, told) == (415, "Content-Type must be application/json.")
+
+
+def test_the_next_champion_answers_without_a_lost_request(serving: Serving) -> None:
+    serving.takes(1)
+    answers: list[tuple[int, Any]] = []
+    done = threading.Event()
+
+    def keep_asking() -> None:
+        while not done.is_set():
+            answers.append(serving.ask({"inputs": [{"n": 2}]}))
+
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    try:
+        wait_until(lambda: answers, "a first answer")
+        serving.takes(2)
+        after = len(answers) + 2
+        wait_until(lambda: len(answers) > after, "answers of the new champion")
+    finally:
+        done.set()
+        asking.join()
+    assert {status for status, _ in answers} == {200}
+    assert_same_images(answers[0][1], drawn(serving.checkpoints[0], 2))
+    assert_same_images(answers[-1][1], drawn(serving.checkpoints[1], 2))
+    kinds = [images[0]["image"] for _, images in answers]
+    assert len([1 for before, after in pairwise(kinds) if before != after]) == 1
+
+
+def test_it_goes_on_while_mlflow_is_away_and_while_the_new_version_is_damaged(
+    serving: Serving,
+) -> None:
+    serving.takes(1)
+    serving.gate.shut()
+    serving.says("cannot be used")
+    weights = (serving.checkpoints[1].folder / "ema-0.9.safetensors").read_bytes()
+    [stored] = [
+        path
+        for path in shared_server().root.rglob("ema-0.9.safetensors")
+        if path.read_bytes() == weights
+    ]
+    stored.write_bytes(weights[:-1] + b"?")
+    serving.registry.promote(serving.versions[1])
+    assert serving.get("ready")[0] == 200
+    serving.gate.open()
+    serving.says("ema-0.9.safetensors")
+    assert serving.get("version")[1]["version"] == "1"
+    _, predictions = serving.ask({"inputs": [{"n": 1}]})
+    assert_same_images(predictions, drawn(serving.checkpoints[0], 1))
+    stored.write_bytes(weights)
+    serving.answers_with(2)
+    serving.says("")
+    assert serving.process.said().count("Version 1 goes on answering.") == 2
+    assert list(serving.temporary.iterdir()) == []
+
+
+def test_sigterm_ends_it_at_once_and_cleanly(serving: Serving) -> None:
+    serving.process.send_signal(signal.SIGTERM)
+    said = serving.process.ended(10)
+    assert serving.process.returncode == 0, said
+    told = [line for line in said.splitlines() if "serve: " not in line]
+    assert not told  # no traceback, and none of MLflow's advice
+
+
+def test_an_address_that_cannot_be_had_is_a_sentence(tmp_path: Path) -> None:
+    said = ddpm(tmp_path, "serve", "--host", "192.0.2.1", status=1)
+    assert "ddpm serve: --host 192.0.2.1 --port 8080 cannot be listened on" in said
+    said = ddpm(tmp_path, "serve", "-S", "tracking.uri=''", status=1)
+    assert "the champion is kept in MLflow" in said

@@ -1,0 +1,143 @@
+"""torch.compile: what the network computes stays, and it is compiled once, not at each step."""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.digits_workspace import digits, make_config
+from support.models import write_checkpoint
+
+from ddpm_core.config import Config
+from ddpm_core.config import load as params
+from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.runtime import compiling
+from ddpm_core.runtime.distributed import World
+from ddpm_core.sampling import gather
+from ddpm_core.sampling.run import sample, stale
+from ddpm_core.storage.workspace import Workspace, snapshot_key
+from ddpm_core.training.batches import Batch
+from ddpm_core.training.init import initial_weights
+from ddpm_core.training.optim import Execution
+from ddpm_core.training.state import TrainState
+from ddpm_core.training.step import step
+
+HERE = World(0, 1, torch.device("cpu"))
+NETWORK: dict[str, Any] = {
+    "channels": 8,
+    "multipliers": (1,),
+    "blocks": 1,
+    "attention": (8,),
+    "dropout": 0.2,
+    "conditioning": "class",
+}
+
+
+def trained(root: Path, *, compiled: bool, steps: int = 4) -> TrainState:
+    """A state after some steps with all that is drawn at random."""
+    config = make_config(
+        root,
+        prepare={"image_size": 8},
+        model=NETWORK,
+        train={"batch_size": 8, "flip": True, "label_drop": 0.3, "optimizer": {"warmup": 0}},
+    )
+    model = UNet(UNetConfig(image_size=8, in_channels=1, classes=10, **NETWORK))
+    initial_weights(model, config)
+    state = TrainState.create(config, HERE, Execution("fp32", compile=False), model)
+    if compiled:  # without the C++ compiler, which takes a minute
+        state.forward = torch.compile(state.model, backend="aot_eager", fullgraph=True)
+    images, labels = digits(8)
+    for number in range(steps):
+        rows = slice(8 * number, 8 * number + 8)
+        batch = Batch(
+            torch.from_numpy(images[rows]), torch.from_numpy(labels[rows]), torch.arange(8)
+        )
+        step(state, batch, torch.zeros(()))
+    return state
+
+
+@pytest.fixture
+def once() -> Iterator[None]:
+    """A second compilation, which costs minutes with the real compiler, is an error."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+def test_a_network_is_compiled_once_for_all_steps(tmp_path: Path, once: None) -> None:
+    compiled, eager = trained(tmp_path, compiled=True), trained(tmp_path, compiled=False)
+    for ours, theirs in zip(compiled.parameters, eager.parameters, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert float(eager.totals.loss) == pytest.approx(float(compiled.totals.loss), rel=1e-5)
+
+
+# Sampling
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, once: None) -> None:
+    """What is compiled is followed and cut out, and then run as it is."""
+    quick = functools.partial(torch.compile, backend="eager", fullgraph=True)
+    monkeypatch.setattr(torch, "compile", quick)
+
+
+def drawn(root: Path, **settings: Any) -> tuple[dict[int, np.ndarray], Config]:
+    """37 images of each of two checkpoints, in batches of 10."""
+    workspace = Workspace.open(str(root / "run"))
+    given: dict[str, Any] = {"count": 37, "batch_size": 10, "steps": 3, **settings}
+    given |= {"guidance": 2.0, "precision": "fp32"}
+    config = make_config(root, model={"conditioning": "class"}, train={"ema": [0.9]}, sample=given)
+    for at in (200, 400):
+        if not workspace.path(snapshot_key(at)).exists():
+            write_checkpoint(workspace.path(snapshot_key(at)), "class", step=at, seed=at)
+    sample(config, workspace, HERE)
+    return {s: np.array(gather.open_samples(workspace, s).images) for s in (200, 400)}, config
+
+
+def test_compiled_networks_draw_the_same_images_to_rounding(tmp_path: Path, compiler: None) -> None:
+    compiled, asked = drawn(tmp_path, compile=True)
+    workspace = Workspace.open(str(tmp_path / "run"))
+    assert stale(asked, workspace) is None
+    eager, _ = drawn(tmp_path, compile=False)
+    assert "samples" in str(stale(asked, workspace))  # another rounding: the two are never mixed
+    for at, images in eager.items():
+        apart = np.abs(images.astype(int) - compiled[at])
+        assert len(images) == 37 and apart.max() <= 1 and (apart > 0).mean() < 0.01
+
+
+def test_what_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "can_build", lambda: True)
+    many = compiling.MANY
+    assert compiling.wanted("auto", GPU, many) and compiling.pays(GPU)
+    assert not compiling.wanted("auto", GPU, many - 1)
+    assert not compiling.wanted("auto", CPU, many) and not compiling.pays(CPU)
+    assert compiling.wanted(True, CPU, 1) and not compiling.wanted(False, GPU, many)
+
+
+def test_a_gpu_without_a_c_compiler_trains_without_compiling_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Triton begins with one; without it each training of a GPU would end at its first step."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
+    train = params.load().train.model_copy(update={"precision": "fp32"})
+    assert not Execution.choose(train, GPU).compile
+    assert not compiling.wanted("auto", GPU, compiling.MANY)
+    assert "gcc" in str(compiling.lacks(GPU, "auto"))
+    assert compiling.lacks(CPU, "auto") is None and compiling.lacks(GPU, False) is None
+    # Who asked for it, or began with it, hears what is missing instead.
+    assert Execution.choose(train.model_copy(update={"compile": True}), GPU).compile
+    assert Execution.choose(train, GPU, {"compile": True}).compile
+    (tmp_path / "gcc").touch(mode=0o755)
+    assert not Execution.choose(train, GPU).compile  # a distribution's Python may have no headers
+    (tmp_path / "Python.h").touch()
+    assert Execution.choose(train, GPU).compile and compiling.lacks(GPU, "auto") is None

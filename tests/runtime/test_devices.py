@@ -1,0 +1,286 @@
+"""A device that is not the CPU: all is computed there, no step waits for it, the result stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.apart import Record, ddpm_apart
+from support.digits_workspace import digits, make_config, put_data
+from support.program import TINY, ddpm, environment, new_run, prepare_run
+from support.runs import at_start, bits, distance, final, of_file, rows
+
+from ddpm_core.errors import UserError
+from ddpm_core.runtime import device as devices
+from ddpm_core.runtime import distributed, stopping
+from ddpm_core.runtime.device import choose_device, processes
+from ddpm_core.runtime.distributed import LOST, WorkerLost, World, world
+from ddpm_core.runtime.stopping import StopRequest
+from ddpm_core.storage.workspace import Workspace
+from ddpm_core.training import launch as launcher
+
+SETTINGS = (
+    TINY.replace("attention: [8]}", "attention: [8], dropout: 0.2, conditioning: class}")
+    .replace("batch_size: 8\n  log", "batch_size: 8\n  precision: fp32\n  flip: true\n  log")
+    .replace("steps: 4}", "steps: 4, precision: fp32, guidance: 2.0}")
+)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_run(tmp_path_factory.mktemp("begun"), SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def here(begun: Path) -> Path:
+    """The chain on the CPU, as far as it is compared."""
+    folder = new_run(begun, "here", SETTINGS)
+    for verb in ("train", "sample"):
+        ddpm(folder, verb)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def apart(begun: Path) -> tuple[Path, dict[str, Record]]:
+    """The chain on the device, and where each verb waited for it."""
+    folder = new_run(begun, "apart", SETTINGS)
+    return folder, {verb: ddpm_apart(folder, verb) for verb in ("train", "sample", "evaluate")}
+
+
+def test_the_model_is_the_cpus_to_rounding(
+    begun: Path, here: Path, apart: tuple[Path, dict[str, Record]]
+) -> None:
+    start = of_file(at_start(new_run(begun, "start", SETTINGS)))
+    for file in ("model", "ema-0.9"):
+        ours, theirs = (of_file(final(folder, 12), file) for folder in (here, apart[0]))
+        begun_with = {name.replace("model/", f"{file}/"): t for name, t in start.items()}
+        assert distance(theirs, ours, begun_with) < 1e-4
+
+
+def test_resumed_equals_uninterrupted_there_too(
+    begun: Path, apart: tuple[Path, dict[str, Record]]
+) -> None:
+    folder = new_run(begun, "resumed", SETTINGS)
+    ddpm_apart(folder, "train", "-S", "train.steps=7")
+    ddpm_apart(folder, "train")
+    assert bits(final(folder, 12)) == bits(final(apart[0], 12))
+
+
+def test_workers_tell_each_other_what_lies_on_their_devices(begun: Path, here: Path) -> None:
+    folder = new_run(begun, "together", SETTINGS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [
+            *torchrun,
+            "--nproc-per-node=2",
+            str(Path(__file__).parents[1] / "support/apart.py"),
+            "train",
+        ],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {row["world_size"] for row in rows(folder)} == {2}
+    start = of_file(at_start(new_run(begun, "together-start", SETTINGS)))
+    ours, theirs = of_file(final(here, 12)), of_file(final(folder, 12))
+    assert distance(theirs, ours, start) < 1e-4
+
+
+def test_the_images_are_the_cpus_to_rounding(
+    here: Path, apart: tuple[Path, dict[str, Record]]
+) -> None:
+    files = sorted((here / "workspace" / "samples").rglob("shard-*.npy"))
+    assert len(files) == 2
+    for file in files:
+        ours = np.load(file).astype(int)
+        theirs = np.load(apart[0] / file.relative_to(here)).astype(int)
+        assert np.abs(ours - theirs).max() <= 1
+        assert (ours != theirs).mean() < 0.01
+
+
+def test_no_step_waits_for_the_device(apart: tuple[Path, dict[str, Record]]) -> None:
+    train, sample, evaluate = apart[1].values()
+    assert set(train.waits) <= {
+        "training/state.py:_host",  # a snapshot's copy
+        "training/state.py:values",  # and the rest once a logged row
+        "training/finite.py:problem",
+        "training/finite.py:weights_problem",
+        "training/trainer.py:time_of_all",
+        "sampling/sampler.py:images",  # a milestone's grid
+        "sampling/sampler.py:_draw",
+    }
+    assert train.waits["training/state.py:_host"] > 0
+    batches = 2 * 3  # 20 images in batches of 8, of two checkpoints
+    assert sum(sample.waits.values()) <= 3 * batches
+    assert all(place.startswith("evaluation/") for place in evaluate.waits)
+
+
+def test_a_device_without_float64_is_enough(apart: tuple[Path, dict[str, Record]]) -> None:
+    """MPS has none, and refuses to make one."""
+    for record in apart[1].values():
+        assert not record.wide
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mps", "setting", "rank", "chosen"),
+    [
+        (2, False, "auto", 0, "cuda:0"),
+        (2, False, "auto", 1, "cuda:1"),
+        (2, False, "cuda:1", 0, "cuda:1"),
+        (2, True, "mps", 0, "mps"),
+        (0, True, "auto", 0, "mps"),
+        (0, False, "auto", 3, "cpu"),
+        (2, True, "cpu", 0, "cpu"),
+    ],
+)
+def test_the_device_is_the_fastest_there_is_or_the_one_asked_for(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, setting: str, rank: int, chosen: str
+) -> None:
+    has(monkeypatch, gpus, mps)
+    assert choose_device(setting, rank) == torch.device(chosen)
+
+
+@pytest.mark.parametrize("setting", ["cuda", "cuda:0", "mps"])
+def test_a_device_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    has(monkeypatch, 0, mps=False)
+    with pytest.raises(UserError, match="this machine has none that PyTorch can use"):
+        choose_device(setting)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mps", "setting", "count"),
+    [(4, False, "auto", 4), (4, False, "cuda:1", 1), (0, True, "auto", 1), (0, False, "cpu", 1)],
+)
+def test_there_is_a_worker_a_gpu_and_one_where_it_can_not_be_shared(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, setting: str, count: int
+) -> None:
+    has(monkeypatch, gpus, mps)
+    assert processes("auto", setting) == count
+    if setting == "cuda:1" or mps:
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        with (
+            pytest.raises(UserError, match="which they can't share"),
+            world(setting, {"WORLD_SIZE": "2"}),
+        ):
+            pass
+
+
+def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, 2, mps=False)
+    assert [processes(2, "auto"), processes(4, "cpu")] == [2, 4]
+    with pytest.raises(UserError, match="there are 2 GPUs, and each takes one"):
+        processes(3, "auto")
+
+
+def test_a_worker_that_was_started_does_not_ask_how_many_there_should_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a pod with one GPU, by params that say more processes."""
+    has(monkeypatch, 1, mps=False)
+    config = make_config(tmp_path, device="auto", train={"processes": 4})
+    images, labels = digits(16)
+    put_data(Workspace.open(config.workspace), images, labels)
+    launcher.train(config, {"WORLD_SIZE": "2"}, ["train"], dry_run=True)
+    assert "2 x cuda" in capsys.readouterr().out
+    with pytest.raises(UserError, match="4 workers given; there are 1 GPUs"):
+        launcher.train(config, {}, ["train"], dry_run=True)
+
+
+def test_kernels_of_a_gpu_are_those_that_give_the_same_bits_each_time() -> None:
+    code = """
+        import os, torch
+        from ddpm_core.runtime.device import make_repeatable
+        assert torch.backends.cudnn.allow_tf32
+        make_repeatable()
+        import torch._inductor.config as inductor
+        assert torch.are_deterministic_algorithms_enabled() and inductor.deterministic
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+        assert not torch.backends.cudnn.allow_tf32 and os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+class Never:
+    """An event that a device does not come to, as the other worker has died."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_who_waits_for_a_gpu_hears_a_signal_and_gives_up_a_step_that_never_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stopping, "GRACE", 0.1)
+    # A worker of one of two GPUs, with the step's event as `note` keeps it.
+    stop = StopRequest(World(0, 2, torch.device("cuda")))
+    stop._wishes[1] = torch.ones(()), Never()
+    with stop:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(WorkerLost, match=r"not end within 0\.1 s of the signal") as lost:
+            stop.agreed(1 + stopping.LAG)
+    assert lost.value.status == LOST and stop.status == stopping.ASKED
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "closed"),
+    [
+        ("cpu", UserError("the disk is full"), True),
+        ("cuda", UserError("the disk is full"), False),
+        ("cuda", None, True),
+    ],
+)
+def test_a_worker_that_fails_alone_does_not_wait_for_the_others(
+    monkeypatch: pytest.MonkeyPatch, device: str, error: Exception | None, closed: bool
+) -> None:
+    """NCCL's closing waits for a reduction to which this worker does not come."""
+    has(monkeypatch, 2 if device == "cuda" else 0, mps=False)
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(distributed, "_meet", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: done.append("closed"))
+    try:
+        with world(device, {"WORLD_SIZE": "2"}):
+            if error:
+                raise error
+    except UserError as raised:
+        assert raised is error
+    assert bool(done) is closed
+
+
+def test_a_gpu_that_pytorch_was_not_built_for_is_told_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has(monkeypatch, 2, mps=False, capability=(6, 1))
+    told = "GTX 1080 has compute capability 6.1 and is not used: this PyTorch was built for 7.5"
+    assert choose_device("auto").type == choose_device("auto").type == "cpu"
+    assert capsys.readouterr().err.count(told) == 1
+    with pytest.raises(UserError, match=told.replace(".", r"\.")):
+        choose_device("cuda:1")
+
+
+def has(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, capability: tuple[int, int] = (9, 0)
+) -> None:
+    """What PyTorch says of the machine."""
+    devices._too_old.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
+    monkeypatch.setattr(devices, "make_repeatable", lambda: None)  # of the whole process
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)

@@ -1,0 +1,185 @@
+"""The animation of the forward process shows what the process does."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ddpm_core.config.load import validate
+from ddpm_core.data.prepare import prepare
+from ddpm_core.diffusion.process import SCHEDULES, make_schedule
+from ddpm_core.errors import UserError
+from ddpm_core.sampling.animations import (
+    FRAMES,
+    HELD,
+    MOMENTS,
+    TILE,
+    destroy,
+    destroy_prepared,
+    noisy,
+)
+from ddpm_core.sampling.images import Pixels
+from ddpm_core.sampling.sheet import GAP
+from ddpm_core.storage.workspace import Workspace
+
+
+def pictures(count: int = 2, size: int = 8, channels: int = 1) -> Pixels:
+    ramp = np.linspace(0, 255, size * size).reshape(1, size, size, 1)
+    return np.tile(ramp, (count, 1, 1, channels)).astype(np.uint8)
+
+
+def frames(path: Path) -> list[Pixels]:
+    with Image.open(path) as animation:
+        shown = []
+        for index in range(animation.n_frames):  # type: ignore[attr-defined]
+            animation.seek(index)
+            shown.append(np.asarray(animation.convert("L")))
+    return shown
+
+
+# What is shown
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_animation_goes_from_the_image_to_noise_and_a_strip_lies_beside_it(
+    tmp_path: Path, channels: int
+) -> None:
+    path, strip = destroy(
+        pictures(channels=channels), ["linear", "cosine"], 100, tmp_path / "new" / "x.gif"
+    )
+    shown = frames(path)
+    assert FRAMES <= len(shown) <= FRAMES + HELD
+    changed = [float(np.abs(frame.astype(float) - shown[0]).mean()) for frame in shown]
+    assert changed[-1] > changed[FRAMES // 4] > 0
+    with Image.open(strip) as picture:
+        assert picture.format == "PNG" and picture.width > MOMENTS * 128
+
+
+def test_every_schedule_has_a_row_and_every_image_a_column(tmp_path: Path) -> None:
+    sizes = {}
+    for count in (1, 3):
+        for schedules in (["cosine"], ["linear", "cosine"]):
+            path, _ = destroy(pictures(count), schedules, 21, tmp_path / "x.gif")
+            sizes[count, len(schedules)] = frames(path)[0].shape
+    assert sizes[1, 2][0] - sizes[1, 1][0] == sizes[3, 2][0] - sizes[3, 1][0] == 136
+    assert sizes[3, 1][1] - sizes[1, 1][1] == 2 * 136
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_image_itself_comes_first_and_the_end_does_not_know_it(schedule: str) -> None:
+    made = make_schedule(schedule, 100)
+    images = pictures(size=32)
+    assert np.array_equal(noisy(images, made, -1, 0), images)
+    dark = noisy(np.zeros_like(images), made, 99, 0).astype(float)
+    assert np.abs(noisy(images, made, 99, 0) - dark).max() <= 3
+    assert dark[0].mean() == pytest.approx(127.5, abs=10)
+    assert not np.array_equal(dark[0], dark[1])
+
+
+def test_nothing_but_the_schedule_differs_between_rows() -> None:
+    """Where two schedules have left as much of the image, their pictures are the same."""
+    a, b = make_schedule("cosine", 100), make_schedule("cosine", 200)
+    early, late = 40, int((b.alphas_bar - a.alphas_bar[40]).abs().argmin())
+    one, other = noisy(pictures(), a, early, 7), noisy(pictures(), b, late, 7)
+    assert np.abs(one.astype(float) - other).max() <= 4
+
+
+def test_the_same_seed_makes_the_same_file_and_another_one_another(tmp_path: Path) -> None:
+    first, again, other = (
+        destroy(pictures(), ["cosine"], 30, tmp_path / f"{name}.gif", seed)[0].read_bytes()
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert first == again
+    assert first != other
+
+
+def test_large_images_are_reduced_and_only_as_many_shown_as_fit(tmp_path: Path) -> None:
+    wide = np.zeros((9, 300, 500, 3), np.uint8)
+    path, _ = destroy(wide, ["cosine"], 3, tmp_path / "wide.gif")
+    height, width = frames(path)[0].shape
+    assert height < 250 and width < 1100
+    many = destroy(pictures(40), ["cosine"], 3, tmp_path / "many.gif")[0]
+    assert frames(many)[0].shape[1] < 1100
+
+
+def test_a_process_shorter_than_the_animation_has_a_frame_for_each_step(tmp_path: Path) -> None:
+    path, _ = destroy(pictures(), ["cosine"], 2, tmp_path / "short.gif")
+    assert 3 <= len(frames(path)) <= 3 + HELD
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "schedules", "timesteps", "count", "sentence"),
+    [
+        ("x.png", ["cosine"], 100, 1, "The animation is a GIF, but 'x.png' given"),
+        ("x.gif", ["cosine", "sine"], 100, 1, "schedule: 'sine' given; known are linear, cosine"),
+        ("x.gif", ["linear"], 20, 1, "timesteps: 20 given with schedule linear"),
+        ("x.gif", ["cosine"], 100, 0, "There is no image to destroy"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_a_sentence(
+    tmp_path: Path, name: str, schedules: list[str], timesteps: int, count: int, sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        destroy(pictures(count), schedules, timesteps, tmp_path / name)
+
+
+def test_what_cannot_be_written_is_told_and_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "dir.gif").mkdir()
+    (tmp_path / "still.png").mkdir()
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "mine.png").write_text("my own")
+    before = sorted(tmp_path.rglob("*"))
+    for name, told in {
+        "dir.gif": "dir.gif is a folder",
+        "still.gif": "still.png is a folder",
+        "file/x.gif": r"Cannot write .*x\.gif and x\.png: ",
+        "x" * 300 + ".gif": "File name too long",
+        "mine.gif": r"mine\.png is there already",
+    }.items():
+        with pytest.raises(UserError, match=told):
+            destroy(pictures(), ["cosine"], 3, tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "mine.png").read_text() == "my own"
+
+
+@pytest.mark.parametrize("room", [0, 2000])
+def test_a_full_disk_leaves_the_earlier_animation(tmp_path: Path, room: int) -> None:
+    path, strip = destroy(pictures(), ["cosine"], 3, tmp_path / "x.gif")
+    before = {item: item.read_bytes() for item in (path, strip)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"Cannot write .*: File too large"):
+            destroy(pictures(), ["linear"], 100, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {item: item.read_bytes() for item in tmp_path.iterdir()} == before
+
+
+# From prepared data
+
+
+def test_prepared_images_are_destroyed_by_every_schedule_that_their_steps_allow(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "raw").mkdir()
+    for i in range(8):
+        Image.fromarray(pictures()[0, :, :, 0] // (i + 1)).save(tmp_path / f"raw/{i}.png")
+    workspace = Workspace.open(str(tmp_path / "workspace"))
+    source = {"source": str(tmp_path / "raw"), "image_size": 8, "holdout": 0.0, "workers": 1}
+    prepare(validate({"prepare": source, "train": {"batch_size": 4}}), workspace)
+    heights = []
+    for timesteps in (20, 50):
+        config = validate({"diffusion": {"timesteps": timesteps}})
+        told = destroy_prepared(config, workspace, 3, tmp_path / "x.gif")
+        assert "x.gif" in told and "x.png" in told
+        heights.append(frames(tmp_path / "x.gif")[0].shape[0])
+    # Of 20 steps the schedule of the settings is shown, of more all of them, a row each.
+    assert heights[1] - heights[0] == (len(SCHEDULES) - 1) * (TILE + GAP)

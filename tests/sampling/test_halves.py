@@ -1,0 +1,74 @@
+"""A batch in two halves: the same images, and PyTorch's threads as they were."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_core import rng
+from ddpm_core.config import Diffusion, Sample
+from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.sampling.halves import in_halves
+from ddpm_core.sampling.sampler import ImageSampler
+
+NETWORK = UNetConfig(8, 1, 16, (1, 2), 1, (4,), conditioning="class", classes=3)
+DATA = {"classes": ["a", "b", "c"], "class_counts": [1, 2, 3]}
+
+
+@pytest.fixture(autouse=True)
+def one_thread_again() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+@torch.no_grad()
+def network() -> UNet:
+    """Random weights, the last layers' too: all that is computed can be seen in the images."""
+    made = UNet(NETWORK)
+    for number, weight in enumerate(made.parameters()):
+        key = rng.key(rng.Purpose.INIT, number)
+        weight.copy_(0.2 * rng.normal(key, torch.tensor([0]), weight.shape)[0])
+    return made.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize("count", [1, 5])
+def test_two_threads_draw_the_images_that_one_draws(count: int, guidance: float) -> None:
+    settings = Sample(steps=3, guidance=guidance)
+    sampler = ImageSampler(network(), DATA, settings, Diffusion())
+    alone = sampler.images(range(7, 7 + count))
+    torch.set_num_threads(2)
+    assert np.array_equal(sampler.images(range(7, 7 + count)), alone)
+    assert len(np.unique(alone)) > 10
+
+
+@pytest.mark.parametrize(("threads", "shares"), [(1, [1]), (2, [1, 1]), (3, [3]), (4, [2, 2])])
+def test_each_half_has_half_of_the_threads(threads: int, shares: list[int]) -> None:
+    seen: list[int] = []
+
+    def work(rows: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return rows * 2
+
+    torch.set_num_threads(threads)
+    assert in_halves(work, torch.arange(5)).tolist() == [0, 2, 4, 6, 8]
+    assert seen == shares
+
+
+def test_later_threads_have_the_number_of_before_also_after_an_error() -> None:
+    def work(rows: Tensor) -> Tensor:
+        raise ValueError("no images")
+
+    torch.set_num_threads(2)
+    with pytest.raises(ValueError, match="no images"):
+        in_halves(work, torch.arange(2))
+    seen: list[int] = []
+    later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert [torch.get_num_threads(), *seen] == [2, 2]

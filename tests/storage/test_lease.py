@@ -1,0 +1,160 @@
+"""One run at a time in a workspace, wherever the others run."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from support.s3_server import Bucket
+
+from ddpm_core.errors import UserError
+from ddpm_core.storage import lease as leases
+from ddpm_core.storage.lease import LEASE, Lease, hold
+from ddpm_core.storage.workspace import Workspace
+from ddpm_core.training.log import read_rows
+
+
+@pytest.fixture
+def uri(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty workspace in S3, with a quick heart."""
+    bucket.enter(monkeypatch, tmp_path)
+    monkeypatch.setattr(leases, "HEARTBEAT", 0.2)
+    monkeypatch.setattr(leases, "LIFETIME", 3.0)
+    monkeypatch.setattr(leases, "LOOK", 0.05)
+    return bucket.uri(f"{tmp_path.name}/run")
+
+
+def elsewhere(uri: str) -> Lease:
+    """A lease that a process on another machine holds, its heart beating."""
+    workspace = Workspace.open(uri)
+    lease = Lease(workspace, workspace.storage.read_tagged(LEASE))
+    lease._facts = {**lease._facts, "boot": "another"}
+    lease.start()
+    return lease
+
+
+def test_a_second_run_is_refused_at_once_with_the_owner_named(uri: str) -> None:
+    with (
+        hold(Workspace.open(uri)) as lease,
+        pytest.raises(UserError, match=f"in use by process {os.getpid()} on"),
+        hold(Workspace.open(uri)),
+    ):
+        pass
+    assert lease.fence == 1
+    with hold(Workspace.open(uri)) as lease:
+        assert lease.fence == 2
+        lease.check()
+
+
+def test_an_owner_on_another_machine_is_known_to_live_by_its_heart(
+    uri: str,
+) -> None:
+    lease = elsewhere(uri)
+    with pytest.raises(UserError, match="in use by process"), hold(Workspace.open(uri)):
+        pass
+    lease.check()
+    lease.stop()
+    with hold(Workspace.open(uri)) as following:
+        assert following.fence == 2
+
+
+def test_the_lease_of_a_dead_owner_runs_out_and_the_dead_owner_knows_when_it_wakes(
+    uri: str,
+) -> None:
+    lease = elsewhere(uri)
+    lease._stopped.set()
+    lease._thread.join()
+    with hold(Workspace.open(uri)) as following:
+        assert following.fence == 2
+        with pytest.raises(UserError, match=r"taken over by process \d+ on .*; this run stops"):
+            lease.check()
+        following.check()
+
+
+def test_without_proc_an_owner_is_known_by_its_heart(
+    uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On macOS no process can be told from another, not even this one."""
+    monkeypatch.setattr(leases, "_process", lambda pid: {"boot": "h", "space": "", "started": ""})
+    with (
+        hold(Workspace.open(uri)) as lease,
+        pytest.raises(UserError, match="in use by"),
+        hold(Workspace.open(uri)),
+    ):
+        pass
+    assert lease.fence == 1
+
+
+@pytest.mark.parametrize("place", ["lock", "write_if"])
+def test_a_workspace_that_can_not_be_written_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    workspace = Workspace.open(str(tmp_path))
+    monkeypatch.setattr(workspace.storage, place, refused)
+    with (
+        pytest.raises(UserError, match=r"Cannot write to the workspace .*: Read-only"),
+        hold(workspace),
+    ):
+        pass
+
+
+def test_of_two_that_find_it_free_the_quicker_has_it(uri: str) -> None:
+    first, second = Workspace.open(uri), Workspace.open(uri)
+    quick, slow = Lease(first, None), Lease(second, None)
+    quick.start()
+    with pytest.raises(UserError, match="in use by process"):
+        slow.start()
+    quick.check()
+    quick.stop()
+
+
+def test_a_lease_that_somebody_removed_is_written_again(uri: str) -> None:
+    workspace = Workspace.open(uri)
+    with hold(workspace) as lease:
+        workspace.storage.remove(LEASE)
+        lease._try_renew()
+        lease.check()
+        assert workspace.storage.exists(LEASE)
+
+
+def test_who_takes_a_directory_over_sweeps_what_the_dead_left(tmp_path: Path) -> None:
+    workspace = Workspace.open(str(tmp_path))
+    with hold(workspace):
+        pass
+    for name in (".step-00000004.0123abcd.ddpm-staged", "step-00000008"):
+        (tmp_path / "snapshots" / name).mkdir(parents=True)
+    (tmp_path / ".run.json.89abcdef.ddpm-staged").write_bytes(b"{")
+    with hold(workspace) as lease:
+        assert lease.fence == 2
+        assert [path.name for path in (tmp_path / "snapshots").iterdir()] == ["step-00000008"]
+        assert {path.name for path in tmp_path.iterdir()} == {"snapshots", "lease.json", ".lock"}
+
+
+def test_the_rows_of_a_run_that_lost_its_lease_are_not_read_twice(uri: str) -> None:
+    storage = Workspace.open(uri).storage
+    for turn, steps in ((1, (1, 2, 3)), (2, (3, 4)), (3, (5,))):
+        mirror = storage.mirror("log.jsonl", turn)
+        mirror.path.unlink(missing_ok=True)  # as if the turns before were not known
+        mirror.start()
+        mirror.path.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+        mirror.close()
+    assert [row["step"] for row in read_rows(storage.local("log.jsonl"))] == [1, 2, 3, 4, 5]
+
+
+def test_a_lease_that_was_removed_by_hand_costs_no_row(uri: str) -> None:
+    for step in (1, 2):
+        with hold(Workspace.open(uri)) as lease:
+            assert lease.fence == 1
+            mirror = Workspace.open(uri).storage.mirror("log.jsonl", lease.fence)
+            mirror.start()
+            with mirror.path.open("a") as file:
+                file.write(f'{{"step": {step}}}\n')
+            mirror.close()
+        Workspace.open(uri).storage.remove(LEASE)
+    log = Workspace.open(uri).storage.local("log.jsonl")
+    assert [row["step"] for row in read_rows(log)] == [1, 2]

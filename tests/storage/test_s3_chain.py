@@ -1,0 +1,46 @@
+"""All five verbs on a workspace in S3, and what they leave there and here."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from support.mlflow_server import shared_server, wait_until
+from support.program import TINY, start, write_params
+from support.s3_server import Bucket
+from support.served_models import address, ask, get
+
+
+def test_the_whole_chain_lives_in_s3_and_leaves_its_neighbours_alone(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    text = TINY.replace('uri: ""', f"uri: {shared_server().running().uri}")
+    write_params(tmp_path, f"{text}evaluate: {{metrics: [fid]}}\nregister: {{name: in-s3}}\n")
+    for neighbour in ("chain2/snapshots/step-00000012/model", "chai/lease.json"):
+        bucket.put(neighbour, b"a neighbour's")
+    uri, place = bucket.uri("chain"), tmp_path / "tmp"
+    said = bucket.ddpm(tmp_path, "run", "-w", uri, place=place)
+    assert "Promoted: there was no champion" in said
+    assert f"Look at {uri}/evaluation/report.html" in said
+    said = bucket.ddpm(tmp_path, "status", "-w", uri, place=place)
+    assert said.count("up to date") == 5
+    said = bucket.ddpm(tmp_path, "report", "-w", uri, place=place)
+    assert f"{uri}/evaluation/report.html" in said
+    assert b"<html" in bucket.read("chain/evaluation/report.html")
+    assert {path.name for path in tmp_path.iterdir()} == {"params.yaml", "tmp"}
+    answers_without_s3(tmp_path)
+    others = [key for key in bucket.keys("chai") if not key.startswith("chain/")]
+    assert others == ["chai/lease.json", "chain2/snapshots/step-00000012/model"]
+
+
+def answers_without_s3(folder: Path) -> None:
+    """The registered model is served, and called, where nobody knows the bucket."""
+    process = start(folder, "serve", "--port", "0")
+    try:
+        url = address(process)
+        wait_until(lambda: get(f"{url}/ready")[0] == 200, "the model of S3 is served")
+        status, images = ask(f"{url}/invocations", {"inputs": [{"n": 2}]})
+        assert (status, len(images)) == (200, 2)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.ended(10)

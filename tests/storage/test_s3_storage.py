@@ -1,0 +1,351 @@
+"""A prefix in S3: large files in parts, long lists, copies shared and checked, mistakes told."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.s3_server import Bucket, Gate
+
+from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.storage import (
+    MANIFEST,
+    Changed,
+    Unreachable,
+    open_storage,
+    transfer,
+    verify,
+)
+from ddpm_core.storage import mirror as mirrors
+from ddpm_core.storage.client import connect
+from ddpm_core.storage.lease import Lease
+from ddpm_core.storage.s3 import S3Storage
+from ddpm_core.storage.workspace import Workspace
+
+
+@pytest.fixture
+def prefix(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    bucket.enter(monkeypatch, tmp_path)
+    return f"{tmp_path.name}/run"
+
+
+@pytest.fixture
+def storage(bucket: Bucket, prefix: str) -> S3Storage:
+    return S3Storage(bucket.uri(prefix))
+
+
+def cached(place: Path) -> list[Path]:
+    return [path for path in place.glob("ddpm-cache-*/*/**/*") if path.is_file()]
+
+
+def test_a_large_file_goes_in_parts_and_comes_back_checked(
+    bucket: Bucket, prefix: str, storage: S3Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PART", 5 * 2**20)
+    storage = S3Storage(bucket.uri(prefix))
+    content = bytes(range(256)) * (11 * 2**12)
+    with storage.new_folder("data") as folder:
+        (folder / "images.npy").write_bytes(content)
+    storage.move("data", "moved")
+    head = bucket.client.head_object(Bucket=bucket.name, Key=f"{prefix}/moved/images.npy")
+    assert "-3" in head["ETag"]
+    assert head["Metadata"]["sha256"] == storage.checksum("moved/images.npy")
+    assert (storage.local("moved") / "images.npy").read_bytes() == content
+    storage.write("large", content)
+    assert storage.read("large") == content
+
+
+def test_a_list_of_several_pages_is_read_to_its_end(
+    storage: S3Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PAGE", 2)
+    for number in range(5):
+        storage.write(f"x/{number}", b"x")
+        storage.write(f"x/folder-{number}/{MANIFEST}", b"{}")
+    assert storage.names("x") == [*"01234", *(f"folder-{n}" for n in range(5))]
+    assert storage.sealed("x") == [f"folder-{n}" for n in range(5)]
+    storage.remove("x")
+    assert storage.names("x") == []
+
+
+def test_what_was_not_uploaded_to_its_end_is_not_there_and_is_swept(
+    bucket: Bucket, prefix: str, storage: S3Storage
+) -> None:
+    for step in ("step-00000004", "step-00000008"):
+        with storage.new_folder(f"snapshots/{step}") as folder:
+            (folder / "model").write_bytes(b"x")
+    bucket.delete(f"{prefix}/snapshots/step-00000008/{MANIFEST}")
+    upload = bucket.client.create_multipart_upload(
+        Bucket=bucket.name, Key=f"{prefix}/snapshots/step-00000012/model"
+    )
+    assert storage.sealed("snapshots") == ["step-00000004"]
+    assert not storage.exists("snapshots/step-00000008")
+    bucket.put(f"{prefix}2/snapshots/step-00000008/model", b"a neighbour's")
+    storage.sweep()
+    assert storage.names("snapshots") == ["step-00000004"]
+    assert bucket.keys(f"{prefix}2/") == [f"{prefix}2/snapshots/step-00000008/model"]
+    left = bucket.client.list_multipart_uploads(Bucket=bucket.name, Prefix=prefix)
+    assert upload["UploadId"] not in [one["UploadId"] for one in left.get("Uploads", ())]
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
+def test_an_object_that_is_not_what_was_written_is_named(
+    bucket: Bucket, prefix: str, storage: S3Storage, damage: str
+) -> None:
+    with storage.new_folder("a") as folder:
+        (folder / "model").write_bytes(b"weights")
+    storage.forget("a")
+    key = f"{prefix}/a/model"
+    if damage == "gone":
+        bucket.delete(key)
+    else:
+        bucket.put(key, b"WEIGHTS" if damage == "changed" else b"weigh")
+    with pytest.raises(Corrupt, match=r"a\b.*model"):
+        verify(storage.local("a"))
+
+
+def test_a_file_whose_bytes_rotted_is_not_read(
+    bucket: Bucket, prefix: str, storage: S3Storage
+) -> None:
+    storage.write("run.json", b"{}")
+    head = bucket.client.head_object(Bucket=bucket.name, Key=f"{prefix}/run.json")
+    bucket.client.put_object(
+        Bucket=bucket.name, Key=f"{prefix}/run.json", Body=b"[]", Metadata=head["Metadata"]
+    )
+    for read in (storage.read, storage.local):
+        with pytest.raises(Corrupt, match=r"run\.json was .*: its checksum differs"):
+            read("run.json")
+
+
+def test_processes_of_one_machine_share_a_copy_which_the_last_one_removes(
+    bucket: Bucket, prefix: str, storage: S3Storage, tmp_path: Path
+) -> None:
+    storage.write("file", b"content")
+    other = S3Storage(bucket.uri(prefix))
+    first, second = storage.local("file"), other.local("file")
+    assert first.stat().st_ino == second.stat().st_ino
+    storage._cache.close()
+    assert second.read_bytes() == b"content"
+    other._cache.close()
+    assert cached(tmp_path) == []
+
+
+def test_a_copy_that_is_damaged_is_made_anew(storage: S3Storage) -> None:
+    with storage.new_folder("a") as folder:
+        (folder / "model").write_bytes(b"weights")
+    (storage.local("a") / "model").write_bytes(b"WEIGHTS")
+    assert (storage.local("a") / "model").read_bytes() == b"weights"
+
+
+def test_a_file_that_grew_long_lies_in_several_segments(
+    bucket: Bucket, prefix: str, storage: S3Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "SEGMENT", 100)
+    mirror = storage.mirror("log.jsonl", 3)
+    mirror.start()
+    with mirror.path.open("a") as file:
+        for step in range(30):
+            print(f'{{"step": {step}}}', file=file, flush=True)
+            mirror.push()
+        file.write('{"step": 30')
+    mirror.close()
+    lines = [f'{{"step": {step}}}' for step in range(30)]
+    assert storage.local("log.jsonl").read_text().splitlines() == lines
+    segments = bucket.keys(f"{prefix}/log.jsonl.parts/")
+    assert segments[0].endswith("/00000003-0000") and len(segments) == 4
+
+
+def test_a_server_without_conditions_is_told_once_and_used_all_the_same(
+    storage: S3Storage, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from botocore.awsrequest import AWSResponse
+    from urllib3 import HTTPResponse
+
+    def refuse(request: Any, **_: Any) -> Any:
+        if {"If-Match", "If-None-Match"} & set(request.headers):
+            body = b"<Error><Code>NotImplemented</Code><Message>no</Message></Error>"
+            raw = HTTPResponse(body=body, preload_content=False)
+            raw.stream = lambda *_: iter([body])  # type: ignore[method-assign]
+            return AWSResponse(request.url, 501, {}, raw)
+        return None
+
+    for one in (storage._quick, storage._bucket):
+        one.client.meta.events.register("before-send.s3.PutObject", refuse)
+    tag = storage.write_if("lease.json", b"one", None)
+    storage.write_if("lease.json", b"two", tag)
+    with pytest.raises(Changed):
+        storage.write_if("lease.json", b"three", tag)
+    with storage.new_folder("a") as folder:
+        (folder / "model").write_bytes(b"weights")
+    assert storage.sealed("") == ["a"]
+    assert capfd.readouterr().err.count("has no conditional put") == 1
+
+
+def test_an_absent_bucket_server_key_or_package_is_one_sentence(
+    bucket: Bucket, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Unreachable, match="There is no bucket 'absent-bucket' at http"):
+        open_storage("s3://absent-bucket/run")
+    with pytest.raises(UserError, match="s3://bucket/prefix is needed"):
+        open_storage("s3:///run")
+    gate = Gate(bucket.environment["AWS_ENDPOINT_URL"])
+    gate.shut()
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
+        with pytest.raises(Unreachable, match=f"{gate.endpoint} does not answer"):
+            open_storage(bucket.uri(prefix))
+    with monkeypatch.context() as patch:
+        patch.delenv("AWS_ACCESS_KEY_ID")
+        patch.delenv("AWS_SECRET_ACCESS_KEY")
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "absent")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setattr("boto3.DEFAULT_SESSION", None)
+        with pytest.raises(
+            Unreachable, match=r"Unable to locate credentials\): look at AWS_ACCESS"
+        ):
+            open_storage(bucket.uri(prefix))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "boto3", None)
+        with pytest.raises(UserError, match=r"pip install 'ddpm-core\[s3\]'"):
+            open_storage(bucket.uri(prefix))
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(
+    bucket: Bucket, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(bucket.environment["AWS_ENDPOINT_URL"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
+    storage = S3Storage(bucket.uri(prefix))
+    storage.write("file", b"content")
+    gate.shut()
+    gate.open()
+    assert storage.read("file") == b"content"
+
+
+@pytest.fixture
+def gated(bucket: Bucket, prefix: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, S3Storage]:
+    """A gate whose answers can be spoiled, and a storage with a file behind it."""
+    gate = Gate(bucket.environment["AWS_ENDPOINT_URL"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
+    storage = S3Storage(bucket.uri(prefix))
+    storage.write("file", b"content")
+    return gate, storage
+
+
+def ask(storage: S3Storage, attempts: int, reading: float = 5.0) -> None:
+    """How often it asks from here on, and how many seconds it waits for an answer."""
+    for one in (storage._bucket, storage._quick):
+        one.client = connect(attempts, reading=reading)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("drop", r"does not answer \(ConnectionClosedError\)"),
+        ("hang", r"does not answer \(ReadTimeoutError\)"),
+        ("cut", r"breaks its answers off \((ResponseStreaming|IncompleteRead)Error\)"),
+    ],
+)
+def test_answers_that_break_off_or_never_come_are_one_sentence(
+    gated: tuple[Gate, S3Storage], how: str, told: str
+) -> None:
+    gate, storage = gated
+    ask(storage, attempts=1, reading=0.1)
+    gate.spoil(how, 1000)
+    attempts: list[Callable[[], object]] = [
+        lambda: storage.read("file"),
+        lambda: storage.read_tagged("file"),
+        lambda: storage.local("file"),
+    ]
+    if how != "cut":  # an answer to these has no body
+        attempts += [
+            lambda: storage.write("file", b"content"),
+            lambda: storage.write_if("lease.json", b"mine", None),
+        ]
+    for attempt in attempts:
+        with pytest.raises(Unreachable, match=f"{gate.endpoint} {told}: look at"):
+            attempt()
+
+
+def test_a_body_that_breaks_off_is_asked_for_as_often_as_a_request(
+    gated: tuple[Gate, S3Storage],
+) -> None:
+    gate, storage = gated
+    ask(storage, attempts=3)
+    gate.spoil("cut", 2)
+    assert storage.read("file") == b"content"
+    gate.spoil("cut", 2)
+    found = storage.read_tagged("file")
+    assert found is not None and found.data == b"content"
+    gate.spoil("cut", 3)
+    with pytest.raises(Unreachable, match="breaks its answers off"):
+        storage.read("file")
+
+
+@pytest.mark.parametrize("validation", ["when_supported", "when_required"])
+def test_a_bit_flipped_in_transit_is_asked_for_again(
+    gated: tuple[Gate, S3Storage], validation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the server's checksum, or by ours where boto3 does not compare the server's."""
+    monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", validation)
+    gate, storage = gated
+    ask(storage, attempts=2)
+    content = b"some weights"
+    with storage.new_folder("a") as folder:
+        (folder / "model").write_bytes(content)
+    storage.forget("a")
+    gate.flip(content, 2)
+    assert storage.read("a/model") == content and not gate.flips
+    gate.flip(content, 2)
+    assert (storage.local("a") / "model").read_bytes() == content and not gate.flips
+    storage.forget("a")
+    for fetch in (storage.read, storage.local):
+        gate.flip(content, 1000)
+        with pytest.raises(Corrupt, match="its checksum differs"):
+            fetch("a/model")
+        assert gate.flips >= 1000 - 2 * 3
+
+
+def test_a_lease_outlives_answers_that_break_off_or_never_come(
+    gated: tuple[Gate, S3Storage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gate, storage = gated
+    lease = Lease(Workspace(storage), None)
+    lease.start()
+    ask(storage, attempts=1, reading=0.1)
+    for how in ("drop", "hang", "cut"):
+        gate.spoil(how, 1000)
+        lease._try_renew()
+    gate.spoil("", 0)
+    ask(storage, attempts=1)
+    lease._try_renew()
+    lease.check()
+    lease.stop()
+    told = capsys.readouterr().err
+    assert told.count("Cannot renew the lease") == told.count("is renewed again") == 1
+
+
+def test_what_is_no_s3_server_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers everything with a page for people."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html><body><p>Welcome</body></html>")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        with pytest.raises(Unreachable, match="S3 failed at s3://bucket/run"):
+            open_storage("s3://bucket/run")
+        server.shutdown()

@@ -1,0 +1,40 @@
+"""`ddpm bench scaling` measures real runs and leaves the user's workspace alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.program import TINY, ddpm, write_params
+
+
+def test_one_and_two_workers_are_measured_by_training(tmp_path: Path) -> None:
+    write_params(tmp_path, TINY)
+    arguments = ("bench", "scaling", "--workers", "2", "--steps", "6", "--json", "scaling.json")
+    said = ddpm(tmp_path, *arguments)
+    assert "efficiency" in said
+    assert "communication" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"params.yaml", "scaling.json"}
+    one, two = json.loads((tmp_path / "scaling.json").read_text())["scaling"]
+    assert (one["workers"], one["speedup"], one["efficiency"]) == (1, 1, 1)
+    assert 0 <= one["communication"] < two["communication"] < 1
+    assert two["speedup"] == pytest.approx(two["images_per_second"] / one["images_per_second"])
+    assert two["efficiency"] == pytest.approx(two["speedup"] / 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--workers", "9"), "--workers 9: from 1 to train.batch_size, 8, are possible."),
+        (("--steps", "1"), "--steps 1: at least 2 are needed"),
+        (("-S", "prepare.source=nowhere"), "nowhere"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(
+    tmp_path: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    write_params(tmp_path, TINY)
+    said = ddpm(tmp_path, "bench", "scaling", *arguments, status=1)
+    assert sentence in said
+    assert "Traceback" not in said

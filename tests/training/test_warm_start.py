@@ -1,0 +1,177 @@
+"""train.init: what another network knows is taken, what it does not is told in words of the params.
+
+The other network is that of `models.write_checkpoint`, for the classes circle, square and 7.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import CLASSES, write_checkpoint
+
+from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.config import Config
+from ddpm_core.config import load as params
+from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.interop.checkpoints import import_checkpoint
+from ddpm_core.interop.diffusers import export_folder
+from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.storage import seal
+from ddpm_core.storage.files import read_tensors, save_tensors
+from ddpm_core.storage.workspace import Workspace
+from ddpm_core.training.dry_run import describe
+from ddpm_core.training.identity import differences, identity
+from ddpm_core.training.init import initial_weights
+
+HERE = UNetConfig(8, 1, 8, (1, 2), 1, (4,), conditioning="class", classes=3)
+VECTORS = "condition.embedding.weight"
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return write_checkpoint(tmp_path_factory.mktemp("other") / "class", "class")
+
+
+Weights = dict[str, torch.Tensor]
+
+
+SAME = ("diffusion.timesteps=50",)
+
+
+def begun(
+    other: Checkpoint, network: UNetConfig, classes: list[str], *given: str
+) -> tuple[Weights, str]:
+    """The weights of a network that begins with the other one, and what is told of them."""
+    model = UNet(network)
+    config = params.load(None, [f"train.init={other.folder}", *(given or SAME)])
+    return model.state_dict(), initial_weights(model, config, classes)
+
+
+def fresh(network: UNetConfig) -> Weights:
+    model = UNet(network)
+    initial_weights(model, params.load())
+    return model.state_dict()
+
+
+def of(other: Checkpoint) -> Weights:
+    return other.load("auto", torch.device("cpu")).state_dict()
+
+
+def test_the_same_classes_are_taken_whole_and_nothing_is_told(other: Checkpoint) -> None:
+    weights, told = begun(other, HERE, CLASSES)
+    assert told == ""
+    assert all(torch.equal(weights[name], tensor) for name, tensor in of(other).items())
+
+
+def test_other_classes_start_anew_but_those_of_the_same_name(other: Checkpoint) -> None:
+    network, there = replace(HERE, classes=2), of(other)
+    weights, told = begun(other, network, ["7", "triangle"])
+    assert told == (
+        "train.init: 3 classes there, 2 here: their vectors start anew, but those of 7."
+    )
+    seven, triangle, none = weights[VECTORS]
+    assert torch.equal(seven, there[VECTORS][CLASSES.index("7")])
+    assert torch.equal(triangle, fresh(network)[VECTORS][1])
+    assert torch.equal(none, there[VECTORS][-1])
+    assert all(torch.equal(weights[name], there[name]) for name in there.keys() - {VECTORS})
+
+
+def test_as_many_classes_of_other_names_are_taken_in_their_order(other: Checkpoint) -> None:
+    weights, told = begun(other, HERE, ["a", "b", "c"])
+    assert torch.equal(weights[VECTORS], of(other)[VECTORS])
+    assert "taken in their order" in told
+
+
+def test_all_but_the_classes_is_taken_where_there_are_none(other: Checkpoint) -> None:
+    weights, told = begun(other, replace(HERE, conditioning="none", classes=0), [])
+    assert told == "train.init: model.conditioning is class there, none here: all else is taken."
+    assert all(torch.equal(tensor, of(other)[name]) for name, tensor in weights.items())
+
+
+def test_another_network_is_refused_in_words_of_the_settings(other: Checkpoint) -> None:
+    wide = replace(HERE, in_channels=3, channels=16, multipliers=(1, 2, 2), attention=(8, 2))
+    with pytest.raises(UserError, match=r"has different settings") as caught:
+        begun(other, replace(wide, heads=2), CLASSES)
+    *lines, advice = str(caught.value).splitlines()[1:]
+    assert lines == [
+        "  prepare.channels is 1 there, 3 here",
+        "  model.channels is 8 there, 16 here",
+        "  model.multipliers is [1, 2] there, [1, 2, 2] here",
+        "  model.heads is 1 there, 2 here",
+        "  model.attention is [4] there, [2, 8] here",
+    ]
+    assert "-S prepare.channels=1 -S model.channels=8 -S 'model.multipliers=[1, 2]'" in advice
+    # Images of twice the size are no other network, where attention is at the same levels.
+    assert begun(other, replace(HERE, image_size=16, attention=(8,)), CLASSES)[1] == ""
+
+
+@pytest.fixture(scope="module", params=["snapshot", "diffusers"])
+def noise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network that predicts noise under the linear schedule, in 1000 timesteps."""
+    folder = tmp_path_factory.mktemp("noise")
+    model = UNet(UNetConfig(8, 3, 128, (1, 1), 1, (4,)))
+    initial_weights(model, params.load())
+    export_folder(model, "linear", 1000, "noise", folder / "diffusers")
+    if request.param == "diffusers":
+        return folder / "diffusers"
+    import_checkpoint(folder / "diffusers", folder / "snapshot")
+    return folder / "snapshot"
+
+
+def like_noise(init: Path, *given: str) -> Config:
+    network = ("model.channels=128", "model.multipliers=[1, 1]", "model.attention=[4]")
+    return params.load(None, [f"train.init={init}", "prepare.image_size=8", *network, *given])
+
+
+def test_another_process_is_refused_with_the_settings_to_copy(noise: Path, tmp_path: Path) -> None:
+    config = like_noise(noise, "prepare.source=photos", "diffusion.timesteps=500")
+    model = UNet(UNetConfig(8, 3, 128, (1, 1), 1, (4,)))
+    for attempt in (
+        lambda: initial_weights(model, config),
+        lambda: describe(config, Workspace.open(str(tmp_path / "absent")), 1),  # --dry-run
+    ):
+        with pytest.raises(UserError, match=r"has different settings") as caught:
+            attempt()
+        *lines, advice = str(caught.value).splitlines()[1:]
+        assert sorted(lines) == [
+            "  diffusion.prediction is noise there, v here",
+            "  diffusion.schedule is linear there, cosine here",
+            "  diffusion.timesteps is 1000 there, 500 here",
+        ]
+        copied = [word for word in advice.split() if word.startswith("diffusion.")]
+        found = like_noise(noise, *(word.rstrip(";") for word in copied))
+        assert initial_weights(model, found) == ""
+    allowed = like_noise(noise, "train.init_diffusion=any")
+    assert "diffusion.prediction is noise there, v here" in initial_weights(model, allowed)
+
+
+def test_a_dry_run_names_the_network_that_training_starts_with(noise: Path, tmp_path: Path) -> None:
+    same = ("diffusion.prediction=noise", "diffusion.schedule=linear", "prepare.source=photos")
+    told = describe(like_noise(noise, *same), Workspace.open(str(tmp_path / "absent")), 1)
+    assert f"starts with the weights of {noise}." in told
+
+
+def test_permission_to_differ_is_no_setting_of_the_model() -> None:
+    both = [
+        identity(params.load(None, given), "data") for given in ([], ["train.init_diffusion=any"])
+    ]
+    assert differences(*both) == []
+
+
+def test_weights_that_are_not_finite_begin_nothing(noise: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(noise, folder)
+    [file] = folder.rglob("*.safetensors")
+    tensors = read_tensors(file)
+    tensors["conv_in.weight"][0, 0, 0, 0] = torch.nan
+    save_tensors(tensors, file)
+    if (folder / "manifest.json").exists():
+        (folder / "manifest.json").unlink()
+        seal(folder)
+    model = UNet(UNetConfig(8, 3, 128, (1, 1), 1, (4,)))
+    with pytest.raises(Corrupt, match=r"conv_in\.weight has values that are not finite"):
+        initial_weights(model, like_noise(folder, "diffusion.prediction=noise"))

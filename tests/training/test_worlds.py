@@ -1,0 +1,83 @@
+"""Any number of workers, or a number that changes, trains the same model, up to rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faults.attempt import together
+from support.program import TINY, new_run, prepare_run, write_params
+from support.runs import Tensors, at_start, distance, final, of_file, rows
+
+STEPS = 200
+# The batch is divided by neither 3 nor 4. Warm-up, since rounding chooses the sign of Adam's
+# first steps where a gradient is all but zero.
+SETTINGS = (
+    TINY.replace("attention: [8]}", "attention: [], dropout: 0.1, conditioning: class}")
+    .replace("batch_size: 8\n  log_every: 2", "batch_size: 10\n  precision: fp32\n  log_every: 10")
+    .replace("steps: 12", f"steps: {STEPS}")
+    .replace("snapshot_every: 4", "snapshot_every: 50\n  flip: true\n  reduction: flat")
+    .replace("milestone_every: 6", f"milestone_every: {STEPS}")
+    .replace("keep: 2", "keep: 9")
+    .replace("grid: 4", "grid: 0")
+    .replace("warmup: 2", "warmup: 20")
+)
+SAME_MODEL = 1e-3  # of how far it moved; 1e-6 was seen
+SAME_LOSS = 1e-6  # relative; 7e-8 was seen
+
+
+def train(folder: Path, size: int, steps: int = STEPS) -> None:
+    write_params(folder, SETTINGS.replace(f"steps: {STEPS}", f"steps: {steps}"))
+    together(folder, size, "train")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_run(tmp_path_factory.mktemp("worlds"), SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared: Path) -> dict[int, Path]:
+    """The folder of a run of each world."""
+    folders = {size: new_run(prepared, str(size), SETTINGS) for size in (1, 2, 3, 4)}
+    for size, folder in folders.items():
+        train(folder, size)
+        assert {row["world_size"] for row in rows(folder)} == {size}
+    return folders
+
+
+@pytest.fixture(scope="module")
+def start(prepared: Path) -> Tensors:
+    return of_file(at_start(new_run(prepared, "start", SETTINGS)))
+
+
+def losses_apart(one: Path, other: Path) -> float:
+    """The largest relative difference between two curves."""
+    pairs = zip(rows(one), rows(other), strict=True)
+    return max(abs(a["loss"] - b["loss"]) / a["loss"] for a, b in pairs)
+
+
+def models_apart(one: Path, other: Path, start: Tensors) -> float:
+    """The whole models' difference, relative to how far the first moved."""
+    return distance(of_file(final(other, STEPS)), of_file(final(one, STEPS)), start)
+
+
+def test_one_to_four_workers_have_the_same_losses_and_the_same_model(
+    undisturbed: dict[int, Path], start: Tensors
+) -> None:
+    for size in (2, 3, 4):
+        assert losses_apart(undisturbed[1], undisturbed[size]) <= SAME_LOSS
+        assert models_apart(undisturbed[1], undisturbed[size], start) <= SAME_MODEL
+
+
+def test_a_run_whose_number_of_workers_changes_trains_the_same_model(
+    prepared: Path, undisturbed: dict[int, Path], start: Tensors
+) -> None:
+    folder = new_run(prepared, "changing", SETTINGS)
+    for size, steps in ((1, 60), (3, 130), (2, STEPS)):
+        train(folder, size, steps)
+    worlds = {row["step"]: row["world_size"] for row in rows(folder)}
+    logged = [row["step"] for row in rows(undisturbed[1])]
+    assert worlds == {s: 1 if s <= 60 else 3 if s <= 130 else 2 for s in logged}
+    assert losses_apart(undisturbed[1], folder) <= SAME_LOSS
+    assert models_apart(undisturbed[1], folder, start) <= SAME_MODEL
