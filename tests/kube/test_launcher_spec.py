@@ -15,7 +15,7 @@ import yaml
 
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
-from ddpm_core.masking import masked
+from ddpm_core.text import masked
 from ddpm_core.training.identity import identity
 from ddpm_kube import cli, options
 from ddpm_kube.job import HASH, PARAMS, RUN, build
