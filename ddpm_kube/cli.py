@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load, verb
+from ddpm_core.cli.command import ParamsOption, SetOption, WorkspaceOption, load, verb
 from ddpm_core.config import yaml_text
 from ddpm_core.config.durations import duration
 from ddpm_core.errors import UserError, require
