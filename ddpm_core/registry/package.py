@@ -27,7 +27,7 @@ CHECKPOINT = "checkpoint"  # the folder's name below a model's artifacts/
 CARD = "README.md"
 
 # What an answer needs, and nothing of training, tracking or evaluation.
-NEEDED = ("torch", "numpy", "pillow", "safetensors", "pydantic", "pyyaml", "rich")
+NEEDED = ("torch", "numpy", "pillow", "safetensors", "pydantic", "ruamel.yaml", "rich")
 ANSWER = ("image", "number", "seed", "class", "sampler", "steps", "guidance")
 
 
