@@ -20,8 +20,8 @@ from rich.progress import (
 
 from ddpm_core.config.durations import in_words
 from ddpm_core.errors import Interrupted, UserError
-from ddpm_core.masking import masked, shown
 from ddpm_core.runtime import memory
+from ddpm_core.text import masked, shown
 
 WIDE = 70  # columns of a terminal that has room for more than what is done and the time left
 PLAIN_INTERVAL = 10.0  # seconds between the first lines where there is no terminal

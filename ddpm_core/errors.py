@@ -1,31 +1,84 @@
-"""The mistakes that are the user's to mend: one sentence each, never a traceback."""
+"""Errors that the user can fix. The program prints their message without a traceback."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
 
-from ddpm_core.masking import masked
+from ddpm_core.text import counted, masked
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One invalid setting: where it is, what it is, what is allowed, and what to do.
+
+    `str` renders it: "train.steps: got 0; must be at least 1".
+    """
+
+    path: str  # dotted, as after -S
+    got: str  # "got 0", "missing", "unknown key"
+    expected: str = ""  # "must be at least 1"
+    hint: str = ""  # "did you mean train.optimizer.lr?"
+    option: str = ""  # the command-line option that set it, such as -S
+    involves: tuple[str, ...] = ()  # other settings that this one was compared with
+
+    def __str__(self) -> str:
+        said = "; ".join(part for part in (self.got, self.expected, self.hint) if part)
+        return f"{self.option} {self.path}: {said}".lstrip()
+
+    def below(self, section: str) -> Problem:
+        """Return the problem with its paths relative to the parent of `section`."""
+        involves = tuple(f"{section}.{path}" for path in self.involves)
+        return replace(self, path=f"{section}.{self.path}", involves=involves)
 
 
 class UserError(Exception):
-    """What was given, where, what is allowed, and what to do; exit status 1.
+    """An error that the user can fix; exit status 1.
 
-    Its text may reach a log, an HTTP answer or a page, so it comes without the secrets of URIs.
+    The message says what is wrong, what is allowed and what to do. `problems` are listed below it,
+    one a line. The text may reach a log, an HTTP answer or a page, so `str` masks the secrets of
+    URIs.
     """
 
+    def __init__(self, message: str = "", problems: Sequence[Problem] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
     def __str__(self) -> str:
-        return masked(super().__str__())
+        lines = [super().__str__(), *(f"  {problem}" for problem in self.problems)]
+        return masked("\n".join(lines))
+
+
+def invalid(problems: Sequence[Problem], place: str = "") -> UserError:
+    """Return the error that lists invalid settings: "2 problems in params.yaml:" and a line each.
+
+    `place` is the file or object that contains the settings; empty: it is left out.
+    """
+    where = f" in {place}" if place else ""
+    return UserError(f"{counted(len(problems), 'problem')}{where}:", problems)
+
+
+class Invalid(ValueError):
+    """Problems that a pydantic validator found. Their paths are relative to the validated section.
+
+    `config.problems.problems_of` takes them out of the ValidationError again.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = tuple(problems)
 
 
 class Corrupt(UserError):
-    """A file or folder that is not what was written: damaged, half there, or made up."""
+    """A file or folder does not contain what was written: it is damaged, incomplete or forged."""
 
 
 class Interrupted(Exception):
-    """The work stopped at a request (SIGTERM, Ctrl-C) with everything saved.
+    """The work stopped on request (SIGTERM, Ctrl-C) after everything was saved.
 
-    `status` is the exit status that tells a scheduler to start the same command again.
+    `status` is the exit status that makes a scheduler start the same command again.
     """
 
     def __init__(self, message: str, status: int) -> None:
@@ -34,10 +87,10 @@ class Interrupted(Exception):
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency.
+    """Import an optional dependency and return it.
 
     Raises:
-        UserError: it is missing, and which extra brings it; or its import failed, and why.
+        UserError: the package is missing, and `extra` installs it; or its import failed.
     """
     try:
         return importlib.import_module(module)
@@ -45,7 +98,7 @@ def require(module: str, extra: str) -> ModuleType:
         raise
     except ModuleNotFoundError as error:
         raise UserError(not_installed((error.name or module).partition(".")[0], extra)) from error
-    except Exception as error:  # whatever a package does while it is imported
+    except Exception as error:  # a package may raise anything while it is imported
         package = module.partition(".")[0]
         raise UserError(
             f"The package {package!r} is installed but cannot be imported "
@@ -55,7 +108,7 @@ def require(module: str, extra: str) -> ModuleType:
 
 
 def not_installed(package: str, extra: str) -> str:
-    """Return the message that a package is missing, and which extra brings it."""
+    """Return the message that a package is missing, and which extra installs it."""
     return (
         f"The package {package!r} is not installed. It comes with the extra {extra!r}: "
         f"pip install 'ddpm-core[{extra}]'"

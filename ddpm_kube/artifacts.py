@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddpm_core.masking import masked, shown, throughout
 from ddpm_core.storage.workspace import (
     DATA,
     LOG,
@@ -24,6 +23,7 @@ from ddpm_core.storage.workspace import (
     samples_key,
     snapshot_key,
 )
+from ddpm_core.text import masked, shown, throughout
 
 Facts = dict[str, Any]
 Pictures = Iterable[tuple[str, bytes | None]]  # each with its caption; None: absent

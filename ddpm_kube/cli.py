@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load, verb
+from ddpm_core.cli.command import ParamsOption, SetOption, WorkspaceOption, load, verb
 from ddpm_core.config import yaml_text
 from ddpm_core.config.durations import duration
 from ddpm_core.errors import UserError, require
-from ddpm_core.wording import counted
+from ddpm_core.text import counted
 
 jobs = typer.Typer(
     help="Train as an elastic PyTorchJob on Kubernetes.",

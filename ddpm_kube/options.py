@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from ddpm_core.config import yaml_text
 from ddpm_core.config.section import Processes, Section, as_tuple
 from ddpm_core.errors import UserError
-from ddpm_core.wording import counted
+from ddpm_core.text import counted
 
 _UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _UNITS |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 import yaml
 
 from ddpm_core.config import Config
-from ddpm_core.masking import masked
+from ddpm_core.text import masked
 from ddpm_core.tracking.run import flatten
 from ddpm_kube.names import job_name
 from ddpm_kube.options import Options, amount, refusal

@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
-from ddpm_core.masking import masked
 from ddpm_core.registry.gate import FAULTS, failed, verdicts
 from ddpm_core.storage.workspace import Workspace
+from ddpm_core.text import masked
 from ddpm_kube import options
 from ddpm_kube.options import Options
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from compiling import compiled
 
-from ddpm_core.command import SetOption
+from ddpm_core.cli.command import SetOption
 from ddpm_core.config import yaml_text
 from ddpm_core.console import telling
 from ddpm_core.errors import UserError

@@ -150,9 +150,9 @@ def test_status_says_what_is_stale_and_why(tmp_path: Path) -> None:
     long = f"{tmp_path}/{'nothing' * 20}"
     said = ddpm(tmp_path, "status", "-w", long).splitlines()
     assert said[0] == f"workspace {long}"
-    assert "Nothing of a run is there yet" in said[1]
+    assert "This workspace is empty" in said[1]
     ddpm(tmp_path, "prepare")
-    assert "Nothing of a run" not in ddpm(tmp_path, "status")
+    assert "This workspace is empty" not in ddpm(tmp_path, "status")
     ddpm(tmp_path, "train", "-S", "train.steps=6")
     assert "at step 6 of 12" in ddpm(tmp_path, "status")
     assert "train.optimizer.lr: 0.001 -> 0.1" in ddpm(
@@ -179,10 +179,10 @@ def test_the_version_is_the_packages(tmp_path: Path) -> None:
 def test_without_tracking_a_run_ends_well_and_says_what_it_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = {verb: lambda config, workspace: None for verb in ("prepare", "train", "sample")}
-    monkeypatch.setattr(chain, "VERBS", {**chain.VERBS, **done, "evaluate": done["train"]})
+    for verb in ("prepare", "train", "sample", "evaluate"):
+        monkeypatch.setitem(chain.CHECKS, verb, lambda: lambda config, workspace: None)
     config = params.load(overrides=("tracking.uri=",), workspace=str(tmp_path))
     chain.run(config, Workspace.open(config.workspace), {}, ["run"])
     said = capsys.readouterr().err
-    assert "register: left out, since tracking.uri is empty" in said
+    assert "register: skipped, because tracking.uri is empty" in said
     assert "Done. Look at" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import signal
@@ -23,13 +22,11 @@ from support.program import (
 )
 from support.strangers import STEP, Strangers
 
-from ddpm_core import chain
+from ddpm_core.chain import CHECKS, Checker, wait
 from ddpm_core.config import Config
 from ddpm_core.config.durations import duration
 from ddpm_core.errors import UserError
-from ddpm_core.freshness import CHECKS
 from ddpm_core.storage.workspace import Workspace
-from ddpm_core.waiting import Looker, wait
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +43,14 @@ def waits(config: Config, verb: str, limit: float = 0.0) -> str | None:
     return None
 
 
-def test_what_is_waited_for_is_what_the_chain_would_do() -> None:
-    assert list(CHECKS) == list(chain.VERBS)
+def test_checks_are_the_verbs_own_in_order() -> None:
     assert list(CHECKS) == ["prepare", "train", "sample", "evaluate", "register"]
-    for verb, module in CHECKS.items():
-        assert importlib.import_module(module).stale is chain.VERBS[verb]
+    for verb, load in CHECKS.items():
+        check = load()
+        assert check.__name__ == "stale"
+        folder = {"prepare": "data", "train": "training", "sample": "sampling"}
+        folder |= {"evaluate": "evaluation", "register": "registry"}
+        assert check.__module__.split(".")[1] == folder[verb]
 
 
 def test_waits_in_a_workspace_that_is_not_there_until_it_is_filled(
@@ -68,9 +68,11 @@ def test_waits_in_a_workspace_that_is_not_there_until_it_is_filled(
 def test_the_limit_is_a_sentence_and_status_1(begun: Path) -> None:
     said = ddpm(begun, "wait", "train", "--limit", "0.1", "--interval", "0.05", status=1)
     assert said.count("wait: for train in workspace") == 1
-    assert "After 0 s workspace still lacks what `ddpm train` makes: train: nothing is" in said
+    assert "Timed out after 0 s waiting for `ddpm train` in workspace: train: nothing is" in said
     assert "Traceback" not in said
-    assert "wait trian" in ddpm(begun, "wait", "trian", status=1)
+    assert "ddpm wait: got 'trian'; must be one of prepare" in ddpm(
+        begun, "wait", "trian", status=1
+    )
     assert "a time such as 90s" in ddpm(begun, "wait", "train", "--limit", "soon", status=1)
 
 
@@ -90,13 +92,13 @@ def test_the_output_of_other_settings_satisfies_nobody(tmp_path: Path) -> None:
 def test_what_is_made_anew_meanwhile_is_waited_for_again(tmp_path: Path) -> None:
     """Data that are replaced after they were found good make what was trained on them stale."""
     made = Strangers(tmp_path)
-    looker = Looker(made.config, "sample")
+    checker = Checker(made.config, "sample")
     samples = made.workspace.path("samples")
     shutil.move(samples, tmp_path / "aside")
-    assert str(looker.reason()).startswith("sample: ")
+    assert str(checker.reason()).startswith("sample: ")
     shutil.rmtree(made.workspace.path("data"))
     shutil.move(tmp_path / "aside", samples)
-    assert str(looker.reason()).startswith("prepare: there are no data yet")
+    assert str(checker.reason()).startswith("prepare: there are no data yet")
 
 
 def test_a_workspace_half_written_is_waited_for(tmp_path: Path) -> None:
@@ -115,8 +117,8 @@ def test_a_workspace_half_written_is_waited_for(tmp_path: Path) -> None:
 
 def test_waiting_for_data_and_training_costs_no_torch() -> None:
     code = (
-        "import importlib, sys, ddpm_core.cli, ddpm_core.waiting as w;"
-        "[importlib.import_module(w.CHECKS[v]) for v in ('prepare', 'train')];"
+        "import sys, ddpm_core.cli, ddpm_core.chain as c;"
+        "[c.CHECKS[v]() for v in ('prepare', 'train')];"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,7 +17,7 @@ from ddpm_core.config.prepare import Prepare
 from ddpm_core.config.results import Evaluate, Register, Sample, Tracking
 from ddpm_core.config.section import Section
 from ddpm_core.config.train import Loss, Optimizer, Timesteps, Train
-from ddpm_core.masking import masked, throughout
+from ddpm_core.text import masked, throughout
 
 __all__ = [
     "Config",

@@ -13,7 +13,7 @@ from ddpm_core.config import Config, yaml_text
 from ddpm_core.config.mistakes import fields_of, section_of, sentences
 from ddpm_core.config.paths import output_path
 from ddpm_core.errors import UserError
-from ddpm_core.wording import counted
+from ddpm_core.text import counted
 
 _NEEDED = "sections such as `train:`"
 

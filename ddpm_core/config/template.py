@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -58,6 +57,8 @@ def _lines(
             yield _commented(f"{indent}{name}:", (section.__doc__ or "").partition("\n")[0])
             yield from _lines(section, defaults[name], given.get(name, {}), f"{indent}  ")
         else:
+            import yaml  # a twentieth of a second that other commands save
+
             shown = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
             shown = shown.removesuffix("...\n").rstrip()
             yield _commented(f"{indent}{name}: {shown}", _meaning(field))

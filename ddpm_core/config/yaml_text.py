@@ -1,4 +1,8 @@
-"""YAML that a person wrote, as plain data: no key twice, 1e-3 a number, each mistake a sentence."""
+"""Read YAML that a person wrote, as plain data with text keys.
+
+ruamel.yaml parses the text. Beyond it, this module limits the number of values, because aliases can
+turn a short text into a huge document, and reads numbers as people mean them.
+"""
 
 from __future__ import annotations
 
@@ -6,104 +10,146 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.resolver import VersionedResolver, implicit_resolvers
 
 from ddpm_core.errors import UserError
 from ddpm_core.storage.files import text_of
 
-MOST = 100_000  # values, aliases followed
-_BITS = 1024  # of a whole number; Python writes none of many thousand digits
-_MERGE = "tag:yaml.org,2002:merge"
+MAX_VALUES = 100_000  # in one document, with aliases expanded
+MAX_BITS = 1024  # of an integer; Python refuses to print one with thousands of digits
+_TAG = "tag:yaml.org,2002:"
+
+# 1e-3 is a number; 0123 (octal in YAML 1.1) and 1:30 (90 in base 60) are texts. yes, no, on and off
+# are truth values, as in YAML 1.1.
+_PATTERNS = {
+    "int": (r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$", "-+0123456789"),
+    "float": (
+        r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$"
+        r"|[-+]?\d+[eE][-+]?\d+$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
+        "-+.0123456789",
+    ),
+    "bool": (
+        "(yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF)$",
+        "yYnNtTfFoO",
+    ),
+}
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, of which YAML would keep the last in silence, and
-    aliases that make a small text a large document."""
+def _resolvers() -> dict[str, list[tuple[str, Any]]]:
+    """Return the tags and patterns of unquoted values by the first character of the value."""
+    rules: list[tuple[str, Any, Any]] = [
+        (_TAG + name, re.compile(pattern), first) for name, (pattern, first) in _PATTERNS.items()
+    ]
+    own = {tag for tag, _, _ in rules}
+    for versions, tag, pattern, first in implicit_resolvers:
+        if (1, 2) in versions and tag not in own:
+            rules.append((tag, pattern, first))
+    characters = {character for _, _, first in rules for character in first}
+    return {c: [(tag, p) for tag, p, first in rules if c in first] for c in characters}
 
-    def get_single_node(self) -> yaml.Node | None:
-        node: yaml.Node | None = super().get_single_node()
-        if node is not None:
-            self._weigh(node, {})
-        return node
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """A value that its type does not allow, such as a 30 February, is told with its line."""
+class _Resolver(VersionedResolver):
+    """Decides whether an unquoted value is a number, a truth value, a date or a text."""
+
+    versioned_resolver = _resolvers()
+
+
+class _Constructor(SafeConstructor):
+    """Builds plain data; refuses duplicate keys, recursive aliases and huge documents."""
+
+    def construct_document(self, node: Node) -> Any:
+        self._count = 0
+        self._open: set[Node] = set()
+        return self._plain(node)
+
+    def _plain(self, node: Node) -> Any:
+        self._count += 1
+        if self._count > MAX_VALUES:
+            raise _error(f"more than {MAX_VALUES:,} values, with aliases expanded", node)
+        if isinstance(node, ScalarNode):
+            return self._scalar(node)
+        if node.tag not in (f"{_TAG}map", f"{_TAG}seq"):
+            raise _error(f"unsupported tag {node.tag}", node)
+        if node in self._open:
+            raise _error("an alias inside the value that it refers to", node)
+        self._open.add(node)
+        if isinstance(node, MappingNode):
+            value: Any = self._mapping(node)
+        else:
+            value = [self._plain(item) for item in node.value]
+        self._open.remove(node)
+        return value
+
+    def _scalar(self, node: ScalarNode) -> Any:
+        kind = str(node.tag).rpartition(":")[2]
+        if node.tag not in self.yaml_constructors:
+            raise _error(f"unsupported tag {node.tag}", node)
         try:
-            made = super().construct_object(node, deep)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            kind = node.tag.rpartition(":")[2]
-            raise _wrong(f"{str(node.value)[:60]!r} is no {kind}", node) from error
-        if isinstance(made, int) and made.bit_length() > _BITS:
-            raise _wrong("a number has too many digits", node)
-        return made
+            value = self.construct_non_recursive_object(node)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, YAMLError):
+            raise _error(f"{str(node.value)[:60]!r} is not a valid {kind}", node) from None
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise _error("a number with too many digits", node)
+        return value
 
-    def _weigh(self, node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-        """How many values a node holds; 0 in `known` for those in which this one lies."""
-        if node in known:
-            if not known[node]:
-                raise _wrong("an alias stands inside of what it stands for", node)
-            return known[node]
-        known[node] = 0
-        parts = node.value if isinstance(node, yaml.CollectionNode) else []
-        if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in node.value for part in pair]
-        size = 1 + sum([self._weigh(part, known) for part in parts])
-        if size > MOST:
-            raise _wrong(f"there are more than {MOST:,} values, aliases followed", node)
-        if isinstance(node, yaml.MappingNode):
-            self._merge(node)
-        known[node] = size
-        return size
-
-    def _merge(self, node: yaml.MappingNode) -> None:
-        """Put the keys of `<<: *base` among the node's own, which count where both have one."""
-        own = [pair for pair in node.value if pair[0].tag != _MERGE]
-        named: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        for pair in own:
-            if (name := self._name(pair[0])) in named:
-                raise _wrong(f"key {name!r} stands twice", pair[0])
-            named[name] = pair
-        for _, given in [pair for pair in node.value if pair[0].tag == _MERGE]:
-            for base in given.value if isinstance(given, yaml.SequenceNode) else [given]:
-                if not isinstance(base, yaml.MappingNode):
-                    raise _wrong("<< needs a mapping or a list of them", base)
-                for pair in base.value:
-                    named.setdefault(self._name(pair[0]), pair)
-        node.value = list(named.values())
-
-    def _name(self, key: yaml.Node) -> str:
-        return str(self.construct_object(key, deep=True))
+    def _mapping(self, node: MappingNode) -> dict[str, Any]:
+        """Return a mapping; its own keys override those that `<<: *base` merges into it."""
+        own: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        for key, value in node.value:
+            if key.tag == f"{_TAG}merge":
+                for base in value.value if isinstance(value, SequenceNode) else [value]:
+                    if not isinstance(base, MappingNode):
+                        raise _error("<< requires a mapping or a list of mappings", base)
+                    merged = {**self._plain(base), **merged}  # the first of several bases wins
+                continue
+            if not isinstance(key, ScalarNode):
+                raise _error("a key must be a single value, not a list or a mapping", key)
+            name = str(self._plain(key))
+            if name in own:
+                raise _error(f"duplicate key {name!r}", key)
+            own[name] = self._plain(value)
+        return {**own, **{name: value for name, value in merged.items() if name not in own}}
 
 
-def _wrong(problem: str, node: yaml.Node) -> yaml.YAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+def _error(problem: str, node: Node) -> YAMLError:
+    return MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
-# Numbers as people mean them. YAML 1.1, which PyYAML reads, takes 1e-3 for a text, 0123 for the
-# octal 83 and 1:30 for 90 of base 60: here the first is a number, the others are texts.
-_NUMBERS = {
-    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$",
-    "tag:yaml.org,2002:float": r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$"
-    r"|[-+]?\d+[eE][-+]?\d+$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
-}
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _tag, _pattern in _NUMBERS.items():
-    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), list("-+.0123456789"))
+def _load(content: str) -> Any:
+    """Return the value of a YAML text. Raises YAMLError."""
+    loader = YAML(typ="safe", pure=True)
+    loader.Resolver, loader.Constructor = _Resolver, _Constructor
+    try:
+        return loader.load(content)
+    except RecursionError as error:
+        raise YAMLError("it is nested too deeply") from error
+
+
+def value(content: str) -> Any:
+    """Return the value of a YAML text from the command line. Raises ValueError."""
+    try:
+        return _load(content)
+    except YAMLError as error:
+        shown = content if len(content) <= 60 else content[:57] + "..."
+        raise ValueError(f"{shown!r} is not a YAML value") from error
 
 
 def read(path: Path, what: str, needed: str) -> dict[str, Any]:
-    """The mapping in a file, empty where the file is.
+    """Return the mapping in a file; an empty file is an empty mapping.
 
-    Errors call the file `what`, and what it does not hold `needed`. Raises UserError.
+    Error messages call the file `what` and its expected content `needed`. Raises UserError.
     """
     return parse(text(path, what), str(path), needed)
 
 
 def text(path: Path, what: str) -> str:
-    """The text of a file that errors call `what`. Raises UserError."""
+    """Return the text of a file, which error messages call `what`. Raises UserError."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -112,65 +158,42 @@ def text(path: Path, what: str) -> str:
 
 
 def parse(content: str, name: str, needed: str) -> dict[str, Any]:
-    """The mapping in a text that errors call by `name`; otherwise as `read`."""
+    """Return the mapping in a text, which error messages call `name`; otherwise like `read`."""
     try:
         given = _load(content)
-    except yaml.YAMLError as error:
-        raise UserError(f"{name} is not valid YAML: {_told(error, content)}") from error
+    except YAMLError as error:
+        raise UserError(f"{name} is not valid YAML: {_message(error, content)}") from error
     if given is None:
         return {}
     if not isinstance(given, dict):
-        raise UserError(f"{name} holds a {type(given).__name__}; {needed} are needed.")
+        raise UserError(f"{name} contains a {type(given).__name__}; must contain {needed}.")
     return given
 
 
-# The beginning of what PyYAML says, and the same for people.
+# The beginnings of messages of ruamel.yaml, which has no error codes, in terms of the text.
 _PLAIN = {
-    "expected <block end>": "its indentation does not suit the lines above it",
-    "found unexpected end of stream": "a quote that nothing closes",
-    "mapping values are not allowed": "a colon where none can be; a text that has one needs quotes",
+    "expected <block end>": "its indentation does not match the lines above it",
+    "found unexpected end of stream": "a quote that is not closed",
+    "mapping values are not allowed": "unexpected colon; quote a text that contains one",
 }
 
 
-def _told(error: yaml.YAMLError, content: str) -> str:
-    """What is wrong with a text, and in which line."""
-    if isinstance(error, yaml.reader.ReaderError):
+def _message(error: YAMLError, content: str) -> str:
+    """Return what is wrong with a text, and in which line."""
+    if isinstance(error, ReaderError):
         line = content.count("\n", 0, error.position) + 1
         return f"line {line}: the character {chr(error.character)!r} is not allowed."
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+    if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
         return f"{error}."
     last = error.problem_mark.line
     first = error.context_mark.line if error.context_mark else last
     lines = content.splitlines()[first : last + 1]
     if lines and re.match(r"\s*\t", lines[-1]):
-        return f"line {last + 1}: a tab; YAML takes spaces only."
+        return f"line {last + 1}: a tab; indent with spaces."
     problem = str(error.problem)
-    told = next((told for said, told in _PLAIN.items() if problem.startswith(said)), problem)
+    problem = next((plain for start, plain in _PLAIN.items() if problem.startswith(start)), problem)
     since = f", {error.context} that begins in line {first + 1}" if first < last else ""
-    told = f"line {last + 1}: {told}{since}."
+    message = f"line {last + 1}: {problem}{since}."
+    # A colour such as #808080 is read as a comment, which then hides the closing bracket.
     colors = re.findall(r"[:,\[{]\s*(#[0-9a-fA-F]{3,8})\b", "\n".join(lines))
-    return f"{told} After # all is a comment: quote {colors[0]!r}." if colors else told
-
-
-def value(content: str) -> Any:
-    """A value as a command line gives it. Raises ValueError."""
-    try:
-        return _load(content)
-    except yaml.YAMLError as error:
-        shown = content if len(content) <= 60 else content[:57] + "..."
-        raise ValueError(f"{shown!r} is not a YAML value") from error
-
-
-def _load(content: str) -> Any:
-    """Raises yaml.YAMLError."""
-    try:
-        return _named(yaml.load(content, Loader=_Loader))
-    except RecursionError as error:
-        raise yaml.YAMLError("it is nested too deeply") from error
-
-
-def _named(given: Any) -> Any:
-    """The same with texts as keys, as in JSON."""
-    if isinstance(given, dict):
-        return {str(key): _named(item) for key, item in given.items()}
-    return [_named(item) for item in given] if isinstance(given, list) else given
+    return f"{message} # starts a comment: quote {colors[0]!r}." if colors else message

@@ -15,7 +15,7 @@ from ddpm_core.config import yaml_text
 from ddpm_core.data.names import one_line
 from ddpm_core.data.rejected import SHOWN
 from ddpm_core.data.sources.base import Rejection
-from ddpm_core.wording import counted
+from ddpm_core.text import counted
 
 SIDES = (8, 16, 32, 64, 128, 256, 512, 1024)
 _BAR = 40  # characters

@@ -6,9 +6,9 @@ from ddpm_core.config import Config, Prepare
 from ddpm_core.data.dataset import Prepared, was_changed
 from ddpm_core.data.place import written_places
 from ddpm_core.data.sources.open import changed
-from ddpm_core.masking import masked, throughout
 from ddpm_core.storage import MANIFEST
 from ddpm_core.storage.workspace import DATA, Workspace
+from ddpm_core.text import masked, throughout
 
 _FREE = (
     "workers",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import unicodedata
 
-from ddpm_core.masking import visible
+from ddpm_core.text import visible
 
 _PICTURES = (
     "jpg jpeg jpe jfif jif png apng webp bmp dib gif tif tiff avif jp2 j2k ppm pgm pbm pnm ico "

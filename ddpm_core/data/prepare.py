@@ -38,12 +38,11 @@ from ddpm_core.data.sources.open import open_source
 from ddpm_core.data.split import untrainable
 from ddpm_core.data.square import Square, squares
 from ddpm_core.errors import UserError
-from ddpm_core.masking import masked, throughout
 from ddpm_core.storage import MANIFEST
 from ddpm_core.storage.lease import hold
 from ddpm_core.storage.staging import FULL
 from ddpm_core.storage.workspace import DATA, Workspace
-from ddpm_core.wording import counted
+from ddpm_core.text import counted, masked, throughout
 
 __all__ = ["prepare", "stale"]
 

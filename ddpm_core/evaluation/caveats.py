@@ -8,7 +8,7 @@ from ddpm_core.evaluation.metrics import FEWEST_FOR_IS, SMALL
 from ddpm_core.evaluation.rows import MEASURES, samples_of
 from ddpm_core.evaluation.verdict import percent, sort_rows
 from ddpm_core.scores import Row, best, is_scored
-from ddpm_core.wording import counted
+from ddpm_core.text import counted
 
 LISTED = 10  # steps named in a sentence
 

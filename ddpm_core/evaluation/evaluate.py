@@ -26,7 +26,7 @@ from ddpm_core.sampling.plan import chosen_steps
 from ddpm_core.scores import Row, Scored, is_as_measured, is_scored, with_checksum
 from ddpm_core.storage import MANIFEST
 from ddpm_core.storage.workspace import EVALUATION, SAMPLES, Workspace, samples_key, step_name
-from ddpm_core.wording import counted
+from ddpm_core.text import counted
 
 ROWS = f"{EVALUATION}/rows"
 MADE_UP = (KeyError, ValueError, TypeError, AttributeError)  # what a manifest from a stranger does

@@ -10,7 +10,6 @@ from ddpm_core.evaluation.features import chosen
 from ddpm_core.evaluation.rows import Results
 from ddpm_core.evaluation.shared import FOLDER
 from ddpm_core.evaluation.weights import locate
-from ddpm_core.masking import masked, throughout
 from ddpm_core.scores import is_as_measured, is_scored, ranked, wanted
 from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.storage.files import Manifest
@@ -27,6 +26,7 @@ from ddpm_core.storage.workspace import (
     samples_key,
     snapshot_key,
 )
+from ddpm_core.text import masked, throughout
 
 RECIPE = 5  # raised when the same samples would give other scores, or another verdict
 

@@ -11,10 +11,10 @@ from ddpm_core.evaluation.freshness import OUTPUTS
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.evaluation.tables import best_csv, flat, results_csv
-from ddpm_core.masking import masked, throughout
 from ddpm_core.runtime.precision import choose
 from ddpm_core.scores import Row, best, is_scored, ranked
 from ddpm_core.storage.workspace import EVALUATION, METRICS, RESULTS, TABLE, Workspace, snapshot_key
+from ddpm_core.text import masked, throughout
 
 SECTIONS = ("model", "diffusion", "train", "sample", "prepare")
 LISTED = 20  # straddling images that are named

@@ -17,9 +17,9 @@ from ddpm_core.evaluation.features import SPACES
 from ddpm_core.evaluation.metrics import count_label, metric_name
 from ddpm_core.evaluation.pictures import FOLDER
 from ddpm_core.evaluation.rows import Results, samples_of
-from ddpm_core.masking import shown, throughout
 from ddpm_core.scores import Row, best, best_inception, is_scored, ranked
 from ddpm_core.storage.workspace import REPORT, RESULTS, Workspace
+from ddpm_core.text import shown, throughout
 
 # Facts of a source, see the classes of ddpm_core.data: in words, and those that are folded.
 WORDS = {

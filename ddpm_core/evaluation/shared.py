@@ -24,9 +24,9 @@ from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.features import Extractor
 from ddpm_core.evaluation.frozen import load, read_facts, save_extractor
 from ddpm_core.evaluation.in_domain import InDomain
-from ddpm_core.masking import masked, throughout
 from ddpm_core.storage.files import Count, Schema
 from ddpm_core.storage.workspace import EVALUATION, Workspace
+from ddpm_core.text import masked, throughout
 from ddpm_core.tracking.client import connect, find_experiment
 from ddpm_core.tracking.errors import may_pass, reason
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ddpm_core.evaluation.memorisation import expected_below
 from ddpm_core.scores import Row, best, is_scored, ranked
-from ddpm_core.wording import counted
+from ddpm_core.text import counted
 
 LEVEL = 0.05  # a smaller relative change of a score is called none
 EARLIER = 0.75  # of the last step: what comes later shows whether training still pays

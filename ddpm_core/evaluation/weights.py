@@ -13,10 +13,10 @@ from urllib.parse import unquote, urldefrag, urlsplit
 from ddpm_core.config.paths import input_path
 from ddpm_core.console import say
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.masking import masked
 from ddpm_core.storage import MANIFEST, fetch_whole, sha256_of
 from ddpm_core.storage.client import connect, split
 from ddpm_core.storage.workspace import EVALUATION, Workspace, fingerprint
+from ddpm_core.text import masked
 
 ATTEMPTS = 3
 TIMEOUT = 60.0  # seconds without a byte

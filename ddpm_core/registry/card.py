@@ -11,9 +11,8 @@ from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.evaluation.features import SPACES
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.rows import named_metrics
-from ddpm_core.masking import shown, throughout
 from ddpm_core.scores import Row
-from ddpm_core.wording import counted
+from ddpm_core.text import counted, shown, throughout
 
 LISTED = 20  # classes that are named
 LONGEST = 5000  # characters of a version's description, of which PostgreSQL and MySQL take no more

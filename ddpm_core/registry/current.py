@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import UserError
-from ddpm_core.masking import masked
 from ddpm_core.registry.models import Registry, asking, fetch_to, row_of
+from ddpm_core.text import masked
 from ddpm_core.tracking.errors import reason
 
 if TYPE_CHECKING:

@@ -17,17 +17,17 @@ from typing import Any
 import ddpm_core
 from ddpm_core.checkpoint import SETTINGS, Checkpoint
 from ddpm_core.errors import require
-from ddpm_core.masking import masked, throughout
 from ddpm_core.registry.request import FIELDS
 from ddpm_core.storage import seal
 from ddpm_core.storage.files import read_object
+from ddpm_core.text import masked, throughout
 
 PACKAGE = Path(ddpm_core.__file__).parent
 CHECKPOINT = "checkpoint"  # the folder's name below a model's artifacts/
 CARD = "README.md"
 
 # What an answer needs, and nothing of training, tracking or evaluation.
-NEEDED = ("torch", "numpy", "pillow", "safetensors", "pydantic", "pyyaml", "rich")
+NEEDED = ("torch", "numpy", "pillow", "safetensors", "pydantic", "ruamel.yaml", "rich")
 ANSWER = ("image", "number", "seed", "class", "sampler", "steps", "guidance")
 
 

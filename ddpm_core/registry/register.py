@@ -13,7 +13,6 @@ from ddpm_core.config import Config, Sample
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.mlflow_log import open_tracker
-from ddpm_core.masking import masked, throughout
 from ddpm_core.registry.card import as_description, write_card
 from ddpm_core.registry.gate import (
     FAULTS,
@@ -31,6 +30,7 @@ from ddpm_core.scores import Row, Rows, best, must_be_as_measured
 from ddpm_core.storage.files import Schema, read_tensors
 from ddpm_core.storage.staging import named
 from ddpm_core.storage.workspace import REGISTERED, RESULTS, RUN, SNAPSHOTS, Workspace, fingerprint
+from ddpm_core.text import masked, throughout
 from ddpm_core.tracking.client import transfer_limit, within
 
 KEPT = ("step", "score_name", "score", "evidence", *FAULTS)  # of a row, with a version

@@ -28,7 +28,7 @@ from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.sampling.shards import ShardStore
 from ddpm_core.storage import MANIFEST
 from ddpm_core.storage.workspace import SAMPLES, Workspace, samples_key, snapshot_key
-from ddpm_core.wording import counted
+from ddpm_core.text import counted
 
 ATTEMPTS = 3  # at a shard whose chunks vanish while it is drawn
 

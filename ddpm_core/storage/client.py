@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.storage.base import Refused, Unreachable
-from ddpm_core.wording import sentence
+from ddpm_core.text import sentence
 
 CONNECTIONS = 16  # a request waits far longer than it transfers
 ATTEMPTS = 6

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from ddpm_core.errors import UserError, require
-from ddpm_core.masking import masked
 from ddpm_core.storage.staging import remove, staged_folder, sweep_beside
+from ddpm_core.text import masked
 from ddpm_core.tracking.errors import is_refusal
 
 REQUEST_TIMEOUT = 10  # seconds without a byte; MLflow itself waits 120

@@ -8,10 +8,9 @@ import sqlite3
 from collections.abc import Iterator
 
 from ddpm_core.errors import UserError
-from ddpm_core.masking import masked
 from ddpm_core.runtime.memory import shortage
 from ddpm_core.storage.staging import FULL
-from ddpm_core.wording import sentence
+from ddpm_core.text import masked, sentence
 
 REFUSALS = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 # Exceptions of these packages come from this program or this machine, not from MLflow.

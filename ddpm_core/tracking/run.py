@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import ddpm_core
 from ddpm_core.errors import require
-from ddpm_core.masking import masked
+from ddpm_core.text import masked
 from ddpm_core.tracking.client import connect, find_experiment, is_active
 from ddpm_core.tracking.logtail import Row
 

@@ -19,14 +19,13 @@ from uuid import uuid4
 from ddpm_core import __version__, console
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError, not_installed
-from ddpm_core.masking import masked
 from ddpm_core.storage import MANIFEST
 from ddpm_core.storage.workspace import DATA, LOG, RUN, Workspace
+from ddpm_core.text import counted, masked
 from ddpm_core.tracking.client import is_active
 from ddpm_core.tracking.errors import is_refusal, may_pass, reason
 from ddpm_core.tracking.logtail import Log
 from ddpm_core.tracking.run import MlflowRun
-from ddpm_core.wording import counted
 
 INTERVAL = 1.0  # seconds between two looks at the log
 LONGEST_PAUSE = 30.0  # seconds between two attempts to reach a server that is away

@@ -13,11 +13,11 @@ from ddpm_core.interop.unet2d import from_unet
 from ddpm_core.models.unet import UNet
 from ddpm_core.runtime.device import choose_device
 from ddpm_core.storage.workspace import DATA, Workspace
+from ddpm_core.text import counted
 from ddpm_core.training import budget
 from ddpm_core.training.init import check_data_fits, check_init_stays, network_config
 from ddpm_core.training.optim import Execution
 from ddpm_core.training.warm_start import check_origin, open_origin
-from ddpm_core.wording import counted
 
 # Sources that are known before they are prepared: channels, and how many classes they have.
 KNOWN = {"digits": (1, 10), "cifar10": (3, 10), "dtd": (3, 47)}

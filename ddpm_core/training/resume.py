@@ -11,12 +11,12 @@ from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.masking import masked, throughout
 from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.runtime import compiling
 from ddpm_core.runtime.distributed import World
 from ddpm_core.storage import Unreachable
 from ddpm_core.storage.workspace import RUN, SNAPSHOTS, Workspace, snapshot_key
+from ddpm_core.text import masked, throughout
 from ddpm_core.training import snapshot
 from ddpm_core.training.identity import identity, train_fingerprint
 from ddpm_core.training.init import fresh_network, network_config

@@ -218,7 +218,7 @@ def test_exponents_are_numbers_though_yaml_1_1_says_text(tmp_path: Path) -> None
     [
         (b"train: [", "not valid YAML"),
         (b"- 1\n- 2", "sections such as"),
-        (b"seed: 1\nseed: 2", "stands twice"),
+        (b"seed: 1\nseed: 2", "duplicate key"),
         (b"\xff\xfe\x00", "not"),
         (b"a: !!python/object:os.system {}", "not valid YAML"),
     ],

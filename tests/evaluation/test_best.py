@@ -12,9 +12,9 @@ from support.digits_workspace import digits, make_config, put_data
 from support.mlflow_server import put_store
 from support.models import write_checkpoint
 
+from ddpm_core.chain import CHECKS
 from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.evaluate import evaluate
-from ddpm_core.freshness import check
 from ddpm_core.registry.register import register
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling.run import sample
@@ -55,7 +55,7 @@ class Run:
             ("evaluate", lambda: evaluate(config, self.workspace)),
             ("register", lambda: register(config, self.workspace)),
         ):
-            if check(verb)(config, self.workspace) is not None:
+            if CHECKS[verb]()(config, self.workspace) is not None:
                 action()
                 done.append(verb)
         return done

@@ -15,7 +15,6 @@ import pytest
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageColor, ImageFont
 
-from ddpm_core import masking
 from ddpm_core.config import Sample
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import plots, verdict
@@ -28,6 +27,7 @@ from ddpm_core.evaluation.tables import best_csv, flat, results_csv
 from ddpm_core.sampling.images import png
 from ddpm_core.scores import best, best_inception, best_to_sample, differences, ranked
 from ddpm_core.storage.workspace import Workspace
+from ddpm_core.text import shown as escaped
 
 SAMPLER = {"sampler": "dpmpp", "steps": 20, "precision": "fp32"}
 HOSTILE = (
@@ -441,7 +441,7 @@ def test_names_from_strangers_are_text_and_nothing_else(name: str, tmp_path: Pat
     found = page(tmp_path / "hostile", results(rows, (name, "b")))
     assert len(found.all("img")) == len(plain.all("img"))
     assert not [a for _, attributes in found.tags for a in attributes if a.startswith("on")]
-    assert found.text.count(masking.shown(name)) >= 2  # as class and as problem, as it was given
+    assert found.text.count(escaped(name)) >= 2  # as class and as problem, as it was given
 
 
 def test_near_copies_are_told_with_how_many_were_looked_at(tmp_path: Path) -> None:

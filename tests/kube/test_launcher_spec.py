@@ -15,7 +15,7 @@ import yaml
 
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
-from ddpm_core.masking import masked
+from ddpm_core.text import masked
 from ddpm_core.training.identity import identity
 from ddpm_kube import cli, options
 from ddpm_kube.job import HASH, PARAMS, RUN, build
@@ -397,7 +397,7 @@ def test_flags_win_over_the_file_of_options_and_settings_over_both(tmp_path: Pat
         with pytest.raises(UserError, match="-K"):
             cli.gathered(None, {}, wrong)
     file.write_text("memory: 1Gi\nmemory: 2Gi\n")
-    with pytest.raises(UserError, match="'memory' stands twice"):
+    with pytest.raises(UserError, match="duplicate key 'memory'"):
         cli.gathered(file, {}, [])
 
 

@@ -22,10 +22,10 @@ from ddpm_core.evaluation.shared import Away, fetch_extractor
 from ddpm_core.registry import models
 from ddpm_core.registry.models import Registry, lost
 from ddpm_core.storage.workspace import Workspace
+from ddpm_core.text import counted, sentence
 from ddpm_core.tracking import client as mlflow_client
 from ddpm_core.tracking.client import connect, within
 from ddpm_core.tracking.tracker import Tracker
-from ddpm_core.wording import counted, sentence
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
 

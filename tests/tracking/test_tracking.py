@@ -27,8 +27,8 @@ from support.mlflow_server import QUIET, Server, free_port, put_store, shared_se
 from ddpm_core import __version__
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
-from ddpm_core.masking import masked
 from ddpm_core.storage.workspace import LOG, RUN, Workspace
+from ddpm_core.text import masked
 from ddpm_core.tracking.client import _create_store, connect
 from ddpm_core.tracking.errors import reason
 from ddpm_core.tracking.logtail import Log

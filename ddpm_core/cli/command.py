@@ -1,4 +1,4 @@
-"""What every command has: the options that name settings, and errors told in a sentence."""
+"""What all commands share: the options that choose settings, and the handling of errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ParamsOption = Annotated[
     typer.Option(
         "--params",
         "-p",
-        help="Settings file. Default: ./params.yaml where there is one, else the digits.",
+        help="Params file. Default: ./params.yaml if it exists, else the built-in settings.",
     ),
 ]
 WorkspaceOption = Annotated[
@@ -30,7 +30,7 @@ WorkspaceOption = Annotated[
     typer.Option(
         "--workspace",
         "-w",
-        help="Directory or s3://bucket/prefix of the run. Default: `workspace` of the settings.",
+        help="Directory or s3://bucket/prefix of the run. Default: the setting `workspace`.",
     ),
 ]
 SetOption = Annotated[
@@ -43,8 +43,8 @@ SetOption = Annotated[
     ),
 ]
 
-# Commands that keep what they have finished when they are interrupted.
-KEEPING = ("train", "sample", "evaluate", "register", "run")
+# Commands that can be interrupted without losing finished work.
+RESUMABLE = ("train", "sample", "evaluate", "register", "run")
 
 
 def load(
@@ -53,33 +53,35 @@ def load(
     overrides: list[str] | None,
     trained: bool = False,
 ) -> Config:
-    """The settings of a command: those of the file named, of ./params.yaml, or the defaults.
+    """Return the config of a command, from `file`, else ./params.yaml, else the defaults.
 
-    `trained`: it works on checkpoints alone, whose own settings say what they can draw.
+    `trained`: the command only uses checkpoints, which contain the settings they were trained
+    with. So `sample` does not have to fit `model` and `diffusion` of this config.
     """
     default = Path("params.yaml")
     file = file or (default if default.exists() else None)
     return params.load(file, overrides or (), workspace, trained)
 
 
-# Commands that errors name as `ddpm VERB`, for what is to be done first.
-_NAMED = re.compile(r"`(ddpm (?:prepare|train|sample|evaluate|register|run))`")
+# Messages mark a command as `ddpm VERB`. It is printed with the options of the present command, so
+# that it can be copied as it is.
+_COMMAND = re.compile(r"`(ddpm (?:prepare|train|sample|evaluate|register|run))`")
 
 
-def completed(message: str, options: Sequence[str]) -> str:
-    """A message whose commands work on the same settings and workspace as the present one."""
-    return _NAMED.sub(lambda found: f"`{shlex.join([*found[1].split(), *options])}`", message)
+def with_options(message: str, options: Sequence[str]) -> str:
+    """Return a message in which every `ddpm VERB` has the options -p, -w and -S."""
+    return _COMMAND.sub(lambda found: f"`{shlex.join([*found[1].split(), *options])}`", message)
 
 
 def _options(given: Mapping[str, Any]) -> list[str]:
-    """The options -p, -w and -S of a command that was called with these arguments."""
+    """Return the options -p, -w and -S of a command that was called with these arguments."""
     named = [("-p", given.get("p")), ("-w", given.get("w"))]
     named += [("-S", item) for item in given.get("s") or ()]
     return [part for option, value in named if value for part in (option, str(value))]
 
 
 def verb(function: Callable[..., Any], to: typer.Typer) -> Callable[..., Any]:
-    """Register a command that turns our errors into one message and an exit status."""
+    """Add a function to an app as a command that ends with a message and an exit status."""
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> None:
@@ -88,11 +90,10 @@ def verb(function: Callable[..., Any], to: typer.Typer) -> Callable[..., Any]:
                 try:
                     function(*args, **kwargs)
                 except UserError as error:
-                    error.args = (completed(str(error), _options(kwargs)),)
-                    raise
+                    raise UserError(with_options(str(error), _options(kwargs))) from error
         except KeyboardInterrupt:
-            kept = sys.argv[1] in KEEPING
-            say("Interrupted." + (" The same command goes on from what was finished." * kept))
+            resumable = sys.argv[1] in RESUMABLE
+            say("Interrupted." + " Run the same command again to resume." * resumable)
             raise SystemExit(130) from None
         except BrokenPipeError:
             raise SystemExit(141) from None

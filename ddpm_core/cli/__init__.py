@@ -1,4 +1,4 @@
-"""The `ddpm` program: one command a verb, each a few lines around its function."""
+"""The `ddpm` program: its commands, each a few lines around the function that does the work."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Annotated
 
 import typer
 
-from ddpm_core import __version__, command
-from ddpm_core.command import ParamsOption, SetOption, WorkspaceOption, load
+from ddpm_core import __version__
+from ddpm_core.cli import command
+from ddpm_core.cli.command import ParamsOption, SetOption, WorkspaceOption, load
 from ddpm_core.config.template import presets, template
 from ddpm_core.console import guard
 from ddpm_core.errors import UserError, require
@@ -23,8 +24,8 @@ from ddpm_core.storage.workspace import REPORT, Workspace
 
 app = typer.Typer(
     name="ddpm",
-    help="A folder of images goes in; a registered, served diffusion model comes out: "
-    "prepare, train, sample, evaluate, register. `ddpm run` does all five.",
+    help="Turn a folder of images into a registered, served diffusion model: "
+    "prepare, train, sample, evaluate, register. `ddpm run` runs all five.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -52,18 +53,20 @@ def train(
     s: SetOption = None,
     resume: Annotated[
         str,
-        typer.Option(help="auto: move a run with other settings to superseded/; strict: refuse."),
+        typer.Option(
+            help="A run with different settings: auto moves it to superseded/, strict fails."
+        ),
     ] = "auto",
     from_step: Annotated[
         int | None,
-        typer.Option(help="Resume from this step's snapshot; later ones move to superseded/."),
+        typer.Option(help="Resume from the snapshot of this step; later ones move to superseded/."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and exit.")] = False,
 ) -> None:
-    """Train, or go on training, up to train.steps."""
+    """Train, or resume training, up to train.steps."""
     config = load(p, w, s)
     if resume not in ("auto", "strict"):
-        raise UserError(f"--resume {resume}: auto or strict is needed.")
+        raise UserError(f"--resume: got {resume!r}; must be auto or strict.")
     from ddpm_core.training import launch as launcher
 
     launcher.train(config, os.environ, sys.argv[1:], resume == "strict", from_step, dry_run)
@@ -75,7 +78,7 @@ def sample(
     w: WorkspaceOption = None,
     s: SetOption = None,
     shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Draw shard I of N alone; I from 0.")
+        str | None, typer.Option(metavar="I/N", help="Draw only shard I of N; I counts from 0.")
     ] = None,
 ) -> None:
     """Draw images from the chosen checkpoints."""
@@ -86,8 +89,8 @@ def sample(
 
     if config.sample.checkpoints == "best" and "DVC_STAGE" in os.environ:
         raise UserError(
-            "sample.checkpoints: best, but in DVC's chain evaluate depends on sample: give all, "
-            "latest or a list of steps."
+            "sample.checkpoints: got best; must be all, latest or a list of steps in a DVC "
+            "pipeline, where the stage evaluate depends on sample."
         )
     one = parse_shard(shard) if shard else None
     with world(config.device, os.environ) as here:
@@ -96,7 +99,7 @@ def sample(
 
 @verb
 def evaluate(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
-    """Score the samples; write tables, plots, a report."""
+    """Score the samples; write tables, plots and a report."""
     config = load(p, w, s, trained=True)
     from ddpm_core.evaluation.evaluate import evaluate
 
@@ -107,7 +110,8 @@ def evaluate(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = N
 def register(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
     """Register the best checkpoint; promote if better.
 
-    It becomes a version of the registered model, and the champion where it beats the last.
+    The checkpoint becomes a new version of the registered model. If it beats the champion, it
+    becomes the champion.
     """
     config = load(p, w, s, trained=True)
     from ddpm_core.registry.register import register
@@ -119,28 +123,30 @@ def register(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = N
 def serve(
     p: ParamsOption = None,
     s: SetOption = None,
-    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0: everywhere.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8080,
     every: Annotated[
         float,
         typer.Option(
-            min=0.1, max=86400, metavar="SECONDS", help="How often to look for a new champion."
+            min=0.1, max=86400, metavar="SECONDS", help="How often to check for a new champion."
         ),
     ] = 15.0,
     max_work: Annotated[
-        int, typer.Option(min=1, help="Largest request, in images x pixels x steps.")
+        int, typer.Option(min=1, help="Size limit of a request, in images x pixels x steps.")
     ] = 40_000_000,
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 16,
     timeout: Annotated[
         float,
         typer.Option(
-            min=0.1, metavar="SECONDS", help="Time for a client to send a header, or a body."
+            min=0.1,
+            metavar="SECONDS",
+            help="Time for a client to send the header, and the body.",
         ),
     ] = 10.0,
 ) -> None:
     """Serve the champion over HTTP.
 
-    The next champion answers as soon as there is one; no request is lost.
+    A new champion replaces the old one without losing a request.
     """
     config = load(p, None, s, trained=True)
     require("uvicorn", "tracking")
@@ -151,7 +157,7 @@ def serve(
 
 @verb
 def run(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
-    """Do all five verbs, skipping what is up to date."""
+    """Run all five verbs, skipping what is up to date."""
     config = load(p, w, s)
     from ddpm_core import chain
 
@@ -160,7 +166,7 @@ def run(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) 
 
 @verb
 def status(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = None) -> None:
-    """Tell what the workspace holds, what is stale, and why."""
+    """Show what the workspace contains, what is stale, and why."""
     config = load(p, w, s)
     from ddpm_core import chain
 
@@ -174,27 +180,27 @@ def wait(
     w: WorkspaceOption = None,
     s: SetOption = None,
     limit: Annotated[str, typer.Option(help="Give up after: 90s, 5m, 2h, 1d.")] = "2h",
-    interval: Annotated[str, typer.Option(help="Time between two checks.")] = "5s",
+    interval: Annotated[str, typer.Option(help="Time between checks.")] = "5s",
 ) -> None:
-    """Block until a verb's output is up to date.
+    """Block until the output of a verb is up to date.
 
-    It is when it is in the workspace, whole and of these settings.
+    Up to date: the output is complete and was made with these settings.
     """
     config = load(p, w, s)
+    from ddpm_core import chain
     from ddpm_core.config.durations import duration
-    from ddpm_core.waiting import wait
 
-    wait(config, verb, duration(limit), duration(interval))
+    chain.wait(config, verb, duration(limit), duration(interval))
 
 
 @verb
 def check_data(
-    source: Annotated[str, typer.Argument(help="A folder of images, or any prepare.source.")],
+    source: Annotated[str, typer.Argument(help="A folder of images, or any other prepare.source.")],
     s: SetOption = None,
 ) -> None:
-    """Report what an image source holds.
+    """Report what an image source contains.
 
-    Says also what is wrong with it, before it is prepared. -S sets how it is read, as in
+    Also reports what is wrong with it, before you prepare it. -S changes how it is read, as in
     -S prepare.caption_column=prompt.
     """
     from ddpm_core.data.check import check_data
@@ -211,7 +217,7 @@ def params(
 ) -> None:
     """Print a params file with every setting explained.
 
-    To start from: ddpm params dtd-10 > params.yaml
+    To start from a preset: ddpm params dtd-10 > params.yaml
     """
     typer.echo(template(preset), nl=False)
 
@@ -240,7 +246,7 @@ def destroy(
     p: ParamsOption = None,
     w: WorkspaceOption = None,
     s: SetOption = None,
-    images: Annotated[int, typer.Option(min=1, max=16, help="How many images.")] = 4,
+    images: Annotated[int, typer.Option(min=1, max=16, help="Number of images.")] = 4,
     output: Annotated[Path, typer.Option("--output", "-o")] = Path("destroy.gif"),
 ) -> None:
     """Animate the forward process, a row per schedule."""
@@ -252,18 +258,18 @@ def destroy(
 
 @verb
 def import_diffusers(
-    folder: Annotated[Path, typer.Argument(help="A folder that diffusers or accelerate saved.")],
+    folder: Annotated[Path, typer.Argument(help="A folder written by diffusers or accelerate.")],
     output: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
     schedule: Annotated[
-        str | None, typer.Option(help="diffusion.schedule, for a network without a scheduler.")
+        str | None, typer.Option(help="diffusion.schedule, if FOLDER has no scheduler.")
     ] = None,
     timesteps: Annotated[int | None, typer.Option(help="diffusion.timesteps, likewise.")] = None,
     prediction: Annotated[str | None, typer.Option(help="diffusion.prediction, likewise.")] = None,
 ) -> None:
     """Convert a UNet2DModel of diffusers to a checkpoint.
 
-    FOLDER is a pipeline, a bare network or a checkpoint folder of accelerate; half-precision and
-    sharded safetensors are read too. Training can start from the checkpoint: train.init.
+    FOLDER contains a pipeline, only a network, or a checkpoint of accelerate. Half-precision and
+    sharded safetensors work too. To train from the result, set train.init.
     """
     from ddpm_core.interop.checkpoints import import_checkpoint
 
@@ -278,7 +284,7 @@ def export_diffusers(
     p: ParamsOption = None,
     w: WorkspaceOption = None,
     s: SetOption = None,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint; default: newest.")] = None,
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest.")] = None,
 ) -> None:
     """Convert a checkpoint to a diffusers pipeline."""
     config = load(p, w, s, trained=True)
@@ -296,17 +302,17 @@ def scaling(
         typer.Option(
             min=1,
             max=10_000,
-            help="Largest number to measure. Default: all GPUs, else up to 4 cores.",
+            help="Highest number of workers. Default: all GPUs, or up to 4 cores without a GPU.",
         ),
     ] = None,
     steps: Annotated[
         int, typer.Option(help="Steps per measurement; the first half is warm-up.")
     ] = 30,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the numbers here too.")
+        Path | None, typer.Option("--json", help="Also write the numbers to this file.")
     ] = None,
 ) -> None:
-    """Train with 1 to N workers; tell speed-up and its costs."""
+    """Train with 1 to N workers; print speed-up and overhead."""
     config = load(p, None, s)
     from ddpm_core.training.scaling import document, scaling, table
 
@@ -326,7 +332,7 @@ def _version(asked: bool) -> None:
 def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
 ) -> None:
-    """Options of the program itself."""
+    """Define the options of the program itself."""
 
 
 def _leave(number: int, frame: object) -> None:
@@ -334,25 +340,21 @@ def _leave(number: int, frame: object) -> None:
 
 
 def join_commands() -> None:
-    """Add the commands of packages that are installed beside this one."""
+    """Add the commands that other installed packages provide."""
     for found in importlib.metadata.entry_points(group="ddpm.commands"):
         app.add_typer(found.load(), name=found.name)
 
 
 def main() -> None:
-    """The installed program."""
-    # By default a process ends at once, and its temporary folders stay; the first one of a
-    # container has no default action, and would last until the end of its grace period.
+    """Run the program with the arguments of the command line."""
+    # By default SIGTERM ends a process at once and leaves its temporary folders behind. The first
+    # process of a container has no default action: it would run until its grace period ends.
     signal.signal(signal.SIGTERM, _leave)
-    # Threads that spin while they wait take the cores from each other as soon as anything else
-    # runs: on two cores beside one busy process a training step took 4 times as long. Those that
-    # sleep at once, with 0, wake late: on two quiet cores it took 1.7 times as long.
+    # Threads that spin while they wait take cores away from each other when other programs run: on
+    # two cores beside one busy process a training step took 4 times as long. With 0, threads sleep
+    # at once and wake up late: on two idle cores a step took 1.7 times as long.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     guard()
     provide_home()
     join_commands()
     app()
-
-
-if __name__ == "__main__":
-    main()
