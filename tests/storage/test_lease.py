@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support.s3_server import Bucket
 
 from ddpm_core.errors import UserError
 from ddpm_core.storage import lease as leases
-from ddpm_core.storage.lease import LEASE, Lease, hold
+from ddpm_core.storage.lease import LEASE, Lease, Process, hold
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.training.log import read_rows
 
@@ -22,7 +23,7 @@ def uri(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     bucket.enter(monkeypatch, tmp_path)
     monkeypatch.setattr(leases, "HEARTBEAT", 0.2)
     monkeypatch.setattr(leases, "LIFETIME", 3.0)
-    monkeypatch.setattr(leases, "LOOK", 0.05)
+    monkeypatch.setattr(leases, "POLL", 0.05)
     return bucket.uri(f"{tmp_path.name}/run")
 
 
@@ -30,7 +31,7 @@ def elsewhere(uri: str) -> Lease:
     """A lease that a process on another machine holds, its heart beating."""
     workspace = Workspace.open(uri)
     lease = Lease(workspace, workspace.storage.read_tagged(LEASE))
-    lease._facts = {**lease._facts, "boot": "another"}
+    lease._process = replace(lease._process, boot="another")
     lease.start()
     return lease
 
@@ -77,7 +78,7 @@ def test_without_proc_an_owner_is_known_by_its_heart(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On macOS no process can be told from another, not even this one."""
-    monkeypatch.setattr(leases, "_process", lambda pid: {"boot": "h", "space": "", "started": ""})
+    monkeypatch.setattr(leases, "_process", lambda pid: Process("h", "", pid, ""))
     with (
         hold(Workspace.open(uri)) as lease,
         pytest.raises(UserError, match="in use by"),

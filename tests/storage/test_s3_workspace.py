@@ -145,7 +145,7 @@ def test_a_server_that_is_absent_is_one_sentence(run: Run) -> None:
     process = run.start("train", AWS_ENDPOINT_URL=gate.endpoint)
     said = process.ended(limit=60)
     assert process.returncode == 1
-    assert f"The S3 server at {gate.endpoint} does not answer" in said
+    assert f"The S3 server at {gate.endpoint} is unavailable" in said
     assert "Traceback" not in said
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -63,8 +62,8 @@ def folder(storage: Storage, text: str = "hello") -> Path:
 
 def test_a_folder_is_there_with_its_checksums(storage: Storage) -> None:
     manifest = verify(folder(storage))
-    assert manifest["kind"] == "test"
-    assert set(manifest["files"]) == {"file.txt", "deep/other.bin"}
+    assert manifest.model_extra == {"kind": "test"}
+    assert set(manifest.files) == {"file.txt", "deep/other.bin"}
     assert storage.names("a") == storage.sealed("a") == ["b"]
     assert storage.names("a/b") == ["deep", "file.txt", MANIFEST]
     assert storage.exists("a/b") and storage.exists("a/b/deep/other.bin")
@@ -73,7 +72,7 @@ def test_a_folder_is_there_with_its_checksums(storage: Storage) -> None:
 def test_a_copy_is_made_anew_where_there_is_none(storage: Storage) -> None:
     folder(storage)
     storage.forget("a/b")
-    assert verify(storage.local("a/b"))["kind"] == "test"
+    assert verify(storage.local("a/b")).model_extra == {"kind": "test"}
     assert storage.local("a/b/deep/other.bin").read_bytes() == b"\0" * 10
     assert storage.size("a/b/file.txt") == 5
     assert storage.checksum("a/b/file.txt") == hashlib.sha256(b"hello").hexdigest()
@@ -95,7 +94,7 @@ def test_a_new_folder_takes_the_place_of_the_old(storage: Storage) -> None:
     with storage.new_folder("a/b") as path:
         (path / "file.txt").write_text("new")
     storage.forget("a/b")
-    assert set(verify(storage.local("a/b"))["files"]) == {"file.txt"}
+    assert set(verify(storage.local("a/b")).files) == {"file.txt"}
     assert (storage.local("a/b") / "file.txt").read_text() == "new"
     assert storage.names("a/b") == ["file.txt", MANIFEST]
 
@@ -117,7 +116,7 @@ def test_the_old_folder_is_there_until_the_new_one_is(
         (path / "file.txt").write_text("new")
     monkeypatch.undo()
     assert len(removed) == 1
-    assert set(verify(disk.local("samples/b"))["files"]) == {"file.txt"}
+    assert set(verify(disk.local("samples/b")).files) == {"file.txt"}
     disk.sweep()
     assert [item.name for item in disk.local("samples").iterdir()] == ["b"]
 
@@ -157,7 +156,7 @@ def test_removing_what_is_absent_is_no_mistake(storage: Storage) -> None:
 def test_a_folder_moves_whole(storage: Storage) -> None:
     folder(storage)
     storage.move("a/b", "c/d")
-    assert verify(storage.local("c/d"))["kind"] == "test"
+    assert verify(storage.local("c/d")).model_extra == {"kind": "test"}
     assert not storage.exists("a/b") and storage.names("a") == []
     storage.write("file", b"x")
     storage.move("file", "c/file")
@@ -205,10 +204,10 @@ def test_a_growing_file_is_there_for_others_as_often_as_it_is_pushed(storage: St
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda path: (path / "file.txt").unlink(), "lacks its file file.txt"),
+        (lambda path: (path / "file.txt").unlink(), "b/file.txt is missing"),
         (lambda path: (path / "file.txt").write_text("hell"), "has 4 bytes; 5 were written"),
         (lambda path: (path / "file.txt").write_text("hellO"), "checksum differs"),
-        (lambda path: (path / MANIFEST).unlink(), "not written to its end"),
+        (lambda path: (path / MANIFEST).unlink(), "has no manifest.json: it is incomplete"),
         (lambda path: (path / MANIFEST).write_text("{"), "damaged"),
         (lambda path: (path / MANIFEST).write_text("[]"), "damaged"),
         (lambda path: (path / MANIFEST).write_text('{"files": {"x": 3}}'), "damaged"),
@@ -237,12 +236,12 @@ def test_a_workspace_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> Non
         LocalStorage(tmp_path / "file" / "below")
     with pytest.raises(UserError, match="Not a directory"):
         LocalStorage(tmp_path / "file")
-    with pytest.raises(UserError, match="a directory is needed"):
+    with pytest.raises(UserError, match="must be a directory or s3://bucket/prefix"):
         open_storage("ftp://host/place")
-    with pytest.raises(UserError, match="a directory is needed"):
+    with pytest.raises(UserError, match="must be a directory or s3://bucket/prefix"):
         open_storage("s3:/bucket/run")
     for prefix in ("a/./b", "/double//slash", "..", "a//b"):
-        with pytest.raises(UserError, match="s3://bucket/prefix is needed"):
+        with pytest.raises(UserError, match="must be s3://bucket/prefix"):
             open_storage(f"s3://bucket/{prefix}")
     with pytest.raises(UserError, match="home directory"):
         open_storage("~nobody-of-this-name/run")
@@ -315,7 +314,7 @@ def test_a_full_disk_is_named_with_what_to_do(
         attempt(disk)
     said = capsys.readouterr().err.replace("\n", " ")
     assert said.startswith(f"ddpm report: File too large: {disk.root}/")
-    assert f"{place}. Free some space there; the same command goes on." in said
+    assert f"{place}. Free some space there, then run the same command again." in said
     assert not [path for path in disk.root.rglob("*") if path.is_file()]
 
 
@@ -332,7 +331,7 @@ def test_a_full_directory_for_copies_is_named(
         cache.fetch("data/images.npy", 5000, "", download)
     cache.close()
     assert raised.value.filename == str(cache.root / "data/images.npy")
-    assert raised.value.__notes__ == ["Free some space there; the same command goes on."]
+    assert raised.value.__notes__ == ["Free some space there, then run the same command again."]
 
 
 def test_tensors_are_for_whoever_may_read_the_other_files(tmp_path: Path) -> None:
@@ -357,7 +356,7 @@ def test_a_workspace_that_may_only_be_read_is_named_with_what_to_do() -> None:
     with pytest.raises(OSError) as raised:
         storage.write("run.json", b"{}")
     assert raised.value.filename == "/sys/run.json"
-    assert raised.value.__notes__ == ["Write to another place: a workspace is named with -w."]
+    assert raised.value.__notes__ == ["Choose another workspace with -w."]
 
 
 def test_who_does_not_hold_the_lease_sweeps_a_disk_and_leaves_what_is_on_its_way_to_s3(
@@ -409,7 +408,7 @@ def test_a_volume_without_locks_holds_none(
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", refused)
+    monkeypatch.setattr("fcntl.flock", refused)
     with disk.lock() as held:
         assert not held
     old, new = disk.local(".data.0123abcd.ddpm-staged"), disk.local(".data.4567abcd.ddpm-staged")

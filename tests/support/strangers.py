@@ -229,8 +229,8 @@ class Strangers:
             assert all(type(row["step"]) is int for row in read_rows(paths[2]))
             assert all(type(row.step) is int for row in Log(paths[2]).peek()[0])
             if paths[1].is_file():
-                held = read(Tagged(paths[1].read_bytes(), "", 0.0))
-                assert isinstance(held.get("fence", 0), int)
+                owner = read(Tagged(paths[1].read_bytes(), "", 0.0))
+                assert type(owner.fence) is int
             assert isinstance(scores_stale(self.config, self.workspace), str)
             assert isinstance(best_row(self.workspace)["step"], int)
             assert isinstance(plan.best_step(self.config, self.workspace), int)
