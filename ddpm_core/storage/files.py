@@ -255,7 +255,7 @@ def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], Mapping[st
     except Corrupt:
         raise
     except Exception as error:  # safetensors and torch raise their own types
-        if shortage(error):  # out of memory, which says nothing about the file
+        if shortage(error):  # out of memory: the file may be fine
             raise
         if isinstance(error, OSError):
             raise Corrupt(f"{name} cannot be read: {error.strerror}.") from error

@@ -141,7 +141,7 @@ class Lease:
                 self._outage.ends("Renewed the lease of the workspace again.")
 
     def _refresh_tag(self) -> None:
-        """Adopt the tag of our own last write, whose response may have been lost.
+        """Adopt the tag of the last write of this lease, whose response may have been lost.
 
         Raises Changed if the lease belongs to another run.
         """
@@ -244,7 +244,7 @@ def _may_be_alive(owner: Owner, locked: bool) -> bool:
     if locked:
         return False  # the kernel has released the owner's lock
     if not this.started:
-        return True  # without /proc (macOS) processes cannot be told apart
+        return True  # without /proc (macOS) processes cannot be distinguished
     return owner.space != this.space or _is_alive(owner)
 
 
