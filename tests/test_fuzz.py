@@ -121,7 +121,9 @@ def restore(path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_a_damaged_file_is_read_or_named(strangers: Strangers, outside: Path, name: str) -> None:
+def test_damaged_file_is_read_or_a_user_error(
+    strangers: Strangers, outside: Path, name: str
+) -> None:
     target = strangers.targets[name]
     target.read()
     told = 0
@@ -136,7 +138,9 @@ def test_a_damaged_file_is_read_or_named(strangers: Strangers, outside: Path, na
 
 
 @pytest.mark.parametrize("kind", ["json", "npy", "safetensors"])
-def test_each_format_alone(strangers: Strangers, outside: Path, tmp_path: Path, kind: str) -> None:
+def test_damaged_format_is_read_or_a_user_error(
+    strangers: Strangers, outside: Path, tmp_path: Path, kind: str
+) -> None:
     where = {"json": "snapshots", "npy": "samples", "safetensors": "snapshots"}[kind]
     samples = [p.read_bytes() for p in strangers.root.glob(f"run/{where}/*/*.{kind}")]
     file = tmp_path / f"file.{kind}"

@@ -82,7 +82,7 @@ def offences(source: str) -> list[str]:
     return bad
 
 
-def test_no_source_of_ours_can_run_what_a_file_holds() -> None:
+def test_source_has_no_call_that_runs_code_of_a_file() -> None:
     for path in LIBRARY.rglob("*.py"):
         assert not offences(path.read_text(encoding="utf-8")), path
     for bad in (
@@ -96,7 +96,7 @@ def test_no_source_of_ours_can_run_what_a_file_holds() -> None:
         assert offences(bad), bad
 
 
-def test_arrays_and_tensors_are_read_in_one_place_alone() -> None:
+def test_arrays_and_tensors_are_read_in_one_module() -> None:
     for path in LIBRARY.rglob("*.py"):
         names = {name for name, _ in calls(ast.parse(path.read_text(encoding="utf-8")))}
         readers = {"np.load", "np.memmap", "np.fromfile", "load_file", "safe_open"} & names
@@ -131,7 +131,7 @@ def bombs(mark: Path, folder: Path) -> list[bytes]:
     return [pickle.dumps(Bomb(mark)), *written]
 
 
-def test_a_pickle_bomb_in_any_file_does_not_go_off(
+def test_pickle_bomb_in_any_file_does_not_run(
     strangers: Strangers, mark: Path, tmp_path: Path
 ) -> None:
     for target in strangers.targets.values():
@@ -147,7 +147,7 @@ def test_a_pickle_bomb_in_any_file_does_not_go_off(
                 assert not mark.exists(), path
 
 
-def test_a_bomb_among_weights_from_elsewhere_does_not_go_off(mark: Path, tmp_path: Path) -> None:
+def test_pickle_bomb_in_external_weights_does_not_run(mark: Path, tmp_path: Path) -> None:
     bomb = bombs(mark, tmp_path)[2]
     (tmp_path / "inception.pth").write_bytes(bomb)
     with pytest.raises(UserError, match="cannot be read as a file of weights"):
@@ -212,9 +212,7 @@ def peak() -> int:
         ("(2**40,)", "not an array of plain numbers"),
     ],
 )
-def test_the_shape_that_an_array_claims_is_measured_by_its_file(
-    tmp_path: Path, shape: str, told: str
-) -> None:
+def test_shape_of_an_array_must_match_its_file_size(tmp_path: Path, shape: str, told: str) -> None:
     header = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     path = tmp_path / "x.npy"
     path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(99))
@@ -237,7 +235,7 @@ def test_arrays_are_read_as_numpy_wrote_them(tmp_path: Path) -> None:
         assert array_head(tmp_path / "x.npy").shape == array.shape
 
 
-def test_the_header_that_tensors_claim_is_measured_by_their_file(tmp_path: Path) -> None:
+def test_tensor_header_must_fit_its_file(tmp_path: Path) -> None:
     claim = {"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
     header = json.dumps(claim).encode()
     for length in (len(header), 2**40, 2**63):
@@ -256,7 +254,7 @@ def test_the_header_that_tensors_claim_is_measured_by_their_file(tmp_path: Path)
         {"classes": 2**20},
     ],
 )
-def test_the_network_that_settings_claim_is_measured_by_its_weights(
+def test_network_settings_must_match_the_weights(
     strangers: Strangers, claim: dict[str, Any]
 ) -> None:
     target = strangers.targets["snapshot"]
@@ -289,7 +287,7 @@ def test_json_is_bounded_in_size_and_depth() -> None:
 # Nothing outside
 
 
-def test_nothing_is_written_through_a_link_out_of_the_workspace(tmp_path: Path) -> None:
+def test_no_write_follows_a_link_out_of_the_workspace(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("kept")
@@ -312,7 +310,7 @@ def test_nothing_is_written_through_a_link_out_of_the_workspace(tmp_path: Path) 
     assert [path.name for path in outside.iterdir()] == ["kept"]
 
 
-def test_a_log_or_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_log_and_lock_do_not_follow_links(tmp_path: Path) -> None:
     run, outside = tmp_path / "run", tmp_path / "outside"
     storage = LocalStorage(run)
     run.mkdir()
@@ -328,7 +326,7 @@ def test_a_log_or_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert not outside.exists()
 
 
-def test_a_run_json_neither_calls_what_it_likes_nor_sends_files_from_elsewhere(
+def test_run_json_cannot_call_functions_or_send_other_files(
     strangers: Strangers, tmp_path: Path
 ) -> None:
     (tmp_path / "secret").write_text("secret")
@@ -353,7 +351,7 @@ def test_a_run_json_neither_calls_what_it_likes_nor_sends_files_from_elsewhere(
     assert list(tracker._queue) == unsent[-2:]
 
 
-def test_files_that_no_manifest_lists_are_not_read(strangers: Strangers) -> None:
+def test_files_outside_the_manifest_are_not_read(strangers: Strangers) -> None:
     folder, target = strangers.workspace.path(snapshot_key(STEP)), strangers.targets["snapshot"]
     stray = folder / "stray.safetensors"
     stray.write_bytes(b"not listed")
@@ -367,7 +365,7 @@ def test_files_that_no_manifest_lists_are_not_read(strangers: Strangers) -> None
     assert verify(folder)
 
 
-def test_the_mutations_do_mutate() -> None:
+def test_mutations_change_their_input() -> None:
     import random
 
     document = json.dumps({"a": [1, {"b": "c"}], "d": None}).encode()

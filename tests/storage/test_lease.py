@@ -36,7 +36,7 @@ def elsewhere(uri: str) -> Lease:
     return lease
 
 
-def test_a_second_run_is_refused_at_once_with_the_owner_named(uri: str) -> None:
+def test_second_run_is_refused_with_the_owner_named(uri: str) -> None:
     with (
         hold(Workspace.open(uri)) as lease,
         pytest.raises(UserError, match=f"in use by process {os.getpid()} on"),
@@ -49,7 +49,7 @@ def test_a_second_run_is_refused_at_once_with_the_owner_named(uri: str) -> None:
         lease.check()
 
 
-def test_an_owner_on_another_machine_is_known_to_live_by_its_heart(
+def test_remote_owner_is_alive_while_it_renews_the_lease(
     uri: str,
 ) -> None:
     lease = elsewhere(uri)
@@ -61,7 +61,7 @@ def test_an_owner_on_another_machine_is_known_to_live_by_its_heart(
         assert following.fence == 2
 
 
-def test_the_lease_of_a_dead_owner_runs_out_and_the_dead_owner_knows_when_it_wakes(
+def test_lease_of_a_suspended_owner_expires(
     uri: str,
 ) -> None:
     lease = elsewhere(uri)
@@ -74,7 +74,7 @@ def test_the_lease_of_a_dead_owner_runs_out_and_the_dead_owner_knows_when_it_wak
         following.check()
 
 
-def test_without_proc_an_owner_is_known_by_its_heart(
+def test_owner_without_proc_is_alive_while_it_renews_the_lease(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On macOS no process can be told from another, not even this one."""
@@ -89,7 +89,7 @@ def test_without_proc_an_owner_is_known_by_its_heart(
 
 
 @pytest.mark.parametrize("place", ["lock", "write_if"])
-def test_a_workspace_that_can_not_be_written_is_one_sentence(
+def test_read_only_workspace_is_a_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     def refused(*_: object) -> None:
@@ -104,7 +104,7 @@ def test_a_workspace_that_can_not_be_written_is_one_sentence(
         pass
 
 
-def test_of_two_that_find_it_free_the_quicker_has_it(uri: str) -> None:
+def test_first_of_two_starters_gets_the_lease(uri: str) -> None:
     first, second = Workspace.open(uri), Workspace.open(uri)
     quick, slow = Lease(first, None), Lease(second, None)
     quick.start()
@@ -114,7 +114,7 @@ def test_of_two_that_find_it_free_the_quicker_has_it(uri: str) -> None:
     quick.stop()
 
 
-def test_a_lease_that_somebody_removed_is_written_again(uri: str) -> None:
+def test_removed_lease_is_written_again(uri: str) -> None:
     workspace = Workspace.open(uri)
     with hold(workspace) as lease:
         workspace.storage.remove(LEASE)
@@ -123,7 +123,7 @@ def test_a_lease_that_somebody_removed_is_written_again(uri: str) -> None:
         assert workspace.storage.exists(LEASE)
 
 
-def test_who_takes_a_directory_over_sweeps_what_the_dead_left(tmp_path: Path) -> None:
+def test_new_owner_removes_unfinished_files_of_dead_ones(tmp_path: Path) -> None:
     workspace = Workspace.open(str(tmp_path))
     with hold(workspace):
         pass
@@ -136,7 +136,7 @@ def test_who_takes_a_directory_over_sweeps_what_the_dead_left(tmp_path: Path) ->
         assert {path.name for path in tmp_path.iterdir()} == {"snapshots", "lease.json", ".lock"}
 
 
-def test_the_rows_of_a_run_that_lost_its_lease_are_not_read_twice(uri: str) -> None:
+def test_rows_of_a_run_that_lost_its_lease_are_read_once(uri: str) -> None:
     storage = Workspace.open(uri).storage
     for turn, steps in ((1, (1, 2, 3)), (2, (3, 4)), (3, (5,))):
         mirror = storage.mirror("log.jsonl", turn)
@@ -147,7 +147,7 @@ def test_the_rows_of_a_run_that_lost_its_lease_are_not_read_twice(uri: str) -> N
     assert [row["step"] for row in read_rows(storage.local("log.jsonl"))] == [1, 2, 3, 4, 5]
 
 
-def test_a_lease_that_was_removed_by_hand_costs_no_row(uri: str) -> None:
+def test_lease_removed_by_hand_loses_no_rows(uri: str) -> None:
     for step in (1, 2):
         with hold(Workspace.open(uri)) as lease:
             assert lease.fence == 1

@@ -46,7 +46,7 @@ def cached(place: Path) -> list[Path]:
     return [path for path in place.glob("ddpm-cache-*/*/**/*") if path.is_file()]
 
 
-def test_a_large_file_goes_in_parts_and_comes_back_checked(
+def test_large_file_is_uploaded_in_parts_with_its_checksum(
     bucket: Bucket, prefix: str, storage: S3Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "PART", 5 * 2**20)
@@ -63,7 +63,7 @@ def test_a_large_file_goes_in_parts_and_comes_back_checked(
     assert storage.read("large") == content
 
 
-def test_a_list_of_several_pages_is_read_to_its_end(
+def test_list_of_several_pages_is_complete(
     storage: S3Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "PAGE", 2)
@@ -76,7 +76,7 @@ def test_a_list_of_several_pages_is_read_to_its_end(
     assert storage.names("x") == []
 
 
-def test_what_was_not_uploaded_to_its_end_is_not_there_and_is_swept(
+def test_unfinished_uploads_are_invisible_and_swept(
     bucket: Bucket, prefix: str, storage: S3Storage
 ) -> None:
     for step in ("step-00000004", "step-00000008"):
@@ -97,7 +97,7 @@ def test_what_was_not_uploaded_to_its_end_is_not_there_and_is_swept(
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
-def test_an_object_that_is_not_what_was_written_is_named(
+def test_damaged_object_is_named(
     bucket: Bucket, prefix: str, storage: S3Storage, damage: str
 ) -> None:
     with storage.new_folder("a") as folder:
@@ -112,7 +112,7 @@ def test_an_object_that_is_not_what_was_written_is_named(
         verify(storage.local("a"))
 
 
-def test_a_file_whose_bytes_rotted_is_not_read(
+def test_object_that_does_not_match_its_checksum_is_corrupt(
     bucket: Bucket, prefix: str, storage: S3Storage
 ) -> None:
     storage.write("run.json", b"{}")
@@ -125,7 +125,7 @@ def test_a_file_whose_bytes_rotted_is_not_read(
             read("run.json")
 
 
-def test_processes_of_one_machine_share_a_copy_which_the_last_one_removes(
+def test_last_process_removes_the_shared_copy(
     bucket: Bucket, prefix: str, storage: S3Storage, tmp_path: Path
 ) -> None:
     storage.write("file", b"content")
@@ -138,14 +138,14 @@ def test_processes_of_one_machine_share_a_copy_which_the_last_one_removes(
     assert cached(tmp_path) == []
 
 
-def test_a_copy_that_is_damaged_is_made_anew(storage: S3Storage) -> None:
+def test_damaged_copy_is_downloaded_again(storage: S3Storage) -> None:
     with storage.new_folder("a") as folder:
         (folder / "model").write_bytes(b"weights")
     (storage.local("a") / "model").write_bytes(b"WEIGHTS")
     assert (storage.local("a") / "model").read_bytes() == b"weights"
 
 
-def test_a_file_that_grew_long_lies_in_several_segments(
+def test_long_growing_file_has_several_segments(
     bucket: Bucket, prefix: str, storage: S3Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3, "SEGMENT", 100)
@@ -163,7 +163,7 @@ def test_a_file_that_grew_long_lies_in_several_segments(
     assert segments[0].endswith("/00000003-0000") and len(segments) == 4
 
 
-def test_a_server_without_conditions_is_told_once_and_used_all_the_same(
+def test_server_without_conditional_writes_causes_one_warning(
     storage: S3Storage, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from botocore.awsrequest import AWSResponse
@@ -189,7 +189,7 @@ def test_a_server_without_conditions_is_told_once_and_used_all_the_same(
     assert capfd.readouterr().err.count("does not support conditional writes") == 1
 
 
-def test_an_absent_bucket_server_key_or_package_is_one_sentence(
+def test_missing_bucket_server_key_or_package_is_a_user_error(
     bucket: Bucket, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Unreachable, match="There is no bucket 'absent-bucket' at http"):
@@ -216,7 +216,7 @@ def test_an_absent_bucket_server_key_or_package_is_one_sentence(
             open_storage(bucket.uri(prefix))
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(
+def test_read_continues_after_a_server_restart(
     bucket: Bucket, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(bucket.environment["AWS_ENDPOINT_URL"])
@@ -252,7 +252,7 @@ def ask(storage: S3Storage, attempts: int, reading: float = 5.0) -> None:
         ("cut", r"closes connections early \((ResponseStreaming|IncompleteRead)Error\)"),
     ],
 )
-def test_answers_that_break_off_or_never_come_are_one_sentence(
+def test_broken_or_missing_responses_are_user_errors(
     gated: tuple[Gate, S3Storage], how: str, told: str
 ) -> None:
     gate, storage = gated
@@ -273,7 +273,7 @@ def test_answers_that_break_off_or_never_come_are_one_sentence(
             attempt()
 
 
-def test_a_body_that_breaks_off_is_asked_for_as_often_as_a_request(
+def test_broken_body_is_retried_as_often_as_a_request(
     gated: tuple[Gate, S3Storage],
 ) -> None:
     gate, storage = gated
@@ -289,7 +289,7 @@ def test_a_body_that_breaks_off_is_asked_for_as_often_as_a_request(
 
 
 @pytest.mark.parametrize("validation", ["when_supported", "when_required"])
-def test_a_bit_flipped_in_transit_is_asked_for_again(
+def test_bit_flipped_in_transit_is_downloaded_again(
     gated: tuple[Gate, S3Storage], validation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by the server's checksum, or by ours where boto3 does not compare the server's."""
@@ -312,7 +312,7 @@ def test_a_bit_flipped_in_transit_is_asked_for_again(
         assert gate.flips >= 1000 - 2 * 3
 
 
-def test_a_lease_outlives_answers_that_break_off_or_never_come(
+def test_lease_survives_broken_and_missing_responses(
     gated: tuple[Gate, S3Storage], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gate, storage = gated
@@ -331,7 +331,7 @@ def test_a_lease_outlives_answers_that_break_off_or_never_come(
     assert told.count("Cannot renew the lease") == told.count("Renewed the lease") == 1
 
 
-def test_what_is_no_s3_server_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_is_not_s3_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers everything with a page for people."""
 
     class Page(BaseHTTPRequestHandler):

@@ -85,7 +85,7 @@ def run(bucket: Bucket, local: Path, tmp_path: Path) -> Run:
     return Run(bucket, local, tmp_path)
 
 
-def test_killed_twice_and_resumed_from_s3_alone_equals_a_run_on_disk(run: Run, local: Path) -> None:
+def test_run_killed_twice_in_s3_equals_a_run_on_disk(run: Run, local: Path) -> None:
     for step in (5, 20):
         process = run.start("train")
         assert wait_until(run.has(step), process, pause=0.05)
@@ -100,7 +100,7 @@ def test_killed_twice_and_resumed_from_s3_alone_equals_a_run_on_disk(run: Run, l
     assert not run.keys("snapshots/step-00000005/")
 
 
-def test_a_snapshot_that_was_changed_is_named_and_not_resumed(run: Run, local: Path) -> None:
+def test_changed_snapshot_is_named_and_not_resumed(run: Run, local: Path) -> None:
     run.ddpm("train", "-S", "train.steps=15")
     key = f"{run.prefix}/snapshots/step-00000015/optimizer.safetensors"
     content = bytearray(run.bucket.read(key))
@@ -112,7 +112,7 @@ def test_a_snapshot_that_was_changed_is_named_and_not_resumed(run: Run, local: P
     assert run.weights() == bits(final(local.parent, STEPS))
 
 
-def test_a_second_run_of_one_workspace_is_refused_with_the_owner_named(run: Run) -> None:
+def test_second_run_is_refused_with_the_owner_named(run: Run) -> None:
     first = run.start("train", "-S", "train.steps=100000")
     try:
         assert wait_until(run.has(5), first, pause=0.05)
@@ -123,9 +123,7 @@ def test_a_second_run_of_one_workspace_is_refused_with_the_owner_named(run: Run)
         first.ended()
 
 
-def test_a_server_that_is_away_for_a_while_delays_a_run_and_changes_nothing(
-    run: Run, local: Path
-) -> None:
+def test_server_outage_delays_a_run_and_changes_nothing(run: Run, local: Path) -> None:
     gate = Gate(run.bucket.environment["AWS_ENDPOINT_URL"])
     process = run.start("train", AWS_ENDPOINT_URL=gate.endpoint)
     assert wait_until(run.has(5), process, pause=0.05)
@@ -139,7 +137,7 @@ def test_a_server_that_is_away_for_a_while_delays_a_run_and_changes_nothing(
     assert run.steps_logged() == list(range(2, STEPS + 1, 2))
 
 
-def test_a_server_that_is_absent_is_one_sentence(run: Run) -> None:
+def test_missing_server_is_a_user_error(run: Run) -> None:
     gate = Gate(run.bucket.environment["AWS_ENDPOINT_URL"])
     gate.shut()
     process = run.start("train", AWS_ENDPOINT_URL=gate.endpoint)
@@ -149,7 +147,7 @@ def test_a_server_that_is_absent_is_one_sentence(run: Run) -> None:
     assert "Traceback" not in said
 
 
-def test_workers_without_a_common_disk_equal_those_that_have_one(run: Run, local: Path) -> None:
+def test_workers_without_a_shared_disk_equal_those_with_one(run: Run, local: Path) -> None:
     together = run.root / "together"
     (together / "workspace").mkdir(parents=True)
     (together / "workspace" / "data").symlink_to(local / "data")
@@ -172,7 +170,7 @@ def workers(start: Callable[..., Program]) -> list[str]:
     return said
 
 
-def test_shards_drawn_on_two_machines_are_gathered_by_the_last(run: Run, local: Path) -> None:
+def test_last_machine_combines_the_shards_of_both(run: Run, local: Path) -> None:
     needed = ("manifest.json", "config.json", "ema-0.9.safetensors")
     for path in (local / LAST).iterdir():  # what is not needed is not fetched
         content = path.read_bytes() if path.name in needed else bytes(path.stat().st_size)

@@ -60,7 +60,7 @@ def folder(storage: Storage, text: str = "hello") -> Path:
     return storage.local("a/b")
 
 
-def test_a_folder_is_there_with_its_checksums(storage: Storage) -> None:
+def test_new_folder_has_checksums(storage: Storage) -> None:
     manifest = verify(folder(storage))
     assert manifest.model_extra == {"kind": "test"}
     assert set(manifest.files) == {"file.txt", "deep/other.bin"}
@@ -69,7 +69,7 @@ def test_a_folder_is_there_with_its_checksums(storage: Storage) -> None:
     assert storage.exists("a/b") and storage.exists("a/b/deep/other.bin")
 
 
-def test_a_copy_is_made_anew_where_there_is_none(storage: Storage) -> None:
+def test_forgotten_copy_is_made_again(storage: Storage) -> None:
     folder(storage)
     storage.forget("a/b")
     assert verify(storage.local("a/b")).model_extra == {"kind": "test"}
@@ -79,7 +79,7 @@ def test_a_copy_is_made_anew_where_there_is_none(storage: Storage) -> None:
     assert storage.size("a/b/none") is storage.checksum("a/b/none") is None
 
 
-def test_an_exception_leaves_nothing_and_keeps_the_old(storage: Storage) -> None:
+def test_exception_leaves_nothing_and_keeps_the_old_folder(storage: Storage) -> None:
     folder(storage, "old")
     with pytest.raises(RuntimeError), storage.new_folder("a/b") as path:
         (path / "file.txt").write_text("new")
@@ -89,7 +89,7 @@ def test_an_exception_leaves_nothing_and_keeps_the_old(storage: Storage) -> None
     assert [path.name for path in storage.scratch().iterdir()] in ([], ["a"])
 
 
-def test_a_new_folder_takes_the_place_of_the_old(storage: Storage) -> None:
+def test_new_folder_replaces_the_old_one(storage: Storage) -> None:
     folder(storage, "old")
     with storage.new_folder("a/b") as path:
         (path / "file.txt").write_text("new")
@@ -99,7 +99,7 @@ def test_a_new_folder_takes_the_place_of_the_old(storage: Storage) -> None:
     assert storage.names("a/b") == ["file.txt", MANIFEST]
 
 
-def test_the_old_folder_is_there_until_the_new_one_is(
+def test_old_folder_exists_until_the_new_one_is_complete(
     disk: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To remove it takes long, and is impossible while a network volume has readers of it."""
@@ -121,7 +121,7 @@ def test_the_old_folder_is_there_until_the_new_one_is(
     assert [item.name for item in disk.local("samples").iterdir()] == ["b"]
 
 
-def test_of_two_writers_of_one_folder_the_last_stays(disk: LocalStorage) -> None:
+def test_last_of_several_writers_of_a_folder_wins(disk: LocalStorage) -> None:
     def write(text: str) -> None:
         for _ in range(30):
             with disk.new_folder("data") as path:
@@ -134,7 +134,7 @@ def test_of_two_writers_of_one_folder_the_last_stays(disk: LocalStorage) -> None
     assert [item.name for item in disk.root.iterdir()] == ["data"]
 
 
-def test_a_file_is_replaced_whole(storage: Storage) -> None:
+def test_file_is_replaced(storage: Storage) -> None:
     storage.write("x/y.json", b"one")
     assert storage.local("x/y.json").read_bytes() == b"one"
     storage.write("x/y.json", b"two")
@@ -142,7 +142,7 @@ def test_a_file_is_replaced_whole(storage: Storage) -> None:
     assert storage.names("x") == ["y.json"]
 
 
-def test_removing_what_is_absent_is_no_mistake(storage: Storage) -> None:
+def test_removing_a_missing_key_does_nothing(storage: Storage) -> None:
     storage.remove("absent")
     folder(storage)
     storage.remove("a/b")
@@ -153,7 +153,7 @@ def test_removing_what_is_absent_is_no_mistake(storage: Storage) -> None:
         storage.read("a/b/file.txt")
 
 
-def test_a_folder_moves_whole(storage: Storage) -> None:
+def test_folder_and_file_move(storage: Storage) -> None:
     folder(storage)
     storage.move("a/b", "c/d")
     assert verify(storage.local("c/d")).model_extra == {"kind": "test"}
@@ -163,14 +163,14 @@ def test_a_folder_moves_whole(storage: Storage) -> None:
     assert (storage.exists("file"), storage.read("c/file")) == (False, b"x")
 
 
-def test_a_neighbour_with_the_same_start_is_another(storage: Storage) -> None:
+def test_key_with_the_same_prefix_is_not_removed(storage: Storage) -> None:
     for key in ("run/a", "run2/a", "run"[:2] + "/a"):
         storage.write(key, key.encode())
     storage.remove("run")
     assert storage.names("") == ["ru", "run2"]
 
 
-def test_of_two_that_replace_one_version_the_second_is_told(storage: Storage) -> None:
+def test_second_writer_of_a_version_gets_changed(storage: Storage) -> None:
     assert storage.read_tagged("lease.json") is None
     first = storage.write_if("lease.json", b"one", None)
     found = storage.read_tagged("lease.json")
@@ -183,7 +183,7 @@ def test_of_two_that_replace_one_version_the_second_is_told(storage: Storage) ->
     assert storage.read("lease.json") == b"two"
 
 
-def test_a_growing_file_is_there_for_others_as_often_as_it_is_pushed(storage: Storage) -> None:
+def test_growing_file_is_readable_after_each_push(storage: Storage) -> None:
     for turn in (1, 2):
         mirror = storage.mirror("log.jsonl", turn)
         with mirror.path.open("ab") as file:
@@ -214,14 +214,16 @@ def test_a_growing_file_is_there_for_others_as_often_as_it_is_pushed(storage: St
         (lambda path: (path / MANIFEST).write_bytes(b"\xff\xfe"), "damaged"),
     ],
 )
-def test_damage_is_named(disk: LocalStorage, damage: Callable[[Path], object], told: str) -> None:
+def test_damaged_folder_is_named(
+    disk: LocalStorage, damage: Callable[[Path], object], told: str
+) -> None:
     path = folder(disk)
     damage(path)
     with pytest.raises(Corrupt, match=told):
         verify(path)
 
 
-def test_a_manifest_can_not_point_outside_its_folder(storage: Storage) -> None:
+def test_manifest_cannot_refer_outside_its_folder(storage: Storage) -> None:
     folder(storage)
     storage.write("a/secret", b"x")
     files = {"../secret": {"size": 1, "sha256": "0"}}
@@ -230,7 +232,7 @@ def test_a_manifest_can_not_point_outside_its_folder(storage: Storage) -> None:
         verify(storage.local("a/b"))
 
 
-def test_a_workspace_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> None:
+def test_invalid_workspace_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="Cannot use"):
         LocalStorage(tmp_path / "file" / "below")
@@ -249,7 +251,7 @@ def test_a_workspace_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> Non
         open_storage("a\0b")
 
 
-def test_looking_makes_nothing(tmp_path: Path) -> None:
+def test_reading_creates_nothing(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "typo" / "run")
     assert not storage.names("") and not storage.exists("data") and storage.size("a") is None
     storage.sweep()
@@ -258,7 +260,7 @@ def test_looking_makes_nothing(tmp_path: Path) -> None:
     assert storage.read("a/b") == b"made"
 
 
-def test_what_a_killed_writer_left_is_swept_and_a_living_one_is_not(disk: LocalStorage) -> None:
+def test_sweep_spares_the_files_of_living_writers(disk: LocalStorage) -> None:
     (disk.root / "kept").mkdir(parents=True)
     code = (
         "import os, sys; from pathlib import Path\n"
@@ -304,7 +306,7 @@ def write_tensors(storage: Storage) -> None:
         (write_tensors, "snapshots/step-00000004/model.safetensors"),
     ],
 )
-def test_a_full_disk_is_named_with_what_to_do(
+def test_disk_full_error_names_the_path_and_a_remedy(
     disk: LocalStorage,
     attempt: Callable[[LocalStorage], None],
     place: str,
@@ -318,7 +320,7 @@ def test_a_full_disk_is_named_with_what_to_do(
     assert not [path for path in disk.root.rglob("*") if path.is_file()]
 
 
-def test_a_full_directory_for_copies_is_named(
+def test_disk_full_error_of_the_cache_names_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -334,7 +336,7 @@ def test_a_full_directory_for_copies_is_named(
     assert raised.value.__notes__ == ["Free some space there, then run the same command again."]
 
 
-def test_tensors_are_for_whoever_may_read_the_other_files(tmp_path: Path) -> None:
+def test_tensors_get_the_usual_file_mode(tmp_path: Path) -> None:
     reading.save_tensors({"weight": torch.ones(3)}, tmp_path / "a", {"of": "test"})
     (tmp_path / "b").touch()
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
@@ -342,7 +344,7 @@ def test_tensors_are_for_whoever_may_read_the_other_files(tmp_path: Path) -> Non
     assert tensors["weight"].tolist() == [1, 1, 1] and texts["of"] == "test"
 
 
-def test_a_folder_where_a_file_should_be_is_named(disk: LocalStorage) -> None:
+def test_folder_in_place_of_a_file_is_named(disk: LocalStorage) -> None:
     disk.local("evaluation/results.json").mkdir(parents=True)
     with pytest.raises(IsADirectoryError) as raised:
         disk.write("evaluation/results.json", b"{}")
@@ -351,7 +353,7 @@ def test_a_folder_where_a_file_should_be_is_named(disk: LocalStorage) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a place that nobody may write to")
-def test_a_workspace_that_may_only_be_read_is_named_with_what_to_do() -> None:
+def test_read_only_workspace_is_named_with_a_remedy() -> None:
     storage = LocalStorage(Path("/sys"))
     with pytest.raises(OSError) as raised:
         storage.write("run.json", b"{}")
@@ -359,7 +361,7 @@ def test_a_workspace_that_may_only_be_read_is_named_with_what_to_do() -> None:
     assert raised.value.__notes__ == ["Choose another workspace with -w."]
 
 
-def test_who_does_not_hold_the_lease_sweeps_a_disk_and_leaves_what_is_on_its_way_to_s3(
+def test_sweep_without_the_lease_spares_uploads_to_s3(
     storage: Storage,
 ) -> None:
     storage.write("snapshots/step-00000004/model", b"x")
@@ -371,7 +373,7 @@ def test_who_does_not_hold_the_lease_sweeps_a_disk_and_leaves_what_is_on_its_way
         assert not list(storage.local("evaluation").iterdir())
 
 
-def test_hidden_files_of_the_user_are_not_swept(disk: LocalStorage) -> None:
+def test_sweep_spares_hidden_files_of_the_user(disk: LocalStorage) -> None:
     """Names that end in a date, and whatever lies in folders that are not a run's."""
     own = [".backup.20240101/precious", ".notes.20240131", "samples/.grid.20240101"]
     own += ["notes/.plan.20231224", "notes/.plan.20231224.ddpm-staged"]
@@ -382,18 +384,18 @@ def test_hidden_files_of_the_user_are_not_swept(disk: LocalStorage) -> None:
     assert all(disk.local(name).exists() for name in own)
 
 
-def test_staged_names_end_in_a_mark_and_are_no_longer_than_names_may_be(tmp_path: Path) -> None:
+def test_staged_names_have_a_mark_and_fit_the_length_limit(tmp_path: Path) -> None:
     for name in ("x" * 255, "\N{CAT}" * 63, "ab.gif"):
         with staged_file(tmp_path / name) as staging:
             assert staging.name.endswith(".ddpm-staged")
             staging.replace(tmp_path / name)
 
 
-def test_what_is_swept_lies_in_the_folders_in_which_a_run_writes() -> None:
+def test_swept_folders_are_those_of_a_run() -> None:
     assert set(FOLDERS) == set(OUTPUTS)
 
 
-def test_the_lock_of_a_directory_is_held_by_one(disk: LocalStorage) -> None:
+def test_lock_of_a_directory_is_exclusive(disk: LocalStorage) -> None:
     with disk.lock() as held:
         assert held
         with pytest.raises(Locked), LocalStorage(disk.root).lock():
@@ -402,7 +404,7 @@ def test_the_lock_of_a_directory_is_held_by_one(disk: LocalStorage) -> None:
         pass
 
 
-def test_a_volume_without_locks_holds_none(
+def test_volume_without_locks_is_swept_by_age(
     disk: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> None:
@@ -420,14 +422,14 @@ def test_a_volume_without_locks_holds_none(
     assert new.exists()
 
 
-def test_steps_are_numbers_whatever_else_lies_there(tmp_path: Path) -> None:
+def test_steps_ignores_other_names(tmp_path: Path) -> None:
     workspace = Workspace.open(os.fspath(tmp_path))
     for name in (step_name(20), step_name(3), "step-x", "step-3", ".step-00000009.abc", "notes"):
         (tmp_path / "snapshots" / name).mkdir(parents=True)
     assert workspace.steps("snapshots") == [3, 20]
 
 
-def test_damaged_json_is_the_empty_object(tmp_path: Path) -> None:
+def test_damaged_json_reads_as_empty(tmp_path: Path) -> None:
     workspace = Workspace.open(os.fspath(tmp_path))
     (tmp_path / "run.json").write_text('{"half": ')
     assert workspace.read_json("run.json") == {}
@@ -435,6 +437,6 @@ def test_damaged_json_is_the_empty_object(tmp_path: Path) -> None:
     assert workspace.read_json("run.json") == {"a": 1}
 
 
-def test_a_fingerprint_depends_on_the_content_alone() -> None:
+def test_fingerprint_depends_only_on_content() -> None:
     assert fingerprint({"a": 1, "b": [1, 2]}) == fingerprint({"b": [1, 2], "a": 1})
     assert fingerprint({"a": 1}) != fingerprint({"a": 2})
