@@ -1,4 +1,4 @@
-"""Files from strangers run no code, take no memory by a claim, and lead nowhere outside."""
+"""Untrusted files run no code, exhaust no memory, and do not lead outside their folder."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Strangers:
     return Strangers(tmp_path_factory.mktemp("strangers"))
 
 
-# No pickle
+# Pickle
 
 
 def calls(tree: ast.AST) -> list[tuple[str, dict[str, Any]]]:
-    """(dotted name, keywords that are constants) of every call."""
+    """Return the dotted name and the constant keywords of every call."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -61,7 +61,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 def offences(source: str) -> list[str]:
-    """What in a source could run a file's code."""
+    """Return the calls and imports of a source that could run code from a file."""
     tree = ast.parse(source)
     loaders = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "pandas"}
     bad = [name for name in imported(tree) if name.partition(".")[0] in loaders]
@@ -104,7 +104,7 @@ def test_arrays_and_tensors_are_read_in_one_module() -> None:
 
 
 class Bomb:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -115,7 +115,7 @@ class Bomb:
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Path:
-    """The file that a bomb makes; one that works is shown first."""
+    """Return the file that a bomb would create, after a check that a bomb works."""
     mark = tmp_path / "run"
     pickle.loads(pickle.dumps(Bomb(mark)))
     assert mark.exists()
@@ -124,7 +124,7 @@ def mark(tmp_path: Path) -> Path:
 
 
 def bombs(mark: Path, folder: Path) -> list[bytes]:
-    """The same bomb as a plain pickle, as a npy file of objects, and as torch.save writes it."""
+    """Return a bomb as a plain pickle, as a npy file of objects, and as a file of torch.save."""
     np.save(folder / "bomb.npy", np.array([Bomb(mark)], dtype=object), allow_pickle=True)
     torch.save({"a": Bomb(mark)}, folder / "bomb.pth")
     written = [(folder / name).read_bytes() for name in ("bomb.npy", "bomb.pth")]
@@ -142,7 +142,7 @@ def test_pickle_bomb_in_any_file_does_not_run(
                     reseal(target.sealed)
                 told = refusal(target)
                 restore(target)
-                # What a log, a lease or a chunk says may be ignored; nothing else.
+                # Damaged logs, leases and chunks may be ignored. Everything else must be refused.
                 assert told or target.name in ("documents", "chunk", "samples"), path
                 assert not mark.exists(), path
 
@@ -195,7 +195,7 @@ def restore(target: Target) -> None:
         path.write_bytes(data)
 
 
-# No memory by a claim
+# Memory
 
 
 def peak() -> int:
@@ -284,7 +284,7 @@ def test_json_is_bounded_in_size_and_depth() -> None:
             parse_object(deep, "x.json")
 
 
-# Nothing outside
+# Links and other paths
 
 
 def test_no_write_follows_a_link_out_of_the_workspace(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The rules that keep the layout teachable: one direction of imports, no slow start, no pickle."""
+"""The rules of the layout: one direction of imports, a fast start, no pickle, short functions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "ddpm_core"
 
-# What each folder may import of the others. All but the pure ones know the settings and where
-# things are kept.
+# The other folders that each folder may import. All but the pure ones may import the settings, the
+# storage and the runtime.
 BASE = {"config", "storage", "runtime"}
 ALLOWED = {
     "runtime": set(),
@@ -31,13 +31,13 @@ ALLOWED = {
     "evaluation": BASE | {"models", "data", "sampling", "tracking"},
     "registry": BASE | {"models", "diffusion", "data", "sampling", "evaluation", "tracking"},
 }
-# The modules beside the folders know the settings and the storage, and these alone more.
+# Top-level modules may import BASE; these may import more.
 TOP = {
     "checkpoint": {"models"},
     "chain": set(ALLOWED),
     "cli": set(ALLOWED),
 }
-# Only these may know the network and the process without importing anything of ours at all.
+# These must not import anything else from the library.
 PURE = ("diffusion", "models")
 
 
@@ -52,7 +52,7 @@ def imports(path: Path) -> set[str]:
 
 
 def ours(path: Path) -> set[str]:
-    """The parts of our library that a file imports."""
+    """Return the folders and top-level modules of the library that a file imports."""
     return {name.split(".")[1] for name in imports(path) if name.startswith("ddpm_core.")}
 
 
@@ -100,6 +100,12 @@ def test_no_function_is_longer_than_60_lines() -> None:
     script = [sys.executable, str(ROOT / "scripts/shape.py"), str(LIBRARY), str(ROOT / "ddpm_kube")]
     result = subprocess.run(script, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-2000:]
+
+
+def test_documents_name_tests_that_exist() -> None:
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for name in re.findall(r"tests/[\w/]+\.py", path.read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file(), f"{path.name} names {name}"
 
 
 def test_no_file_contains_a_package_index_or_local_path() -> None:

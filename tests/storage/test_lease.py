@@ -1,4 +1,4 @@
-"""One run at a time in a workspace, wherever the others run."""
+"""One run at a time owns a workspace, on one machine and on several."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpm_core.training.log import read_rows
 
 @pytest.fixture
 def uri(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An empty workspace in S3, with a quick heart."""
+    """Return an empty workspace in S3, with a fast heartbeat."""
     bucket.enter(monkeypatch, tmp_path)
     monkeypatch.setattr(leases, "HEARTBEAT", 0.2)
     monkeypatch.setattr(leases, "LIFETIME", 3.0)
@@ -28,7 +28,7 @@ def uri(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def elsewhere(uri: str) -> Lease:
-    """A lease that a process on another machine holds, its heart beating."""
+    """Return a lease of a process on another machine, with a running heartbeat."""
     workspace = Workspace.open(uri)
     lease = Lease(workspace, workspace.storage.read_tagged(LEASE))
     lease._process = replace(lease._process, boot="another")
@@ -77,7 +77,7 @@ def test_lease_of_a_suspended_owner_expires(
 def test_owner_without_proc_is_alive_while_it_renews_the_lease(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On macOS no process can be told from another, not even this one."""
+    """macOS has no /proc, so processes cannot be distinguished, not even this one."""
     monkeypatch.setattr(leases, "_process", lambda pid: Process("h", "", pid, ""))
     with (
         hold(Workspace.open(uri)) as lease,
@@ -140,7 +140,7 @@ def test_rows_of_a_run_that_lost_its_lease_are_read_once(uri: str) -> None:
     storage = Workspace.open(uri).storage
     for turn, steps in ((1, (1, 2, 3)), (2, (3, 4)), (3, (5,))):
         mirror = storage.mirror("log.jsonl", turn)
-        mirror.path.unlink(missing_ok=True)  # as if the turns before were not known
+        mirror.path.unlink(missing_ok=True)  # as if earlier turns were unknown
         mirror.start()
         mirror.path.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
         mirror.close()

@@ -1,4 +1,4 @@
-"""All five verbs on a workspace in S3, and what they leave there and here."""
+"""All five verbs on a workspace in S3, and the files they leave in S3 and locally."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_chain_runs_in_s3_and_touches_only_its_prefix(bucket: Bucket, tmp_path: 
 
 
 def answers_without_s3(folder: Path) -> None:
-    """The registered model is served, and called, where nobody knows the bucket."""
+    """Serve and call the registered model without access to the bucket."""
     process = start(folder, "serve", "--port", "0")
     try:
         url = address(process)

@@ -1,4 +1,4 @@
-"""A prefix in S3: large files in parts, long lists, copies shared and checked, mistakes told."""
+"""S3 storage: uploads in parts, long lists, shared and checked copies, errors and retries."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_read_continues_after_a_server_restart(
 
 @pytest.fixture
 def gated(bucket: Bucket, prefix: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, S3Storage]:
-    """A gate whose answers can be spoiled, and a storage with a file behind it."""
+    """Return a gate that can spoil responses, and a storage with a file behind it."""
     gate = Gate(bucket.environment["AWS_ENDPOINT_URL"])
     monkeypatch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
     storage = S3Storage(bucket.uri(prefix))
@@ -239,7 +239,7 @@ def gated(bucket: Bucket, prefix: str, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 
 def ask(storage: S3Storage, attempts: int, reading: float = 5.0) -> None:
-    """How often it asks from here on, and how many seconds it waits for an answer."""
+    """Set the number of attempts and the timeout in seconds of a storage."""
     for one in (storage._bucket, storage._quick):
         one.client = connect(S3Retry(attempts, connect_timeout=5.0, read_timeout=reading))
 
@@ -263,7 +263,7 @@ def test_broken_or_missing_responses_are_user_errors(
         lambda: storage.read_tagged("file"),
         lambda: storage.local("file"),
     ]
-    if how != "cut":  # an answer to these has no body
+    if how != "cut":  # responses to these have no body
         attempts += [
             lambda: storage.write("file", b"content"),
             lambda: storage.write_if("lease.json", b"mine", None),
@@ -292,7 +292,7 @@ def test_broken_body_is_retried_as_often_as_a_request(
 def test_bit_flipped_in_transit_is_downloaded_again(
     gated: tuple[Gate, S3Storage], validation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found by the server's checksum, or by ours where boto3 does not compare the server's."""
+    """The server's checksum detects it, or ours if boto3 does not compare the server's."""
     monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", validation)
     gate, storage = gated
     ask(storage, attempts=2)
@@ -332,7 +332,7 @@ def test_lease_survives_broken_and_missing_responses(
 
 
 def test_server_that_is_not_s3_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It answers everything with a page for people."""
+    """The server responds to everything with an HTML page."""
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs that live in S3 alone: killed, resumed, shared, corrupted, and cut off from it."""
+"""Runs whose workspace is in S3: killed, resumed, shared, damaged and disconnected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAST = f"snapshots/step-{STEPS:08d}"
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on this machine's disk that nothing disturbed."""
+    """Return the folder of an undisturbed run on a local disk."""
     folder = tmp_path_factory.mktemp("local")
     write_params(folder, PARAMS)
     ddpm(folder, "prepare")
@@ -35,7 +35,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Run:
-    """A run in S3 with the prepared data of `local`; no command knows of another's files."""
+    """A run in S3 with the prepared data of `local`. Commands share no local files."""
 
     def __init__(self, bucket: Bucket, local: Path, root: Path) -> None:
         self.bucket, self.root, self.prefix = bucket, root, root.name
@@ -63,7 +63,7 @@ class Run:
         return self.bucket.keys(f"{self.prefix}/{folder}")
 
     def weights(self) -> dict[str, bytes]:
-        """Every tensor of the last snapshot, bit by bit."""
+        """Return every tensor of the last snapshot as bytes."""
         keys = self.keys(f"{LAST}/")
         return bits(tensors((key.rpartition("/")[2], self.bucket.read(key)) for key in keys))
 
@@ -72,7 +72,7 @@ class Run:
         return [json.loads(line)["step"] for line in text.splitlines()]
 
     def sealed(self) -> list[int]:
-        """The steps whose snapshots were uploaded to their end."""
+        """Return the steps of complete snapshots."""
         names = [key for key in self.keys("snapshots/") if key.endswith("/manifest.json")]
         return sorted(int(name.split("/")[-2].removeprefix("step-")) for name in names)
 
@@ -92,7 +92,7 @@ def test_run_killed_twice_in_s3_equals_a_run_on_disk(run: Run, local: Path) -> N
         process.send_signal(signal.SIGKILL)
         process.ended()
     *_, before, newest = run.sealed()
-    run.bucket.delete(f"{run.prefix}/snapshots/step-{newest:08d}/manifest.json")  # half uploaded
+    run.bucket.delete(f"{run.prefix}/snapshots/step-{newest:08d}/manifest.json")  # unfinished
     said = run.ddpm("train")
     assert f"going on from step {before}" in said
     assert run.weights() == bits(final(local.parent, STEPS))
@@ -162,7 +162,7 @@ def test_workers_without_a_shared_disk_equal_those_with_one(run: Run, local: Pat
 
 
 def workers(start: Callable[..., Program]) -> list[str]:
-    """What two workers say, which torchrun would start so."""
+    """Run two workers as torchrun starts them; return their output."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     both = [start(RANK=str(rank), LOCAL_RANK="0", **common) for rank in range(2)]
     said = [worker.ended() for worker in both]
@@ -172,7 +172,7 @@ def workers(start: Callable[..., Program]) -> list[str]:
 
 def test_last_machine_combines_the_shards_of_both(run: Run, local: Path) -> None:
     needed = ("manifest.json", "config.json", "ema-0.9.safetensors")
-    for path in (local / LAST).iterdir():  # what is not needed is not fetched
+    for path in (local / LAST).iterdir():  # other files are zeros: not to be read
         content = path.read_bytes() if path.name in needed else bytes(path.stat().st_size)
         run.bucket.put(f"{run.prefix}/{LAST}/{path.name}", content)
     latest = ("-S", "sample.checkpoints=latest")

@@ -1,4 +1,4 @@
-"""Everything written is there whole, or not at all: on a disk and in S3 by the same tests."""
+"""Every write is complete or invisible. The same tests run on a disk and in S3."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ddpm_core.storage.workspace import Workspace, fingerprint, step_name
 
 @pytest.fixture(params=["disk", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    """An empty one of either kind."""
+    """Return an empty storage of each kind."""
     if request.param == "disk":
         return LocalStorage(tmp_path / "root")
     bucket = request.getfixturevalue("bucket")
@@ -102,7 +102,7 @@ def test_new_folder_replaces_the_old_one(storage: Storage) -> None:
 def test_old_folder_exists_until_the_new_one_is_complete(
     disk: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To remove it takes long, and is impossible while a network volume has readers of it."""
+    """Removal takes long, and fails while a network volume has readers of the folder."""
     with disk.new_folder("samples/b") as path:
         (path / "file.txt").write_text("old")
     removed = []
@@ -285,7 +285,7 @@ def test_sweep_spares_the_files_of_living_writers(disk: LocalStorage) -> None:
 
 @contextmanager
 def full() -> Iterator[None]:
-    """The disk refuses whatever would make a file longer than 1,000 bytes."""
+    """Make the disk refuse files of more than 1,000 bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
@@ -352,7 +352,7 @@ def test_folder_in_place_of_a_file_is_named(disk: LocalStorage) -> None:
     assert disk.names("evaluation") == ["results.json"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a place that nobody may write to")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /sys, which is never writable")
 def test_read_only_workspace_is_named_with_a_remedy() -> None:
     storage = LocalStorage(Path("/sys"))
     with pytest.raises(OSError) as raised:
@@ -374,7 +374,7 @@ def test_sweep_without_the_lease_spares_uploads_to_s3(
 
 
 def test_sweep_spares_hidden_files_of_the_user(disk: LocalStorage) -> None:
-    """Names that end in a date, and whatever lies in folders that are not a run's."""
+    """Names that end in a date, and everything in folders that do not belong to a run."""
     own = [".backup.20240101/precious", ".notes.20240131", "samples/.grid.20240101"]
     own += ["notes/.plan.20231224", "notes/.plan.20231224.ddpm-staged"]
     for name in own:
