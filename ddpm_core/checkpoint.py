@@ -25,7 +25,7 @@ from ddpm_core.storage.files import (
     read_tensors,
     validated,
 )
-from ddpm_core.storage.sealing import listed
+from ddpm_core.storage.manifest import parse_manifest
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, snapshot_key, step_name
 from ddpm_core.versions import of_another_version, read_params
 
@@ -109,7 +109,7 @@ class Checkpoint:
 
         Raises UserError where it is whole, and another version's.
         """
-        files: Any = verify(folder)["files"]
+        files = verify(folder).files
         name = f"{folder.name}/{SETTINGS}"
         if SETTINGS not in files:
             raise Corrupt(f"{folder.name} has no {SETTINGS} among the files that were written.")
@@ -117,7 +117,7 @@ class Checkpoint:
             settings = validated(read_object(folder / SETTINGS, name), Settings, name)
         except OSError as error:
             raise Corrupt(f"{name} cannot be read: {error.strerror}.") from error
-        return cls._of(folder, {name: file["sha256"] for name, file in files.items()}, settings)
+        return cls._of(folder, {name: file.sha256 for name, file in files.items()}, settings)
 
     @classmethod
     def _of(cls, folder: Path, checksums: dict[str, str], settings: dict[str, Any]) -> Checkpoint:
@@ -226,11 +226,11 @@ def look_at_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
     key, storage = snapshot_key(step), workspace.storage
     name = f"{step_name(step)}/{SETTINGS}"
     try:
-        files = listed(storage.read(f"{key}/{MANIFEST}"), step_name(step))
+        files = parse_manifest(storage.read(f"{key}/{MANIFEST}"), step_name(step)).files
         data = storage.read(f"{key}/{SETTINGS}")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Corrupt(f"{step_name(step)} was not written to its end.") from error
-    checksums = {file: sha256 for file, (_, sha256) in files.items()}
+    checksums = {name: file.sha256 for name, file in files.items()}
     if hashlib.sha256(data).hexdigest() != checksums.get(SETTINGS):
         raise Corrupt(f"{name} was changed or damaged: its checksum differs.")
     settings = validated(parse_object(data, name), Settings, name)

@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread, nothing of the user's environment, who runs what."""
+"""Fixtures and settings for all tests: one torch thread, a clean environment, the test order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 torch.set_num_threads(1)
 
-# The longest files, which begin, so that none of them is left over for one process.
+# The slowest files. They run first, so that no process is left alone with one at the end.
 LONGEST = (
     "test_faults",
     "test_kfp",
@@ -49,7 +49,7 @@ LONGEST = (
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[Bucket]:
-    """A new bucket of an S3 server; what moto has of one goes with the module."""
+    """Yield a new bucket of an S3 server; with moto, both end with the module."""
     from support.s3_server import Bucket, server
 
     with server() as environment:
@@ -58,20 +58,20 @@ def bucket() -> Iterator[Bucket]:
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tracking server or credentials of whoever runs the tests are none of a test's."""
+    """Hide the tracking server and credentials of the user who runs the tests."""
     for name in list(os.environ):
         if name.startswith("MLFLOW_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    if "boto3" in sys.modules:  # its session keeps the credentials of the test before
+    if "boto3" in sys.modules:  # its session keeps the credentials of the previous test
         monkeypatch.setattr(sys.modules["boto3"], "DEFAULT_SESSION", None)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of a file share a process, as they share fixtures (--dist loadfile).
+    """Run the slowest files first, and skip the tests for CUDA without a GPU.
 
-    Those that are marked for CUDA are skipped where it finds no GPU.
+    The tests of a file share a process and so its fixtures (--dist loadfile).
     """
     if not torch.cuda.is_available() and "DDPM_TEST_GPU" not in os.environ:
         for item in items:

@@ -1,7 +1,7 @@
-"""Whatever a file holds: what it was written as, or one sentence. Never a traceback.
+"""Damaged files are read correctly or raise a user error, never another exception.
 
-Nothing is written elsewhere either, and no claim takes memory. FUZZ_SEED replays the inputs of
-another seed, FUZZ_ROUNDS draws so many times as many.
+Readers also write nothing elsewhere, and allocate no memory that a file only claims to need.
+FUZZ_SEED selects another seed, FUZZ_ROUNDS multiplies the number of inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddpm_core.storage.files import open_array, parse_object, read_tensors
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "1"))
-ROOM = 256 * 2**20  # bytes beyond what the process has, of which files of a few kB need none
+ROOM = 256 * 2**20  # bytes that the process may allocate; files of a few kB need far less
 INPUTS = {
     "snapshot": 700,
     "data": 1500,
@@ -37,7 +37,7 @@ INPUTS = {
     "documents": 1700,
     "chunk": 300,
 }
-RAW = 1000  # inputs of each format, read without any checksum
+RAW = 1000  # inputs per format that are read without a checksum
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Strangers:
 def outside(
     strangers: Strangers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """A folder that no reader has any business with; nor with the current one."""
+    """Yield a folder; check afterwards that readers changed neither it nor the current folder."""
     place = tmp_path / "outside"
     place.mkdir()
     (place / "secret").write_text("secret")
@@ -65,7 +65,7 @@ def outside(
 
 @contextmanager
 def bounded_memory() -> Iterator[None]:
-    """An allocation of more than ROOM is refused while it lasts."""
+    """Refuse allocations beyond ROOM during the block."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -76,8 +76,8 @@ def bounded_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def is_told(error: BaseException) -> bool:
-    """Whether an error is one for the user, and not of an allocation that was tried."""
+def is_user_error(error: BaseException) -> bool:
+    """Return whether an error is a UserError, and not the result of a failed allocation."""
     causes, cause = "", error.__cause__
     while cause is not None:
         causes, cause = f"{causes} {cause!r}", cause.__cause__
@@ -86,7 +86,7 @@ def is_told(error: BaseException) -> bool:
 
 
 def fails(target: Target, random_: random.Random, outside: Path) -> str:
-    """Damage one file of a target and read it: what went wrong, and how; "" if nothing did."""
+    """Damage one file of a target and read it; return the failure, or "" if there is none."""
     path = random_.choice(target.files)
     story = f"{target.name}: {path.name}"
     changed = {path}
@@ -97,7 +97,7 @@ def fails(target: Target, random_: random.Random, outside: Path) -> str:
         for _ in range(random_.choice([1, 1, 1, 2, 3])):
             mutation = random_.choice(mutations.fitting(path.name))
             data, story = mutation(random_, data), f"{story}, {mutation.__name__}"
-        restore(path, data)  # not in place: what is open stays as it was
+        restore(path, data)  # a new file, because open files must not change
     if target.sealed and path.name != "manifest.json" and random_.random() < 0.75:
         mutations.reseal(target.sealed)
         changed.add(target.sealed / "manifest.json")
@@ -105,7 +105,7 @@ def fails(target: Target, random_: random.Random, outside: Path) -> str:
     try:
         target.read()
     except Exception as error:
-        if not is_told(error):
+        if not is_user_error(error):
             return f"{story}\n{''.join(traceback.format_exception(error))[-3000:]}"
     finally:
         for file in changed:
@@ -121,7 +121,9 @@ def restore(path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_a_damaged_file_is_read_or_named(strangers: Strangers, outside: Path, name: str) -> None:
+def test_damaged_file_is_read_or_a_user_error(
+    strangers: Strangers, outside: Path, name: str
+) -> None:
     target = strangers.targets[name]
     target.read()
     told = 0
@@ -136,7 +138,9 @@ def test_a_damaged_file_is_read_or_named(strangers: Strangers, outside: Path, na
 
 
 @pytest.mark.parametrize("kind", ["json", "npy", "safetensors"])
-def test_each_format_alone(strangers: Strangers, outside: Path, tmp_path: Path, kind: str) -> None:
+def test_damaged_format_is_read_or_a_user_error(
+    strangers: Strangers, outside: Path, tmp_path: Path, kind: str
+) -> None:
     where = {"json": "snapshots", "npy": "samples", "safetensors": "snapshots"}[kind]
     samples = [p.read_bytes() for p in strangers.root.glob(f"run/{where}/*/*.{kind}")]
     file = tmp_path / f"file.{kind}"
@@ -154,7 +158,7 @@ def test_each_format_alone(strangers: Strangers, outside: Path, tmp_path: Path, 
                 else:
                     readers[kind](file)
             except Exception as error:
-                assert is_told(error), f"input {number} of seed {SEED}: {error!r}"
+                assert is_user_error(error), f"input {number} of seed {SEED}: {error!r}"
 
 
 def test_there_are_ten_thousand_inputs() -> None:

@@ -1,4 +1,4 @@
-"""The rules that keep the layout teachable: one direction of imports, no slow start, no pickle."""
+"""The rules of the layout: one direction of imports, a fast start, no pickle, short functions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "ddpm_core"
 
-# What each folder may import of the others. All but the pure ones know the settings and where
-# things are kept.
+# The other folders that each folder may import. All but the pure ones may import the settings, the
+# storage and the runtime.
 BASE = {"config", "storage", "runtime"}
 ALLOWED = {
     "runtime": set(),
@@ -32,13 +32,13 @@ ALLOWED = {
     "registry": BASE | {"models", "diffusion", "data", "sampling", "evaluation", "tracking"},
 }
 ALLOWED["cli"] = set(ALLOWED)  # it runs everything, and nothing imports it
-# The modules beside the folders know the settings and the storage, and these alone more.
+# Top-level modules may import BASE; these may import more.
 TOP = {
     "checkpoint": {"models"},
     "chain": set(ALLOWED) - {"cli"},
     "__main__": {"cli"},
 }
-# Only these may know the network and the process without importing anything of ours at all.
+# These must not import anything else from the library.
 PURE = ("diffusion", "models")
 
 
@@ -53,11 +53,11 @@ def imports(path: Path) -> set[str]:
 
 
 def ours(path: Path) -> set[str]:
-    """The parts of our library that a file imports."""
+    """Return the folders and top-level modules of the library that a file imports."""
     return {name.split(".")[1] for name in imports(path) if name.startswith("ddpm_core.")}
 
 
-def test_every_folder_has_its_rule() -> None:
+def test_every_folder_has_an_import_rule() -> None:
     assert {path.parent.name for path in LIBRARY.glob("*/__init__.py")} == set(ALLOWED)
 
 
@@ -70,19 +70,19 @@ def test_imports_point_one_way(folder: str) -> None:
             assert ours(path) <= {folder}, f"{path.relative_to(ROOT)} imports {sorted(ours(path))}"
 
 
-def test_modules_beside_the_folders_know_no_more_than_they_must() -> None:
+def test_top_level_modules_import_only_what_they_may() -> None:
     for path in LIBRARY.glob("*.py"):
         wrong = (ours(path) & set(ALLOWED)) - BASE - TOP.get(path.stem, set())
         assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}"
 
 
-def test_the_library_knows_no_cluster_and_no_dvc() -> None:
+def test_library_imports_neither_kubernetes_nor_dvc() -> None:
     for path in LIBRARY.rglob("*.py"):
         tops = {name.partition(".")[0] for name in imports(path)}
         assert not tops & {"kfp", "kubernetes", "kubeflow", "dvc", "ddpm_kube"}, path
 
 
-def test_no_pickle_is_ever_read() -> None:
+def test_library_reads_no_pickle() -> None:
     for path in LIBRARY.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert not {"pickle", "dill", "cloudpickle", "joblib"} & imports(path), path
@@ -92,18 +92,24 @@ def test_no_pickle_is_ever_read() -> None:
 
 
 @pytest.mark.parametrize("module", ["ddpm_core", "ddpm_core.config", "ddpm_core.cli"])
-def test_importing_costs_no_torch(module: str) -> None:
+def test_import_does_not_load_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'mlflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_no_function_is_longer_than_a_page() -> None:
+def test_no_function_is_longer_than_60_lines() -> None:
     script = [sys.executable, str(ROOT / "scripts/shape.py"), str(LIBRARY), str(ROOT / "ddpm_kube")]
     result = subprocess.run(script, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-def test_no_file_names_a_package_index_or_a_path_of_one_machine() -> None:
+def test_documents_name_tests_that_exist() -> None:
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for name in re.findall(r"tests/[\w/]+\.py", path.read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file(), f"{path.name} names {name}"
+
+
+def test_no_file_contains_a_package_index_or_local_path() -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.split()

@@ -17,7 +17,8 @@ from pydantic import Field, InstanceOf
 from ddpm_core.data.captions import CAPTION_BYTES
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.storage import MANIFEST
-from ddpm_core.storage.files import Count, FileRecord, Schema, array_head, must_be_inside
+from ddpm_core.storage.files import Count, Schema, array_head, must_be_inside
+from ddpm_core.storage.manifest import FileRecord
 from ddpm_core.storage.workspace import DATA, Workspace
 from ddpm_core.storage.workspace import fingerprint as fingerprint_of
 

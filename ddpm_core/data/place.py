@@ -10,7 +10,7 @@ from ddpm_core.config.paths import input_path
 from ddpm_core.data.names import is_clutter, one_line
 from ddpm_core.errors import UserError
 from ddpm_core.storage import MANIFEST
-from ddpm_core.storage.files import Manifest
+from ddpm_core.storage.manifest import Manifest
 from ddpm_core.storage.workspace import DATA, EVALUATION, SAMPLES, SNAPSHOTS, SUPERSEDED, Workspace
 from ddpm_core.tracking.client import sqlite_path
 

@@ -12,7 +12,7 @@ from ddpm_core.evaluation.shared import FOLDER
 from ddpm_core.evaluation.weights import locate
 from ddpm_core.scores import is_as_measured, is_scored, ranked, wanted
 from ddpm_core.storage import MANIFEST, sha256_of
-from ddpm_core.storage.files import Manifest
+from ddpm_core.storage.manifest import Manifest
 from ddpm_core.storage.workspace import (
     DATA,
     METRICS,

@@ -14,7 +14,7 @@ from ddpm_core.config.paths import input_path
 from ddpm_core.console import say
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.storage import MANIFEST, fetch_whole, sha256_of
-from ddpm_core.storage.client import connect, split
+from ddpm_core.storage.bucket import connect, split
 from ddpm_core.storage.workspace import EVALUATION, Workspace, fingerprint
 from ddpm_core.text import masked
 

@@ -25,7 +25,8 @@ from ddpm_core.sampling.images import Pixels, enlarge, grid, png
 from ddpm_core.sampling.plan import Shard
 from ddpm_core.sampling.shards import ShardStore, facts_of, npy
 from ddpm_core.storage import MANIFEST, sha256_of
-from ddpm_core.storage.files import Count, FileRecord, Schema, inside, is_plain, open_array
+from ddpm_core.storage.files import Count, Schema, inside, is_plain, open_array
+from ddpm_core.storage.manifest import FileRecord
 from ddpm_core.storage.workspace import GRID, Workspace, samples_key
 
 SHOWN = 64  # images in the grid

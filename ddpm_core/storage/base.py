@@ -1,20 +1,16 @@
-"""What a workspace needs of its storage, and what can go wrong with one."""
+"""The interface of a workspace's storage, and its errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
-from ddpm_core.errors import Corrupt, UserError
-
-TRIES = 3
-Fetched = TypeVar("Fetched")
+from ddpm_core.errors import UserError
 
 
 class Unreachable(UserError, OSError):
-    """A storage that does not answer, or refuses; an OSError too, as a full disk is one."""
+    """The storage is unavailable or returned an error. An OSError, as a full disk is."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -25,11 +21,11 @@ class Unreachable(UserError, OSError):
 
 
 class Refused(Unreachable):
-    """A storage that denies access: keys are missing, wrong, or without the right."""
+    """The storage denied access: keys are missing, wrong or without permission."""
 
 
 class Changed(Exception):
-    """What was to be replaced is no longer what was read."""
+    """A conditional write failed: another process has replaced the version that was read."""
 
 
 class Locked(Exception):
@@ -37,106 +33,95 @@ class Locked(Exception):
 
 
 class Tagged(NamedTuple):
-    """A file's content, the tag of this version of it, and its age in seconds by the storage."""
+    """A file's content, the tag of this version, and its age in seconds by the storage's clock."""
 
     data: bytes
     tag: str
     age: float
 
 
-def fetch_whole(fetch: Callable[[], Fetched]) -> Fetched:
-    """Return what `fetch` returns; while it raises Corrupt, call it again, TRIES times in all.
-
-    A bit that flips on its way is right in the next copy. What is damaged where it is stored is
-    damaged in every copy, and stays Corrupt.
-    """
-    for _ in range(TRIES - 1):
-        try:
-            return fetch()
-        except Corrupt:
-            continue
-    return fetch()
-
-
 class Mirror(Protocol):
-    """A file of this machine that grows, and is kept in the storage as it does."""
+    """A growing local file whose content is also kept in the storage."""
 
     path: Path
 
     def start(self) -> None:
-        """From here on, what is appended to `path` goes to the storage now and then."""
+        """Start to copy what is appended to `path` to the storage from time to time."""
 
     def push(self) -> None:
-        """Put every whole line into the storage now. Raises OSError."""
+        """Copy all complete lines to the storage now. Raises OSError."""
 
     def close(self) -> None: ...
 
 
 class Storage(Protocol):
-    """Keys are relative paths with `/` and name files or folders.
+    """Files and folders by key, a relative path with `/`.
 
-    Everything written becomes visible whole or not at all. All methods may raise OSError.
+    A write becomes visible completely or not at all. All methods may raise OSError.
     """
 
     uri: str
 
     def exists(self, key: str) -> bool:
-        """Whether there is such a file, or such a folder, written to its end."""
+        """Return whether the key is a file or a complete folder."""
 
     def names(self, key: str) -> list[str]:
-        """Names directly below a folder, sorted; of an absent folder none."""
+        """Return the sorted names directly below a folder; [] if there is none."""
 
     def sealed(self, key: str) -> list[str]:
-        """Names of the folders directly below one that were written to their end."""
+        """Return the names of the complete folders directly below a folder."""
 
     def size(self, key: str) -> int | None:
-        """Bytes of a file; None where it is absent."""
+        """Return a file's size in bytes, or None if it is missing."""
 
     def checksum(self, key: str) -> str | None:
-        """SHA-256 of a file, in hex; None where it is absent."""
+        """Return a file's SHA-256 in hex, or None if it is missing."""
 
     def read(self, key: str) -> bytes:
-        """The content of a file. Raises FileNotFoundError."""
+        """Return a file's content. Raises FileNotFoundError."""
 
     def write(self, key: str, data: bytes) -> None:
-        """Put a whole file in place of what was there."""
+        """Create or replace a file."""
 
     def remove(self, key: str) -> None:
-        """Remove a file or folder; one that is absent is no mistake."""
+        """Remove a file or folder if it exists."""
 
     def move(self, key: str, target: str) -> None: ...
 
     def local(self, key: str) -> Path:
-        """A path on this machine with the same content. Raises Corrupt for a damaged copy."""
+        """Return a local path with the key's content. Raises Corrupt if it is damaged."""
 
     def forget(self, key: str) -> None:
-        """Drop this machine's copy, where it is no more than that."""
+        """Drop the local copy of a key, if the storage itself is elsewhere."""
 
     def scratch(self) -> Path:
-        """A directory of this machine for files on their way."""
+        """Return a local directory for temporary files."""
 
     def new_folder(
         self, key: str, facts: dict[str, object] | None = None
     ) -> AbstractContextManager[Path]:
-        """`with storage.new_folder(key) as path:` fills a folder, in place once it ends well."""
+        """Yield a directory to fill, and store it under `key` unless the block raises.
+
+        `facts` become part of the folder's manifest.
+        """
 
     def mirror(self, key: str, turn: int) -> Mirror:
-        """A growing file with the content of `key`; `turn` is higher than any before."""
+        """Return a growing file with the content of `key`. `turn` must grow with every run."""
 
     def lock(self) -> AbstractContextManager[bool]:
-        """Hold the kernel's lock while it lasts; False where there is none. Raises Locked."""
+        """Hold the operating system's lock; yield False if there is none. Raises Locked."""
 
     def sweep(self) -> None:
-        """Remove what killed writers left half written; for the holder of the lease."""
+        """Remove unfinished files of killed writers. Requires the lease."""
 
     def sweep_staged(self) -> None:
-        """The same on a disk, where locks tell who still writes; for anybody."""
+        """Do the same without the lease, where file locks show which writers are alive."""
 
     def read_tagged(self, key: str) -> Tagged | None:
-        """A small file with its tag, asked for with little patience."""
+        """Return a small file and its tag, with short timeouts; None if it is missing."""
 
     def write_if(self, key: str, data: bytes, tag: str | None) -> str:
-        """Replace the version with this tag (None: where there is no file); the new tag.
+        """Replace the version with this tag (None: create the file) and return the new tag.
 
-        Raises Changed where another was quicker.
+        Raises Changed if another process has written the file since.
         """

@@ -1,8 +1,8 @@
-"""This machine's copies of what lies in S3: made once, checked, shared by processes, then gone.
+"""Local copies of files in S3: downloaded once, checked, shared by processes, then removed.
 
-They lie below the directory for temporary files (TMPDIR moves it), which every process of a pod
-that works on the same workspace uses; the last one to end removes them. What a killed process left
-is found, checked and used by the next.
+The copies are below the directory for temporary files (set TMPDIR to move it). All processes on
+this machine with the same workspace share them, and the last one to exit removes them. The next
+process finds, checks and uses what a killed process has left.
 """
 
 from __future__ import annotations
@@ -13,24 +13,26 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ddpm_core.errors import Corrupt
-from ddpm_core.storage.base import fetch_whole
-from ddpm_core.storage.sealing import sha256_of
+from ddpm_core.storage.manifest import sha256_of
+from ddpm_core.storage.retry import fetch_whole
 from ddpm_core.storage.staging import beside, remove, stage, staged_file, sweep
 
 
 class Cache:
-    """A directory of copies. `name` tells workspaces apart."""
+    """A directory of copies. `name` identifies the workspace."""
 
     def __init__(self, name: str) -> None:
         base = _base()
         digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-        self._file = (base / f"{digest}.lock").open("a")
-        fcntl.flock(self._file, fcntl.LOCK_SH)
+        # Every user of the cache holds a shared lock, and who gets the exclusive one is the last.
+        # filelock has no shared locks of the kernel (its ReadWriteLock needs SQLite).
+        self._users = (base / f"{digest}.lock").open("a")
+        fcntl.flock(self._users, fcntl.LOCK_SH)
         self.root = base / digest
         self.root.mkdir(exist_ok=True)
         self._scratch: Path | None = None
@@ -39,37 +41,43 @@ class Cache:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Remove everything, unless another process uses it too."""
-        if os.getpid() != self._process or self._file.closed:
+        """Remove all copies, unless another process uses them."""
+        if os.getpid() != self._process or self._users.closed:
             return
         with suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(self.root, ignore_errors=True)
-        self._file.close()
+        self._users.close()
         atexit.unregister(self.close)
 
     def fetch(self, key: str, size: int, sha256: str, download: Callable[[Path], None]) -> Path:
-        """The copy of a file, downloaded if it isn't there with this checksum.
+        """Return the copy of a file, and download it first if it is missing or does not match.
 
-        Raises Corrupt where what comes is something else, each time.
+        Raises Corrupt if no download has this size and checksum.
         """
+        from filelock import FileLock  # 40 ms; commands on a directory never need it
+
         path = self.root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = self.root / f".{hashlib.sha256(key.encode()).hexdigest()[:16]}.lock"
 
         def fetch() -> Path:
             with staged_file(path) as staging:
                 download(staging)
                 staging.replace(path)
-            if self._holds(path, size, sha256):
+            if self._matches(path, size, sha256):
                 return path
             found = path.stat().st_size
             remove(path)
-            told = f"has {found} bytes; {size} were written" if found != size else "was changed"
-            raise Corrupt(f"{key} {told}, or damaged: its checksum differs.")
+            if found != size:
+                raise Corrupt(f"{key} has {found} bytes; {size} were written.")
+            raise Corrupt(f"{key} was changed or damaged: its checksum differs.")
 
-        with self._lock(key):
-            return path if self._holds(path, size, sha256) else fetch_whole(fetch)
+        with FileLock(lock):  # one process at a time downloads a file
+            return path if self._matches(path, size, sha256) else fetch_whole(fetch)
 
     def put(self, key: str, data: bytes) -> Path:
+        """Write a copy and return its path."""
         path = self.root / key
         path.parent.mkdir(parents=True, exist_ok=True)
         with staged_file(path) as staging:
@@ -78,20 +86,21 @@ class Cache:
         return path
 
     def adopt(self, key: str, folder: Path) -> None:
-        """Keep a folder that was just stored as the copy of it."""
+        """Move a folder that was just uploaded into the cache."""
         final = self.root / key
         final.parent.mkdir(parents=True, exist_ok=True)
         self.drop(key)
         folder.rename(final)
 
     def keep_only(self, key: str, names: set[str]) -> None:
-        """Remove the copies of a folder's files that are no longer part of it."""
+        """Remove copies from a folder that are not among `names`."""
         folder = self.root / key
         for path in folder.rglob("*"):
             if path.is_file() and path.relative_to(folder).as_posix() not in names:
                 path.unlink(missing_ok=True)
 
     def drop(self, key: str) -> None:
+        """Remove the copy of a file or folder."""
         path = self.root / key
         if path.is_dir():
             doomed = beside(path)
@@ -102,15 +111,15 @@ class Cache:
             remove(path)
 
     def scratch(self) -> Path:
-        """A directory below the cache that is this process's own."""
+        """Return a directory in the cache that only this process uses."""
         if self._scratch is None or not self._scratch.is_dir():
             sweep(self.root)
             self._scratch = beside(self.root / "scratch")
             stage(self._scratch, folder=True)
         return self._scratch
 
-    def _holds(self, path: Path, size: int, sha256: str) -> bool:
-        """Whether a copy is what it has to be; what was hashed once is not hashed again."""
+    def _matches(self, path: Path, size: int, sha256: str) -> bool:
+        """Return whether a copy has this size and checksum. An unchanged file is hashed once."""
         if not path.is_file() or (facts := path.stat()).st_size != size:
             return False
         known = self._known.get(path)
@@ -119,18 +128,9 @@ class Cache:
             self._known[path] = known
         return known[0] == sha256
 
-    @contextmanager
-    def _lock(self, key: str) -> Iterator[None]:
-        """One process at a time downloads a file."""
-        (self.root / key).parent.mkdir(parents=True, exist_ok=True)
-        name = hashlib.sha256(key.encode()).hexdigest()[:16]
-        with (self.root / f".{name}.lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
 
 def _base() -> Path:
-    """A directory that belongs to this user alone."""
+    """Return a directory that only this user can write to."""
     base = Path(tempfile.gettempdir()) / f"ddpm-cache-{os.getuid()}"
     base.mkdir(mode=0o700, exist_ok=True)
     facts = base.lstat()

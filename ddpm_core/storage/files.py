@@ -1,7 +1,7 @@
-"""Files that may come from strangers: text, JSON, npy and safetensors, and no other format.
+"""Safe readers for untrusted files: text, JSON, npy and safetensors, and no other format.
 
-None of them can run code, and none takes more memory than its size on disk allows, whatever its
-header claims. What is wrong with a file is told as Corrupt, in a sentence with its name.
+No file can run code, and none takes more memory than its size on disk, whatever its header claims.
+Every reader raises Corrupt, with the file's name, for a file that is damaged or forged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,9 @@ from ddpm_core.runtime.memory import shortage
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGEST_JSON = 16 * 2**20  # bytes; as Python objects they are some twenty times as many
-LARGEST_HEADER = 16 * 2**20  # bytes of the header of a safetensors file
-# UTF-32's mark begins with that of UTF-16.
+LARGEST_JSON = 16 * 2**20  # bytes; Python objects take about twenty times as many
+LARGEST_HEADER = 16 * 2**20  # bytes of a safetensors header
+# UTF-32 comes first: its byte order mark begins with that of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -48,31 +48,19 @@ _NPY_HEADER = re.compile(
 
 
 class Schema(BaseModel):
-    """What a reader needs of a JSON object: the fields, and their types to the letter."""
+    """The fields that a reader requires of a JSON object; types are strict."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
+Model = TypeVar("Model", bound=Schema)
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class FileRecord(Schema):
-    """What a manifest says of a file."""
-
-    size: Count
-    sha256: str
-
-
-class Manifest(Schema):
-    """The manifest of a folder."""
-
-    files: dict[str, FileRecord]
-
-
 def text_of(data: bytes, name: str) -> str:
-    """Return the text of a user's file: in the encoding of its byte order mark, else in UTF-8.
+    """Decode a user's text file, by its byte order mark or else as UTF-8.
 
-    Raises UserError for any other encoding: a guess would damage letters and tell nobody.
+    Raises UserError for any other encoding, because a wrong guess would silently change letters.
     """
     encoding = next((encoding for mark, encoding in _MARKS if data.startswith(mark)), "utf-8")
     try:
@@ -82,55 +70,64 @@ def text_of(data: bytes, name: str) -> str:
     else:
         if "\0" not in text:
             return text.removeprefix("\ufeff")
-        reason = "it has NUL characters, as UTF-16 without a byte order mark has"
+        reason = "it contains NUL characters, like UTF-16 without a byte order mark"
     raise UserError(
-        f"{name} is not {encoding.upper()} text: {reason}. Save it as UTF-8; iconv -f ENCODING -t "
-        "UTF-8 converts it."
+        f"{name} is not {encoding.upper()} text: {reason}. Save it as UTF-8; to convert it, use "
+        "iconv -f ENCODING -t UTF-8."
     )
 
 
 def parse_object(data: bytes, name: str) -> dict[str, Any]:
-    """The JSON object of a text. Raises Corrupt for anything else."""
+    """Return the JSON object in `data`. Raises Corrupt."""
     if len(data) > LARGEST_JSON:
         raise Corrupt(f"{name} has {len(data):,} bytes; a JSON file may have {LARGEST_JSON:,}.")
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"{name} is damaged, it is no JSON: {error}.") from error
+        raise Corrupt(f"{name} is damaged: it is not valid JSON: {error}.") from error
     if not isinstance(value, dict):
-        raise Corrupt(f"{name} is damaged, it holds a {type(value).__name__} and no object.")
+        raise Corrupt(f"{name} is damaged: it is a JSON {type(value).__name__}, not an object.")
     return value
 
 
+def parse_model(data: bytes, schema: type[Model], name: str) -> Model:
+    """Return the JSON object in `data` as a frozen model. Raises Corrupt."""
+    return _model(parse_object(data, name), schema, name)
+
+
 def read_object(path: Path, name: str) -> dict[str, Any]:
-    """The JSON object of a file. Raises Corrupt, FileNotFoundError, other OSErrors."""
+    """Return the JSON object in a file. Raises Corrupt, FileNotFoundError, other OSErrors."""
     return parse_object(read_bytes(path, name, LARGEST_JSON), name)
 
 
 def read_bytes(path: Path, name: str, most: int) -> bytes:
-    """The content of a regular file of at most `most` bytes. Raises Corrupt, OSError."""
+    """Return the content of a regular file of at most `most` bytes. Raises Corrupt, OSError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise Corrupt(f"{name} has {size:,} bytes; at most {most:,} are expected.")
+            raise Corrupt(f"{name} has {size:,} bytes; at most {most:,} are allowed.")
         return file.read(size)
 
 
 def validated(value: dict[str, Any], schema: type[Schema], name: str) -> dict[str, Any]:
-    """`value`, if it has the fields of a schema. Raises Corrupt, with the first that is wrong."""
+    """Return `value` if it matches a schema. Raises Corrupt with the first wrong field."""
+    _model(value, schema, name)
+    return value
+
+
+def _model(value: dict[str, Any], schema: type[Model], name: str) -> Model:
     try:
-        schema.model_validate(value)
+        return schema.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))[:200]
         raise Corrupt(f"{name} is damaged: {place}: {first['msg']}.") from error
     except RecursionError as error:
         raise Corrupt(f"{name} is damaged: it is nested too deeply.") from error
-    return value
 
 
 def is_plain(name: str) -> bool:
-    """Whether a stranger's text names a file below a folder, in the plainest way."""
+    """Return whether an untrusted name is a simple relative path below a folder."""
     path = PurePosixPath(name)
     parts = path.parts
     if not name.isprintable() or str(path) != name or not 0 < len(parts) < 9:
@@ -140,27 +137,30 @@ def is_plain(name: str) -> bool:
 
 
 def must_be_inside(folder: str, name: str) -> None:
-    """Raise Corrupt unless a name `is_plain`."""
+    """Raise Corrupt unless `is_plain(name)`."""
     if not is_plain(name):
-        raise Corrupt(f"{folder} names a file outside it, or none: {name[:200]!r}.")
+        raise Corrupt(f"{folder} refers to a file outside it or an invalid name: {name[:200]!r}.")
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file below a folder that a stranger's text names, links followed. Raises Corrupt."""
+    """Return the path of an untrusted name in a folder.
+
+    Raises Corrupt if the path, after links are resolved, is outside the folder.
+    """
     must_be_inside(folder.name, name)
     path = folder / name
     try:
         within = path.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError) as error:  # such as a link to itself
-        raise Corrupt(f"{folder.name}/{name} cannot be followed: {error}.") from error
+    except (OSError, RuntimeError) as error:  # for example a link to itself
+        raise Corrupt(f"{folder.name}/{name} cannot be resolved: {error}.") from error
     if not within:
-        raise Corrupt(f"{folder.name} names a file outside it, by a link: {name!r}.")
+        raise Corrupt(f"{folder.name}/{name} is a link to a file outside the folder.")
     return path
 
 
 @dataclass(frozen=True)
 class ArrayHead:
-    """What a .npy file holds; its rows, in C order, are all that follows `offset`."""
+    """The header of a .npy file. All bytes after `offset` are the rows, in C order."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -168,10 +168,10 @@ class ArrayHead:
 
 
 def array_head(path: Path) -> ArrayHead:
-    """The head of a .npy file as numpy writes it for plain numbers. Raises Corrupt.
+    """Read the header of a .npy file of plain numbers. Raises Corrupt.
 
-    Python's own reader evaluates the header; here it is matched as a whole, and the file must
-    have exactly the bytes that the shape asks for.
+    NumPy evaluates the header as Python; here it must match a pattern, and the file must have
+    exactly as many bytes as the shape requires.
     """
     try:
         with open_regular(path) as file:
@@ -180,34 +180,35 @@ def array_head(path: Path) -> ArrayHead:
             found = _NPY_HEADER.fullmatch(file.read(length))
             size, offset = os.fstat(file.fileno()).st_size, len(start) + length
         if not start.startswith(_NPY) or found is None:
-            raise Corrupt(f"{path.name} is no array of plain numbers.")
+            raise Corrupt(f"{path.name} is not an array of plain numbers.")
         dtype = np.dtype(found[1].decode())
     except (OSError, TypeError) as error:
         raise Corrupt(f"{path.name} cannot be read as an array: {error}.") from error
     shape = tuple(int(number) for number in re.findall(rb"\d+", found[2]))
     wanted = offset + math.prod(shape) * dtype.itemsize
     if size != wanted or math.prod(max(1, number) for number in shape) > 2**48:
-        raise Corrupt(f"{path.name} has {size:,} bytes; its shape {shape} needs {wanted:,}.")
+        raise Corrupt(f"{path.name} has {size:,} bytes; its shape {shape} requires {wanted:,}.")
     return ArrayHead(shape, dtype, offset)
 
 
 def open_array(path: Path) -> NDArray[Any]:
-    """The array of a .npy file, memory-mapped, read only. Raises Corrupt."""
+    """Return the array in a .npy file, memory-mapped and read-only. Raises Corrupt."""
     head = array_head(path)
     if 0 in head.shape:
         return np.empty(head.shape, head.dtype)
     try:
         return np.memmap(path, head.dtype, "r", head.offset, head.shape)
-    except (OSError, ValueError) as error:  # the file became shorter a moment ago
+    except (OSError, ValueError) as error:  # the file was truncated after its header was read
         raise Corrupt(f"{path.name} cannot be read as an array: {error}.") from error
 
 
 def save_tensors(
     tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a file that `read_tensors` reads. Raises OSError.
+    """Write a safetensors file. Raises OSError.
 
-    safetensors tells of a full disk as of damage, and lets nobody but the owner read the file.
+    Corrects two habits of safetensors: it reports a full disk as a format error, and creates files
+    that only the owner can read.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -225,15 +226,15 @@ def save_tensors(
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU. Raises Corrupt."""
+    """Return the tensors of a safetensors file, on the CPU. Raises Corrupt."""
     return read_tensors_and_metadata(path)[0]
 
 
 def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    """The tensors and the texts beside them of a safetensors file.
+    """Return the tensors and the metadata of a safetensors file.
 
-    Raises Corrupt, also for a value that is not finite: no program of ours writes one, and a
-    network with one draws black images.
+    Raises Corrupt, also for a value that is not finite: ddpm never writes one, and a network with
+    one generates black images.
     """
     from safetensors import safe_open
 
@@ -243,7 +244,9 @@ def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], Mapping[st
             header = int.from_bytes(file.read(8), "little")
             size = os.fstat(file.fileno()).st_size
         if header > min(size - 8, LARGEST_HEADER):
-            raise Corrupt(f"{name} is damaged: its header of {header:,} bytes is not in it.")
+            raise Corrupt(
+                f"{name} is damaged: its header claims {header:,} bytes, which it does not have."
+            )
         with safe_open(path, framework="pt") as opened:
             metadata = opened.metadata() or {}
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
@@ -251,8 +254,8 @@ def read_tensors_and_metadata(path: Path) -> tuple[dict[str, Tensor], Mapping[st
         return tensors, metadata
     except Corrupt:
         raise
-    except Exception as error:  # safetensors and torch have families of their own
-        if shortage(error):  # says nothing of the file
+    except Exception as error:  # safetensors and torch raise their own types
+        if shortage(error):  # out of memory: the file may be fine
             raise
         if isinstance(error, OSError):
             raise Corrupt(f"{name} cannot be read: {error.strerror}.") from error
@@ -269,7 +272,7 @@ def _must_be_finite(tensors: Mapping[str, Tensor], name: str) -> None:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """A file opened for reading; a pipe would make the reader wait, a device has no end."""
+    """Open a regular file for reading. Raises Corrupt for pipes and devices, which never end."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -278,5 +281,5 @@ def open_regular(path: Path) -> io.BufferedReader:
         raise Corrupt(f"{path.name} cannot be opened: {error.strerror}.") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Corrupt(f"{path.name} is no regular file.")
+        raise Corrupt(f"{path.name} is not a regular file.")
     return io.BufferedReader(io.FileIO(descriptor))

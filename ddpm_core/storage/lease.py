@@ -1,9 +1,9 @@
-"""Who may train in a workspace, or replace its data: one at a time.
+"""The lease of a workspace: one run at a time may train in it or replace its data.
 
-The owner holds a lease in lease.json, renewed by a heartbeat and numbered by a fence that only
-grows; each change replaces the version that was read, and no other. A second run is refused with
-the owner named. The lease of a dead owner is taken over: at once where this machine knows it is
-dead, else when it was not renewed for as long as it lasts.
+The owner writes lease.json and renews it with a heartbeat. Every write replaces exactly the version
+that was read, and every new owner increments the fence. A second run is refused, with the owner
+named. A dead owner's lease is taken over: at once if this machine can see that the process is dead,
+otherwise after the lease has not been renewed for LIFETIME.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ddpm_core.console import Outage, say
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.storage import Changed, Locked, Tagged, Unreachable
-from ddpm_core.storage.files import Count, Schema, parse_object, validated
+from ddpm_core.storage.files import Count, Schema, parse_model
 from ddpm_core.storage.workspace import Workspace
 
 LEASE = "lease.json"
 HEARTBEAT = 5.0  # seconds between renewals
-LIFETIME = 30.0  # seconds that a lease holds without one
-LOOK = 0.5  # seconds between two looks at a lease that may have run out
+LIFETIME = 30.0  # seconds that a lease is valid without a renewal
+POLL = 0.5  # seconds between two reads of a lease that may expire
 
 
 @contextmanager
 def hold(workspace: Workspace) -> Iterator[Lease]:
-    """Own the workspace for a while, swept of what killed runs left.
+    """Own the workspace during a block, after a sweep of what killed runs left.
 
-    Raises UserError, naming the owner, if it is taken.
+    Raises UserError, with the owner named, if another run holds it.
     """
     with _locked(workspace) as locked:
-        lease = Lease(workspace, _free(workspace, locked))
-        with _told(workspace):
+        lease = Lease(workspace, _wait_until_free(workspace, locked))
+        with _write_errors(workspace):
             lease.start()
         try:
             workspace.storage.sweep()
@@ -48,24 +48,46 @@ def hold(workspace: Workspace) -> Iterator[Lease]:
             lease.stop()
 
 
-class Held(Schema):
-    """What lease.json says; an older one may say less."""
+class Owner(Schema):
+    """The content of lease.json. All fields have defaults, because old versions wrote fewer."""
 
     id: str | None = None
     fence: Count = 0
-    renewed: float = 0.0
+    renewed: float = 0.0  # Unix time; 0 after the owner has given the lease back
+    host: str = "?"
+    pid: int | None = None
+    boot: str | None = None
+    space: str = ""
+    started: str = ""
+
+    def __str__(self) -> str:
+        return f"process {'?' if self.pid is None else self.pid} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Process:
+    """What distinguishes a process from all others.
+
+    `boot` identifies the running machine, `space` the PID namespace, and `started` the start time
+    of the process. `space` and `started` are "" where there is no /proc.
+    """
+
+    boot: str
+    space: str
+    pid: int
+    started: str
 
 
 class Lease:
-    """A held lease; `check` tells whether it still is."""
+    """A lease that this process holds. `check` raises once another process has taken it."""
 
-    def __init__(self, workspace: Workspace, found: Tagged | None) -> None:
-        """`found` is the lease that this one follows."""
+    def __init__(self, workspace: Workspace, previous: Tagged | None) -> None:
+        """`previous` is the version of lease.json that this lease replaces."""
         self._workspace = workspace
-        self.fence = int(read(found).get("fence", 0)) + 1
-        self._tag = found.tag if found else None
+        self.fence = read(previous).fence + 1
+        self._tag = previous.tag if previous else None
         self._id = uuid.uuid4().hex
-        self._facts = _process(os.getpid())
+        self._process = _process(os.getpid())
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._lock = threading.Lock()
@@ -74,16 +96,16 @@ class Lease:
         self._outage = Outage()
 
     def start(self) -> None:
-        """Raises UserError if another run was quicker."""
+        """Write the lease and start its heartbeat. Raises UserError if another run was faster."""
         try:
             self._renew()
         except Changed:
-            held = read(self._workspace.storage.read_tagged(LEASE))
-            raise UserError(_taken(self._workspace, held)) from None
+            owner = read(self._workspace.storage.read_tagged(LEASE))
+            raise UserError(_in_use(self._workspace, owner)) from None
         self._thread.start()
 
     def stop(self) -> None:
-        """Give it back; the fence's number stays."""
+        """Give the lease back. The fence stays in the file."""
         self._stopped.set()
         self._thread.join()
         if not self._lost:
@@ -91,11 +113,11 @@ class Lease:
                 self._renew(0.0)
 
     def check(self, patient: bool = False) -> None:
-        """Raises UserError if another run has taken the workspace over.
+        """Raise UserError if another run has taken over the workspace.
 
-        Who is `patient` also asks a storage that did not answer a moment ago.
+        With `patient`, also try a storage that was unavailable a moment ago.
         """
-        # A process that was stopped for a while may get here before its heart beats.
+        # A process that was suspended may get here before its next heartbeat.
         if time.monotonic() - self._renewed > LIFETIME / 2 and (patient or not self._outage.on):
             self._try_renew()
         if self._lost:
@@ -108,7 +130,7 @@ class Lease:
     def _try_renew(self) -> None:
         with self._lock:
             try:
-                self._follow()
+                self._refresh_tag()
                 self._renew()
             except Changed:
                 with suppress(OSError):
@@ -116,57 +138,64 @@ class Lease:
             except OSError as error:
                 self._outage.begins(f"Cannot renew the lease of the workspace: {error.strerror}.")
             else:
-                self._outage.ends("The lease of the workspace is renewed again.")
+                self._outage.ends("Renewed the lease of the workspace again.")
 
-    def _follow(self) -> None:
-        """Accept a version of ours whose answer was lost. Raises Changed for another's."""
+    def _refresh_tag(self) -> None:
+        """Adopt the tag of the last write of this lease, whose response may have been lost.
+
+        Raises Changed if the lease belongs to another run.
+        """
         found = self._workspace.storage.read_tagged(LEASE)
-        if found and read(found).get("id") not in (self._id, None):
+        if found and read(found).id not in (self._id, None):
             raise Changed
         self._tag = found.tag if found else None
 
     def _note_loss(self) -> None:
-        held = read(self._workspace.storage.read_tagged(LEASE))
-        if held.get("id") != self._id:
-            self._lost = f"The workspace was taken over by {describe(held)}; this run stops."
+        owner = read(self._workspace.storage.read_tagged(LEASE))
+        if owner.id != self._id:
+            self._lost = f"The workspace was taken over by {owner}; this run stops."
 
     def _renew(self, now: float | None = None) -> None:
-        """Write the lease; a renewal at time 0 gives it back."""
-        record = {
+        """Write the lease with the time `now`; time 0 gives it back."""
+        owner = {
             "id": self._id,
             "fence": self.fence,
             "host": socket.gethostname(),
             "renewed": time.time() if now is None else now,
-            **self._facts,
+            **asdict(self._process),
         }
-        data = (json.dumps(record, indent=1, sort_keys=True) + "\n").encode()
+        data = (json.dumps(owner, indent=1, sort_keys=True) + "\n").encode()
         self._tag = self._workspace.storage.write_if(LEASE, data, self._tag)
         self._renewed = time.monotonic()
 
 
-def read(found: Tagged | None) -> dict[str, Any]:
-    """What a lease says; an absent or damaged one says nothing."""
+def read(found: Tagged | None) -> Owner:
+    """Return the owner in a lease file; an Owner of defaults if it is missing or damaged."""
     try:
-        return validated(parse_object(found.data, LEASE), Held, LEASE) if found else {}
+        return parse_model(found.data, Owner, LEASE) if found else Owner()
     except Corrupt:
-        return {}
+        return Owner()
 
 
 @contextmanager
 def _locked(workspace: Workspace) -> Iterator[bool]:
-    """The storage's own lock; whether it has one."""
+    """Hold the storage's lock; yield whether it has one. Raises UserError if it is taken."""
     with ExitStack() as stack:
         try:
-            with _told(workspace):
+            with _write_errors(workspace):
                 locked = stack.enter_context(workspace.storage.lock())
         except Locked:
-            raise UserError(_taken(workspace, workspace.read_json(LEASE))) from None
+            try:
+                owner = read(workspace.storage.read_tagged(LEASE))
+            except Corrupt:
+                owner = Owner()
+            raise UserError(_in_use(workspace, owner)) from None
         yield locked
 
 
 @contextmanager
-def _told(workspace: Workspace) -> Iterator[None]:
-    """Raises UserError where the lease, the first file that a run writes, can't be written."""
+def _write_errors(workspace: Workspace) -> Iterator[None]:
+    """Raise UserError if the workspace is not writable. The lease is the first file of a run."""
     try:
         yield
     except Unreachable:
@@ -177,78 +206,82 @@ def _told(workspace: Workspace) -> Iterator[None]:
         ) from error
 
 
-def describe(held: dict[str, Any]) -> str:
-    return f"process {held.get('pid', '?')} on {held.get('host', '?')}"
+def _wait_until_free(workspace: Workspace, locked: bool) -> Tagged | None:
+    """Return the lease of the last owner once no owner is alive. Raises UserError if one is.
 
-
-def _free(workspace: Workspace, locked: bool) -> Tagged | None:
-    """The lease as it was left, once nobody holds it. Raises UserError if somebody does.
-
-    One that may be alive is watched: a renewal shows that it is, and no clocks are compared.
+    An owner that may be alive gets one LIFETIME to renew its lease. Only changes of the file count,
+    so the clocks of two machines are never compared.
     """
     found = workspace.storage.read_tagged(LEASE)
-    held = read(found)
-    if found is None or not _may_live(held, locked):
+    owner = read(found)
+    if found is None or not _may_be_alive(owner, locked):
         return found
-    if _lives(held):
-        raise UserError(_taken(workspace, held))
-    patience = max(LIFETIME - found.age, 2.4 * HEARTBEAT)
+    if _is_alive(owner):
+        raise UserError(_in_use(workspace, owner))
+    timeout = max(LIFETIME - found.age, 2.4 * HEARTBEAT)
     say(
-        f"The workspace {workspace.uri} may be in use by {describe(held)}; if its lease is not "
-        f"renewed for {patience:.0f} seconds, it is taken over."
+        f"The workspace {workspace.uri} may be in use by {owner}. Taking it over unless its lease "
+        f"is renewed within {timeout:.0f} seconds."
     )
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        time.sleep(LOOK)
-        now = workspace.storage.read_tagged(LEASE)
-        if now is None or not _may_live(read(now), locked):
-            return now
-        if now.tag != found.tag:
-            raise UserError(_taken(workspace, read(now)))
+        time.sleep(POLL)
+        current = workspace.storage.read_tagged(LEASE)
+        if current is None or not _may_be_alive(read(current), locked):
+            return current
+        if current.tag != found.tag:
+            raise UserError(_in_use(workspace, read(current)))
     return found
 
 
-def _may_live(held: dict[str, Any], locked: bool) -> bool:
-    """Whether the owner may still be at work, for all that is known here."""
-    if not float(held.get("renewed") or 0.0):
+def _may_be_alive(owner: Owner, locked: bool) -> bool:
+    """Return whether the owner may still be running, as far as this process can know."""
+    if not owner.renewed:
         return False
-    here = _process(os.getpid())
-    if held.get("boot") != here["boot"]:
-        return True
+    this = _process(os.getpid())
+    if owner.boot != this.boot:
+        return True  # on another machine
     if locked:
-        return False  # the kernel released its lock
-    if not here["started"]:
-        return True  # without /proc, as on macOS, no process can be told from another
-    return held.get("space") != here["space"] or _lives(held)
+        return False  # the kernel has released the owner's lock
+    if not this.started:
+        return True  # without /proc (macOS) processes cannot be distinguished
+    return owner.space != this.space or _is_alive(owner)
 
 
-def _lives(held: dict[str, Any]) -> bool:
-    """Whether the owner is a process that can be seen from here."""
-    pid = held.get("pid")
-    facts = _process(pid) if isinstance(pid, int) else {}
-    return bool(facts.get("started")) and all(held.get(key) == facts[key] for key in facts)
-
-
-def _taken(workspace: Workspace, held: dict[str, Any]) -> str:
-    return (
-        f"The workspace {workspace.uri} is in use by {describe(held)}. "
-        "Wait for it, stop it, or give another with -w."
+def _is_alive(owner: Owner) -> bool:
+    """Return whether the owner is a running process that is visible from here."""
+    if owner.pid is None:
+        return False
+    process = _process(owner.pid)
+    fields = (owner.boot, owner.space, owner.pid, owner.started)
+    return bool(process.started) and fields == (
+        process.boot,
+        process.space,
+        process.pid,
+        process.started,
     )
 
 
-def _process(pid: int) -> dict[str, Any]:
-    """What tells a process from all others: machine, name space, number, and when it started."""
-    facts: dict[str, Any] = {"boot": _boot(), "space": "", "pid": pid, "started": ""}
+def _in_use(workspace: Workspace, owner: Owner) -> str:
+    return (
+        f"The workspace {workspace.uri} is in use by {owner}. "
+        "Wait for it, stop it, or use another workspace (-w)."
+    )
+
+
+def _process(pid: int) -> Process:
+    """Return the identity of a process."""
+    space = started = ""
     with suppress(OSError):
-        facts["space"] = str(Path("/proc/self/ns/pid").readlink())
+        space = str(Path("/proc/self/ns/pid").readlink())
         status = Path(f"/proc/{pid}/stat").read_text()
         state, *rest = status[status.rindex(")") + 2 :].split()
-        facts["started"] = "" if state in "ZX" else rest[18]
-    return facts
+        started = "" if state in "ZX" else rest[18]
+    return Process(_boot(), space, pid, started)
 
 
 def _boot() -> str:
-    """What tells this running machine from another: Linux's boot id, elsewhere the host name."""
+    """Return what identifies this running machine: Linux's boot id, elsewhere the host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,13 +1,11 @@
 """A directory as storage.
 
-A file is written beside its final name, synced and renamed; a folder gets a manifest of checksums
-and is renamed as one.
+A file is written under a temporary name, synced and renamed. A folder also gets a manifest.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -20,7 +18,7 @@ from pathlib import Path
 from ddpm_core.errors import UserError
 from ddpm_core.storage import files as reading
 from ddpm_core.storage.base import Changed, Locked, Tagged
-from ddpm_core.storage.sealing import seal, sha256_of, sync
+from ddpm_core.storage.manifest import seal, sha256_of, sync
 from ddpm_core.storage.staging import (
     beside,
     exchange,
@@ -31,12 +29,13 @@ from ddpm_core.storage.staging import (
 )
 
 LOCK = ".lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO)
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
-LARGEST = 2**30  # bytes of a file that is read into memory as a whole
+LARGEST = 2**30  # bytes of the largest file that `read` returns
 
 
 class LocalStorage:
-    """A directory of this machine, or of a network volume mounted on it."""
+    """A directory on a local disk or a mounted network volume."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
@@ -55,33 +54,33 @@ class LocalStorage:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """A workspace that must not be changed is told with what to do."""
+        """Add advice to errors about a read-only workspace."""
         try:
             yield
         except OSError as error:
             if error.errno in FORBIDDEN and str(error.filename or "").startswith(self.uri):
-                error.add_note("Write to another place: a workspace is named with -w.")
+                error.add_note("Choose another workspace with -w.")
             raise
 
     def local(self, key: str) -> Path:
         return self.root / key
 
     def _own(self, key: str) -> Path:
-        """The path of what is to be changed. Raises UserError where a link leads out of the root.
+        """Return the path to write for a key. Raises UserError if a link leads out of the root.
 
-        Whoever made the workspace may have put links into it, to places that are not theirs. The
-        root is made here, so that looking into a workspace that is none makes nothing.
+        A workspace from an untrusted source may contain links to files outside it. The root is
+        created here, so that reading from a mistyped workspace creates nothing.
         """
         path = self.scratch() / key
         if not path.parent.resolve().is_relative_to(self.root.resolve()):
             raise UserError(
-                f"{path.parent} is a link out of the workspace, and nothing is changed through "
-                "one. Put the whole workspace where the link leads, and name that with -w."
+                f"{path.parent} is a link out of the workspace, and ddpm does not write through "
+                "links. Move the workspace to the link's target, and use that with -w."
             )
         return path
 
     def forget(self, key: str) -> None:
-        """Nothing: what lies here is no copy."""
+        """Do nothing: this storage has no copies."""
 
     def scratch(self) -> Path:
         with self._usable():
@@ -100,7 +99,7 @@ class LocalStorage:
         )
 
     def sealed(self, key: str) -> list[str]:
-        """All: a folder has its name once it is whole."""
+        """Return all names: a folder gets its final name when it is complete."""
         return self.names(key)
 
     def size(self, key: str) -> int | None:
@@ -127,7 +126,7 @@ class LocalStorage:
     def remove(self, key: str) -> None:
         path = self._own(key)
         if path.is_dir() and not path.is_symlink():
-            # Renamed first, so that no reader meets a folder half removed.
+            # Renamed first, so that no reader finds a folder that is partly removed.
             doomed = beside(path)
             path.rename(doomed)
             shutil.rmtree(doomed)
@@ -141,9 +140,9 @@ class LocalStorage:
 
     @contextmanager
     def new_folder(self, key: str, facts: dict[str, object] | None = None) -> Iterator[Path]:
-        """Yield a staging directory; at the end write its manifest, with `facts`, and rename it.
+        """Yield a temporary directory; at the end write its manifest and rename it to `key`.
 
-        Replaces a folder of the same key. After an exception nothing of it is left.
+        Replaces an existing folder. After an exception the directory is removed.
         """
         final = self._own(key)
         with self._changing():
@@ -155,23 +154,29 @@ class LocalStorage:
             sync(final.parent)
             remove(replaced)
 
-    def mirror(self, key: str, turn: int) -> Whole:
-        return Whole(self._own(key))
+    def mirror(self, key: str, turn: int) -> InPlace:
+        return InPlace(self._own(key))
 
     @contextmanager
     def lock(self) -> Iterator[bool]:
-        """Gone with the process, however that ended."""
-        # Through a link the file would be made elsewhere.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
-        with os.fdopen(os.open(self._own(LOCK), flags, 0o666), "w") as file:
-            locked = True
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise Locked from None
-            except OSError:
-                locked = False  # a network volume without locks
-            yield locked
+        """Hold a file lock, which the kernel releases when the process ends in any way."""
+        from filelock import FileLock, Timeout  # 40 ms; commands that only read never need it
+
+        # A marker file as substitute would outlive a killed process, so there is no fallback.
+        lock = FileLock(self._own(LOCK), timeout=0, mode=0o666, fallback_to_soft=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise Locked from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            yield False  # a network volume without locks
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
 
     def sweep(self) -> None:
         self.sweep_staged()
@@ -188,16 +193,16 @@ class LocalStorage:
         return Tagged(data, hashlib.sha256(data).hexdigest(), max(0.0, age))
 
     def write_if(self, key: str, data: bytes, tag: str | None) -> str:
-        """Compared, then written: who holds `lock` has no rival on this machine."""
-        there = self.read_tagged(key)
-        if (there.tag if there else None) != tag:
+        """Compare, then write. On one machine `lock` keeps other writers out in between."""
+        current = self.read_tagged(key)
+        if (current.tag if current else None) != tag:
             raise Changed
         self.write(key, data)
         return hashlib.sha256(data).hexdigest()
 
 
-class Whole:
-    """A growing file that lies where it belongs."""
+class InPlace:
+    """A growing file in a directory: appended lines are in the storage already."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -205,7 +210,7 @@ class Whole:
     def start(self) -> None: ...
 
     def push(self) -> None:
-        """Put on disk what was written: what follows a row may not outlive it."""
+        """Sync the file to disk, so that no snapshot survives a crash that loses its log lines."""
         with suppress(FileNotFoundError):
             sync(self.path)
 

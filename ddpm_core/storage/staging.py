@@ -1,8 +1,10 @@
-"""What is written beside its final name, and how the leavings of a killed writer are swept.
+"""Temporary names for unfinished files and folders, and their removal after a writer was killed.
 
-A writer holds the kernel's lock of what it stages. Whatever can be locked by another has no writer
-any more. A workspace may be a folder with files of the user's: what is staged bears a mark that no
-other program makes.
+A writer locks what it stages, so whatever can be locked by another process has lost its writer. A
+workspace may be a folder that also has files of the user's: staged names end in a mark that no
+other program uses.
+
+The locks are fcntl.flock, because filelock can lock neither a folder nor the staged file itself.
 """
 
 from __future__ import annotations
@@ -20,28 +22,28 @@ from pathlib import Path
 
 _MARK = "ddpm-staged"
 _STAGED = re.compile(rf"\..+\.[0-9a-f]{{8}}\.{_MARK}")
-_NAME = 50  # characters kept of a name: with four bytes each there is room for the rest in 255
-# In which a run stages, as workspace.py names them; other folders are the user's.
+_NAME = 50  # characters kept of a name; at four bytes each the result stays below 255 bytes
+# The folders of a run, as workspace.py names them. Other folders belong to the user.
 FOLDERS = ("data", "snapshots", "samples", "evaluation", "superseded")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-ABANDONED = 24 * 3600.0  # seconds without a change, where locks can't tell who still writes
+ABANDONED = 24 * 3600.0  # seconds without a change; used where there are no locks
 
 
 def beside(path: Path) -> Path:
-    """A hidden name next to a final one."""
+    """Return a hidden temporary name next to a final one."""
     return path.with_name(f".{path.name[:_NAME]}.{uuid.uuid4().hex[:8]}.{_MARK}")
 
 
 @contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
-    """An empty file beside `path` for as long as its content is written; gone after a mistake."""
+    """Yield an empty file next to `path`, to be renamed; remove it after an exception."""
     with _held(path, folder=False) as staging:
         yield staging
 
 
 @contextmanager
 def staged_folder(path: Path) -> Iterator[Path]:
-    """The same for a folder."""
+    """Yield an empty folder next to `path`, to be renamed; remove it after an exception."""
     with _held(path, folder=True) as staging:
         yield staging
 
@@ -62,33 +64,36 @@ def _held(path: Path, folder: bool) -> Iterator[Path]:
 
 @contextmanager
 def named(staging: Path, path: Path) -> Iterator[None]:
-    """Errors of the disk tell of what is written, not of what is staged for it.
+    """Raise disk errors with the final name `path` instead of the temporary one.
 
-    A full disk is one of several, and tells of nothing by itself.
+    A disk-full error may come without any name; it gets `path` and advice.
     """
     try:
         yield
     except OSError as error:
         full = error.errno in FULL
-        # A rename tells of two names; its target is the one that a person knows.
+        # A rename has two names; the user knows the target.
         at = error.filename2 or error.filename or (path if full else None)
         if error.errno is None or at is None:
             raise
-        told = OSError(error.errno, error.strerror, str(at).replace(str(staging), str(path)))
+        renamed = OSError(error.errno, error.strerror, str(at).replace(str(staging), str(path)))
         if full:
-            told.add_note("Free some space there; the same command goes on.")
-        raise told from error
+            renamed.add_note("Free some space there, then run the same command again.")
+        raise renamed from error
 
 
 def stage(staging: Path, folder: bool) -> int:
-    """Make and lock it, again where a sweep came between the two; close the result to let go."""
+    """Create and lock a staged file or folder; return the descriptor that holds the lock.
+
+    Starts again if a sweep removed it between the two steps.
+    """
     while True:
         if folder:
             staging.mkdir()
             descriptor = os.open(staging, os.O_RDONLY)
         else:
             descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with suppress(OSError):  # a file system without locks is one that is not swept
+        with suppress(OSError):  # without locks, sweeps go by age
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if staging.exists():
             return descriptor
@@ -96,9 +101,9 @@ def stage(staging: Path, folder: bool) -> int:
 
 
 def exchange(staging: Path, final: Path) -> Path:
-    """Give a staged folder its final name; where what had it lies now, if there was any.
+    """Rename a staged folder to its final name; return the new name of the old folder, if any.
 
-    The old one is there until the new one is: a reader misses it between two renames at most.
+    A reader finds no folder only between the two renames.
     """
     while True:
         replaced = beside(final)
@@ -109,7 +114,7 @@ def exchange(staging: Path, final: Path) -> Path:
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 remove(replaced)
-                continue  # another writer was quicker, and is replaced in turn
+                continue  # another writer was faster; replace its folder
             with suppress(OSError):
                 replaced.rename(final)
             raise
@@ -117,7 +122,7 @@ def exchange(staging: Path, final: Path) -> Path:
 
 
 def sweep(root: Path) -> None:
-    """Remove everything staged in `root`, and below a run's FOLDERS there, that has no writer."""
+    """Remove staged files and folders without a writer from `root` and below its FOLDERS."""
     for folder, folders, files in os.walk(root):
         for name in [*folders, *files]:
             if _STAGED.fullmatch(name):
@@ -128,7 +133,7 @@ def sweep(root: Path) -> None:
 
 def sweep_beside(path: Path) -> None:
     """Remove what killed writers have staged for `path`."""
-    with suppress(OSError):  # no such folder, or one that may not be read
+    with suppress(OSError):  # the folder is missing or not readable
         for found in path.parent.iterdir():
             if found.name.startswith(f".{path.name[:_NAME]}.") and _STAGED.fullmatch(found.name):
                 _sweep_one(found)
@@ -141,7 +146,7 @@ def _sweep_one(path: Path) -> None:
         return
     try:
         if _has_no_writer(descriptor):
-            with suppress(OSError):  # a workspace that may only be read keeps it
+            with suppress(OSError):  # read-only workspace
                 remove(path)
     finally:
         os.close(descriptor)
@@ -152,13 +157,13 @@ def _has_no_writer(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # NFS, for one, has no locks of folders
+    except OSError:  # NFS, for example, cannot lock folders
         return time.time() - os.fstat(descriptor).st_mtime > ABANDONED
     return True
 
 
 def remove(path: Path) -> None:
-    """A file or folder, if it is there."""
+    """Remove a file or folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,4 +1,4 @@
-"""The names of everything a run keeps, under one root."""
+"""The names of a run's files below one root, and JSON files by key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 from ddpm_core.errors import Corrupt
 from ddpm_core.storage import MANIFEST, Storage, open_storage
-from ddpm_core.storage.files import Manifest, Schema, is_plain, parse_object, validated
+from ddpm_core.storage.files import Schema, is_plain, parse_object, validated
+from ddpm_core.storage.manifest import Manifest
 
 DATA = "data"
 SNAPSHOTS = "snapshots"
@@ -31,13 +32,14 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 class Workspace:
-    """A run's files. Rules about their content belong to the module that writes them."""
+    """The files of a run. The module that writes a file defines its content."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
 
     @classmethod
     def open(cls, uri: str) -> Workspace:
+        """Open a directory or s3://bucket/prefix. Raises UserError."""
         return cls(open_storage(uri))
 
     @property
@@ -45,61 +47,65 @@ class Workspace:
         return self.storage.uri
 
     def path(self, key: str) -> Path:
-        """A path of a key on this machine; of what lies elsewhere, a checked copy."""
+        """Return a local path of a key; for a workspace in S3, of a checked copy."""
         return self.storage.local(key)
 
     def shown(self, key: str) -> str:
-        """Where a key lies, for people."""
+        """Return the location of a key, for messages."""
         return f"{self.uri}/{key}"
 
     def steps(self, key: str) -> list[int]:
-        """The steps that have a folder below `key`, ascending; of snapshots the finished ones."""
+        """Return the steps with a folder below `key`, ascending; only complete snapshots count."""
         names = self.storage.sealed(key) if key == SNAPSHOTS else self.storage.names(key)
         matches = (_STEP.fullmatch(name) for name in names)
         return sorted(int(match[1]) for match in matches if match)
 
     def read_json(self, key: str, schema: type[Schema] = Schema) -> dict[str, Any]:
-        """A JSON object of this schema; of an absent, damaged or other file the empty one."""
+        """Return a JSON object that matches `schema`; {} if it is missing or invalid."""
         try:
             return validated(parse_object(self.storage.read(key), key), schema, key)
         except (FileNotFoundError, NotADirectoryError, Corrupt):
             return {}
 
     def damage(self, key: str, manifest: dict[str, Any] | None = None) -> str:
-        """A sentence about the first file of a sealed folder that is not as it was written, or "".
+        """Return a message about the first file of a folder that is missing or has a wrong size.
 
-        Of their content the sizes are looked at, no more: `verify` reads it.
+        Returns "" if there is none. Only sizes are compared; `verify` also compares content.
         """
         manifest = manifest or self.read_json(f"{key}/{MANIFEST}", Manifest)
         if not manifest:
             return f"{key} has no {MANIFEST}."
         for name, facts in manifest["files"].items():
             if not is_plain(name):
-                return f"{key} names a file outside it, or none: {name[:200]!r}."
+                return f"{key} refers to a file outside it or an invalid name: {name[:200]!r}."
             size = self.storage.size(f"{key}/{name}")
             if size is None:
-                return f"{key} lacks its file {name}."
+                return f"{key}/{name} is missing."
             if size != facts["size"]:
                 return f"{key}/{name} has {size} bytes; {facts['size']} were written."
         return ""
 
     def write_json(self, key: str, value: dict[str, Any]) -> None:
+        """Write a JSON object, indented and with sorted keys."""
         self.storage.write(key, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
 def step_name(step: int) -> str:
+    """Return the folder name of a step: "step-00000200"."""
     return f"step-{step:08d}"
 
 
 def snapshot_key(step: int) -> str:
+    """Return the key of a snapshot."""
     return f"{SNAPSHOTS}/{step_name(step)}"
 
 
 def samples_key(step: int) -> str:
+    """Return the key of the samples of a snapshot."""
     return f"{SAMPLES}/{step_name(step)}"
 
 
 def fingerprint(value: Any) -> str:
-    """16 hex digits that stand for plain data: the start of its canonical JSON's SHA-256."""
+    """Return 16 hex digits that identify plain data: the start of its canonical JSON's SHA-256."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -6,7 +6,6 @@ Each call may raise whatever the network or the server raises.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import shlex
@@ -17,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+
+from filelock import FileLock
 
 from ddpm_core.errors import UserError, require
 from ddpm_core.storage.staging import remove, staged_folder, sweep_beside
@@ -176,8 +177,8 @@ def _create_store(mlflow: Any, path: Path) -> None:
 
 def _rename_new(staging: Path, path: Path) -> None:
     """Rename to a name that is free, on a file system without links: one process at a time."""
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = path.with_name(f".{path.name}.lock")
+    with FileLock(lock, fallback_to_soft=False):
         if not path.exists():
             staging.rename(path)
-        Path(lock.name).unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)

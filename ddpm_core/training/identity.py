@@ -11,7 +11,7 @@ from ddpm_core.config.paths import input_path
 from ddpm_core.errors import UserError
 from ddpm_core.storage import MANIFEST
 from ddpm_core.storage.files import LARGEST_JSON, read_bytes
-from ddpm_core.storage.sealing import listed
+from ddpm_core.storage.manifest import parse_manifest
 from ddpm_core.storage.workspace import fingerprint
 
 # Settings of `train` that change speed, memory, checks or what is kept, never the weights.
@@ -78,8 +78,9 @@ def _initial(config: Config) -> dict[str, str]:
         return {}
     try:
         folder = input_path(config.train.init)
-        files = listed(read_bytes(folder / MANIFEST, MANIFEST, LARGEST_JSON), folder.name)
+        data = read_bytes(folder / MANIFEST, MANIFEST, LARGEST_JSON)
+        files = parse_manifest(data, folder.name).files
     except (OSError, RuntimeError, UserError):
         return {}
-    weights = {n: sum_ for n, (_, sum_) in files.items() if n.startswith(("model.", "ema-"))}
+    weights = {n: file.sha256 for n, file in files.items() if n.startswith(("model.", "ema-"))}
     return {INITIAL: fingerprint(weights)}

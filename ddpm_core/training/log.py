@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpm_core.console import Outage
 from ddpm_core.errors import UserError
-from ddpm_core.storage.sealing import sync
+from ddpm_core.storage.manifest import sync
 from ddpm_core.storage.staging import staged_file
 
 

@@ -11,7 +11,8 @@ from ddpm_core.checkpoint import SETTINGS
 from ddpm_core.config import Train
 from ddpm_core.console import warn
 from ddpm_core.storage import MANIFEST
-from ddpm_core.storage.files import Manifest, Schema
+from ddpm_core.storage.files import Schema
+from ddpm_core.storage.manifest import Manifest
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, snapshot_key
 from ddpm_core.training.snapshot import OPTIMIZER
 

@@ -113,7 +113,7 @@ def read(folder: Path) -> SnapshotContents:
 
     Raises Corrupt.
     """
-    files: Any = verify(folder)["files"]
+    files = verify(folder).files
     tensors = {n: read_tensors(folder / n) for n in files if n.endswith(".safetensors")}
     documents = {}
     for name, schema in ((STATE, State), (SETTINGS, Settings)):

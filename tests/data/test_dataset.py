@@ -98,7 +98,7 @@ def test_data_that_lost_a_file_or_a_byte_are_told(tmp_path: Path) -> None:
         open_dataset(workspace)
     images.write_bytes(images.read_bytes() + b"x")
     labels.unlink()
-    with pytest.raises(UserError, match=r"data lacks its file labels\.npy"):
+    with pytest.raises(UserError, match=r"data/labels\.npy is missing"):
         open_dataset(workspace)
 
 

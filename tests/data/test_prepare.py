@@ -557,7 +557,7 @@ def test_the_folder_is_sealed_and_says_where_it_came_from(
 ) -> None:
     root = write_classes(tmp_path / "raw", ["a", "b"], each=20)
     manifest = prepare(config(root, holdout=0.2), workspace)
-    assert verify(workspace.path("data")) == manifest
+    assert verify(workspace.path("data")).model_dump() == manifest
     assert manifest["source"]["uri"] == str(root)
     assert len(manifest["source"]["listing_sha256"]) == 64
     assert manifest["count"] + manifest["holdout_count"] == 40

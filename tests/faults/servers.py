@@ -13,7 +13,7 @@ from pathlib import Path
 from support import s3_server
 from support.program import write_params
 
-from ddpm_core.storage.mirror import assemble
+from ddpm_core.storage.s3 import assemble
 
 from .attempt import until
 from .play import Playing, Worlds

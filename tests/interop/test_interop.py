@@ -472,5 +472,5 @@ def test_damaged_and_absent_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is damaged"):
         import_folder(folder)
     (folder / "unet/config.json").write_text("{")
-    with pytest.raises(UserError, match="is no JSON"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         import_folder(folder)

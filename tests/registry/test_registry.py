@@ -604,7 +604,7 @@ def test_a_full_temporary_folder_is_named_and_the_run_keeps_its_status(
     other, place = {**rows[0], "score_name": "full"}, tmp_path / "scratch"
     told = register_on_small_disk(project, other, place, "100k")
     assert told.startswith(f"ddpm register: No space left on device: {place}/ddpm-"), told
-    assert told.endswith(". Free some space there; the same command goes on.\n")
+    assert told.endswith(". Free some space there, then run the same command again.\n")
     assert told.count("\n") == 1
     run = project.workspace.read_json(RUN)["mlflow"]["run_id"]
     assert connect(project.uri).get_run(run).info.status == "FINISHED"

@@ -1,9 +1,10 @@
-"""One run at a time in a workspace, wherever the others run."""
+"""One run at a time owns a workspace, on one machine and on several."""
 
 from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,31 +12,31 @@ from support.s3_server import Bucket
 
 from ddpm_core.errors import UserError
 from ddpm_core.storage import lease as leases
-from ddpm_core.storage.lease import LEASE, Lease, hold
+from ddpm_core.storage.lease import LEASE, Lease, Process, hold
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.training.log import read_rows
 
 
 @pytest.fixture
 def uri(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An empty workspace in S3, with a quick heart."""
+    """Return an empty workspace in S3, with a fast heartbeat."""
     bucket.enter(monkeypatch, tmp_path)
     monkeypatch.setattr(leases, "HEARTBEAT", 0.2)
     monkeypatch.setattr(leases, "LIFETIME", 3.0)
-    monkeypatch.setattr(leases, "LOOK", 0.05)
+    monkeypatch.setattr(leases, "POLL", 0.05)
     return bucket.uri(f"{tmp_path.name}/run")
 
 
 def elsewhere(uri: str) -> Lease:
-    """A lease that a process on another machine holds, its heart beating."""
+    """Return a lease of a process on another machine, with a running heartbeat."""
     workspace = Workspace.open(uri)
     lease = Lease(workspace, workspace.storage.read_tagged(LEASE))
-    lease._facts = {**lease._facts, "boot": "another"}
+    lease._process = replace(lease._process, boot="another")
     lease.start()
     return lease
 
 
-def test_a_second_run_is_refused_at_once_with_the_owner_named(uri: str) -> None:
+def test_second_run_is_refused_with_the_owner_named(uri: str) -> None:
     with (
         hold(Workspace.open(uri)) as lease,
         pytest.raises(UserError, match=f"in use by process {os.getpid()} on"),
@@ -48,7 +49,7 @@ def test_a_second_run_is_refused_at_once_with_the_owner_named(uri: str) -> None:
         lease.check()
 
 
-def test_an_owner_on_another_machine_is_known_to_live_by_its_heart(
+def test_remote_owner_is_alive_while_it_renews_the_lease(
     uri: str,
 ) -> None:
     lease = elsewhere(uri)
@@ -60,7 +61,7 @@ def test_an_owner_on_another_machine_is_known_to_live_by_its_heart(
         assert following.fence == 2
 
 
-def test_the_lease_of_a_dead_owner_runs_out_and_the_dead_owner_knows_when_it_wakes(
+def test_lease_of_a_suspended_owner_expires(
     uri: str,
 ) -> None:
     lease = elsewhere(uri)
@@ -73,11 +74,11 @@ def test_the_lease_of_a_dead_owner_runs_out_and_the_dead_owner_knows_when_it_wak
         following.check()
 
 
-def test_without_proc_an_owner_is_known_by_its_heart(
+def test_owner_without_proc_is_alive_while_it_renews_the_lease(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On macOS no process can be told from another, not even this one."""
-    monkeypatch.setattr(leases, "_process", lambda pid: {"boot": "h", "space": "", "started": ""})
+    """macOS has no /proc, so processes cannot be distinguished, not even this one."""
+    monkeypatch.setattr(leases, "_process", lambda pid: Process("h", "", pid, ""))
     with (
         hold(Workspace.open(uri)) as lease,
         pytest.raises(UserError, match="in use by"),
@@ -88,7 +89,7 @@ def test_without_proc_an_owner_is_known_by_its_heart(
 
 
 @pytest.mark.parametrize("place", ["lock", "write_if"])
-def test_a_workspace_that_can_not_be_written_is_one_sentence(
+def test_read_only_workspace_is_a_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     def refused(*_: object) -> None:
@@ -103,7 +104,7 @@ def test_a_workspace_that_can_not_be_written_is_one_sentence(
         pass
 
 
-def test_of_two_that_find_it_free_the_quicker_has_it(uri: str) -> None:
+def test_first_of_two_starters_gets_the_lease(uri: str) -> None:
     first, second = Workspace.open(uri), Workspace.open(uri)
     quick, slow = Lease(first, None), Lease(second, None)
     quick.start()
@@ -113,7 +114,7 @@ def test_of_two_that_find_it_free_the_quicker_has_it(uri: str) -> None:
     quick.stop()
 
 
-def test_a_lease_that_somebody_removed_is_written_again(uri: str) -> None:
+def test_removed_lease_is_written_again(uri: str) -> None:
     workspace = Workspace.open(uri)
     with hold(workspace) as lease:
         workspace.storage.remove(LEASE)
@@ -122,7 +123,7 @@ def test_a_lease_that_somebody_removed_is_written_again(uri: str) -> None:
         assert workspace.storage.exists(LEASE)
 
 
-def test_who_takes_a_directory_over_sweeps_what_the_dead_left(tmp_path: Path) -> None:
+def test_new_owner_removes_unfinished_files_of_dead_ones(tmp_path: Path) -> None:
     workspace = Workspace.open(str(tmp_path))
     with hold(workspace):
         pass
@@ -135,18 +136,18 @@ def test_who_takes_a_directory_over_sweeps_what_the_dead_left(tmp_path: Path) ->
         assert {path.name for path in tmp_path.iterdir()} == {"snapshots", "lease.json", ".lock"}
 
 
-def test_the_rows_of_a_run_that_lost_its_lease_are_not_read_twice(uri: str) -> None:
+def test_rows_of_a_run_that_lost_its_lease_are_read_once(uri: str) -> None:
     storage = Workspace.open(uri).storage
     for turn, steps in ((1, (1, 2, 3)), (2, (3, 4)), (3, (5,))):
         mirror = storage.mirror("log.jsonl", turn)
-        mirror.path.unlink(missing_ok=True)  # as if the turns before were not known
+        mirror.path.unlink(missing_ok=True)  # as if earlier turns were unknown
         mirror.start()
         mirror.path.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
         mirror.close()
     assert [row["step"] for row in read_rows(storage.local("log.jsonl"))] == [1, 2, 3, 4, 5]
 
 
-def test_a_lease_that_was_removed_by_hand_costs_no_row(uri: str) -> None:
+def test_lease_removed_by_hand_loses_no_rows(uri: str) -> None:
     for step in (1, 2):
         with hold(Workspace.open(uri)) as lease:
             assert lease.fence == 1

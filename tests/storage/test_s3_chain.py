@@ -1,4 +1,4 @@
-"""All five verbs on a workspace in S3, and what they leave there and here."""
+"""All five verbs on a workspace in S3, and the files they leave in S3 and locally."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from support.s3_server import Bucket
 from support.served_models import address, ask, get
 
 
-def test_the_whole_chain_lives_in_s3_and_leaves_its_neighbours_alone(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_chain_runs_in_s3_and_touches_only_its_prefix(bucket: Bucket, tmp_path: Path) -> None:
     text = TINY.replace('uri: ""', f"uri: {shared_server().running().uri}")
     write_params(tmp_path, f"{text}evaluate: {{metrics: [fid]}}\nregister: {{name: in-s3}}\n")
     for neighbour in ("chain2/snapshots/step-00000012/model", "chai/lease.json"):
@@ -34,7 +32,7 @@ def test_the_whole_chain_lives_in_s3_and_leaves_its_neighbours_alone(
 
 
 def answers_without_s3(folder: Path) -> None:
-    """The registered model is served, and called, where nobody knows the bucket."""
+    """Serve and call the registered model without access to the bucket."""
     process = start(folder, "serve", "--port", "0")
     try:
         url = address(process)

@@ -1,4 +1,4 @@
-"""A prefix in S3: large files in parts, long lists, copies shared and checked, mistakes told."""
+"""S3 storage: uploads in parts, long lists, shared and checked copies, errors and retries."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from ddpm_core.storage import (
     Changed,
     Unreachable,
     open_storage,
-    transfer,
+    s3,
     verify,
 )
-from ddpm_core.storage import mirror as mirrors
-from ddpm_core.storage.client import connect
+from ddpm_core.storage import (
+    bucket as buckets,
+)
+from ddpm_core.storage.bucket import connect
 from ddpm_core.storage.lease import Lease
+from ddpm_core.storage.retry import S3Retry
 from ddpm_core.storage.s3 import S3Storage
 from ddpm_core.storage.workspace import Workspace
 
@@ -43,10 +46,10 @@ def cached(place: Path) -> list[Path]:
     return [path for path in place.glob("ddpm-cache-*/*/**/*") if path.is_file()]
 
 
-def test_a_large_file_goes_in_parts_and_comes_back_checked(
+def test_large_file_is_uploaded_in_parts_with_its_checksum(
     bucket: Bucket, prefix: str, storage: S3Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "PART", 5 * 2**20)
+    monkeypatch.setattr(buckets, "PART", 5 * 2**20)
     storage = S3Storage(bucket.uri(prefix))
     content = bytes(range(256)) * (11 * 2**12)
     with storage.new_folder("data") as folder:
@@ -60,10 +63,10 @@ def test_a_large_file_goes_in_parts_and_comes_back_checked(
     assert storage.read("large") == content
 
 
-def test_a_list_of_several_pages_is_read_to_its_end(
+def test_list_of_several_pages_is_complete(
     storage: S3Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "PAGE", 2)
+    monkeypatch.setattr(buckets, "PAGE", 2)
     for number in range(5):
         storage.write(f"x/{number}", b"x")
         storage.write(f"x/folder-{number}/{MANIFEST}", b"{}")
@@ -73,7 +76,7 @@ def test_a_list_of_several_pages_is_read_to_its_end(
     assert storage.names("x") == []
 
 
-def test_what_was_not_uploaded_to_its_end_is_not_there_and_is_swept(
+def test_unfinished_uploads_are_invisible_and_swept(
     bucket: Bucket, prefix: str, storage: S3Storage
 ) -> None:
     for step in ("step-00000004", "step-00000008"):
@@ -94,7 +97,7 @@ def test_what_was_not_uploaded_to_its_end_is_not_there_and_is_swept(
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
-def test_an_object_that_is_not_what_was_written_is_named(
+def test_damaged_object_is_named(
     bucket: Bucket, prefix: str, storage: S3Storage, damage: str
 ) -> None:
     with storage.new_folder("a") as folder:
@@ -109,7 +112,7 @@ def test_an_object_that_is_not_what_was_written_is_named(
         verify(storage.local("a"))
 
 
-def test_a_file_whose_bytes_rotted_is_not_read(
+def test_object_that_does_not_match_its_checksum_is_corrupt(
     bucket: Bucket, prefix: str, storage: S3Storage
 ) -> None:
     storage.write("run.json", b"{}")
@@ -122,7 +125,7 @@ def test_a_file_whose_bytes_rotted_is_not_read(
             read("run.json")
 
 
-def test_processes_of_one_machine_share_a_copy_which_the_last_one_removes(
+def test_last_process_removes_the_shared_copy(
     bucket: Bucket, prefix: str, storage: S3Storage, tmp_path: Path
 ) -> None:
     storage.write("file", b"content")
@@ -135,17 +138,17 @@ def test_processes_of_one_machine_share_a_copy_which_the_last_one_removes(
     assert cached(tmp_path) == []
 
 
-def test_a_copy_that_is_damaged_is_made_anew(storage: S3Storage) -> None:
+def test_damaged_copy_is_downloaded_again(storage: S3Storage) -> None:
     with storage.new_folder("a") as folder:
         (folder / "model").write_bytes(b"weights")
     (storage.local("a") / "model").write_bytes(b"WEIGHTS")
     assert (storage.local("a") / "model").read_bytes() == b"weights"
 
 
-def test_a_file_that_grew_long_lies_in_several_segments(
+def test_long_growing_file_has_several_segments(
     bucket: Bucket, prefix: str, storage: S3Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirrors, "SEGMENT", 100)
+    monkeypatch.setattr(s3, "SEGMENT", 100)
     mirror = storage.mirror("log.jsonl", 3)
     mirror.start()
     with mirror.path.open("a") as file:
@@ -160,7 +163,7 @@ def test_a_file_that_grew_long_lies_in_several_segments(
     assert segments[0].endswith("/00000003-0000") and len(segments) == 4
 
 
-def test_a_server_without_conditions_is_told_once_and_used_all_the_same(
+def test_server_without_conditional_writes_causes_one_warning(
     storage: S3Storage, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from botocore.awsrequest import AWSResponse
@@ -183,21 +186,21 @@ def test_a_server_without_conditions_is_told_once_and_used_all_the_same(
     with storage.new_folder("a") as folder:
         (folder / "model").write_bytes(b"weights")
     assert storage.sealed("") == ["a"]
-    assert capfd.readouterr().err.count("has no conditional put") == 1
+    assert capfd.readouterr().err.count("does not support conditional writes") == 1
 
 
-def test_an_absent_bucket_server_key_or_package_is_one_sentence(
+def test_missing_bucket_server_key_or_package_is_a_user_error(
     bucket: Bucket, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Unreachable, match="There is no bucket 'absent-bucket' at http"):
         open_storage("s3://absent-bucket/run")
-    with pytest.raises(UserError, match="s3://bucket/prefix is needed"):
+    with pytest.raises(UserError, match="must be s3://bucket/prefix"):
         open_storage("s3:///run")
     gate = Gate(bucket.environment["AWS_ENDPOINT_URL"])
     gate.shut()
     with monkeypatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
-        with pytest.raises(Unreachable, match=f"{gate.endpoint} does not answer"):
+        with pytest.raises(Unreachable, match=f"{gate.endpoint} is unavailable"):
             open_storage(bucket.uri(prefix))
     with monkeypatch.context() as patch:
         patch.delenv("AWS_ACCESS_KEY_ID")
@@ -205,9 +208,7 @@ def test_an_absent_bucket_server_key_or_package_is_one_sentence(
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "absent")
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         patch.setattr("boto3.DEFAULT_SESSION", None)
-        with pytest.raises(
-            Unreachable, match=r"Unable to locate credentials\): look at AWS_ACCESS"
-        ):
+        with pytest.raises(Unreachable, match=r"Unable to locate credentials\). Check AWS_ACCESS"):
             open_storage(bucket.uri(prefix))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "boto3", None)
@@ -215,7 +216,7 @@ def test_an_absent_bucket_server_key_or_package_is_one_sentence(
             open_storage(bucket.uri(prefix))
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(
+def test_read_continues_after_a_server_restart(
     bucket: Bucket, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(bucket.environment["AWS_ENDPOINT_URL"])
@@ -229,7 +230,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(
 
 @pytest.fixture
 def gated(bucket: Bucket, prefix: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, S3Storage]:
-    """A gate whose answers can be spoiled, and a storage with a file behind it."""
+    """Return a gate that can spoil responses, and a storage with a file behind it."""
     gate = Gate(bucket.environment["AWS_ENDPOINT_URL"])
     monkeypatch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
     storage = S3Storage(bucket.uri(prefix))
@@ -238,20 +239,20 @@ def gated(bucket: Bucket, prefix: str, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 
 def ask(storage: S3Storage, attempts: int, reading: float = 5.0) -> None:
-    """How often it asks from here on, and how many seconds it waits for an answer."""
+    """Set the number of attempts and the timeout in seconds of a storage."""
     for one in (storage._bucket, storage._quick):
-        one.client = connect(attempts, reading=reading)
+        one.client = connect(S3Retry(attempts, connect_timeout=5.0, read_timeout=reading))
 
 
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("drop", r"does not answer \(ConnectionClosedError\)"),
-        ("hang", r"does not answer \(ReadTimeoutError\)"),
-        ("cut", r"breaks its answers off \((ResponseStreaming|IncompleteRead)Error\)"),
+        ("drop", r"is unavailable \(ConnectionClosedError\)"),
+        ("hang", r"is unavailable \(ReadTimeoutError\)"),
+        ("cut", r"closes connections early \((ResponseStreaming|IncompleteRead)Error\)"),
     ],
 )
-def test_answers_that_break_off_or_never_come_are_one_sentence(
+def test_broken_or_missing_responses_are_user_errors(
     gated: tuple[Gate, S3Storage], how: str, told: str
 ) -> None:
     gate, storage = gated
@@ -262,17 +263,17 @@ def test_answers_that_break_off_or_never_come_are_one_sentence(
         lambda: storage.read_tagged("file"),
         lambda: storage.local("file"),
     ]
-    if how != "cut":  # an answer to these has no body
+    if how != "cut":  # responses to these have no body
         attempts += [
             lambda: storage.write("file", b"content"),
             lambda: storage.write_if("lease.json", b"mine", None),
         ]
     for attempt in attempts:
-        with pytest.raises(Unreachable, match=f"{gate.endpoint} {told}: look at"):
+        with pytest.raises(Unreachable, match=f"{gate.endpoint} {told}. Check "):
             attempt()
 
 
-def test_a_body_that_breaks_off_is_asked_for_as_often_as_a_request(
+def test_broken_body_is_retried_as_often_as_a_request(
     gated: tuple[Gate, S3Storage],
 ) -> None:
     gate, storage = gated
@@ -283,15 +284,15 @@ def test_a_body_that_breaks_off_is_asked_for_as_often_as_a_request(
     found = storage.read_tagged("file")
     assert found is not None and found.data == b"content"
     gate.spoil("cut", 3)
-    with pytest.raises(Unreachable, match="breaks its answers off"):
+    with pytest.raises(Unreachable, match="closes connections early"):
         storage.read("file")
 
 
 @pytest.mark.parametrize("validation", ["when_supported", "when_required"])
-def test_a_bit_flipped_in_transit_is_asked_for_again(
+def test_bit_flipped_in_transit_is_downloaded_again(
     gated: tuple[Gate, S3Storage], validation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found by the server's checksum, or by ours where boto3 does not compare the server's."""
+    """The server's checksum detects it, or ours if boto3 does not compare the server's."""
     monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", validation)
     gate, storage = gated
     ask(storage, attempts=2)
@@ -311,7 +312,7 @@ def test_a_bit_flipped_in_transit_is_asked_for_again(
         assert gate.flips >= 1000 - 2 * 3
 
 
-def test_a_lease_outlives_answers_that_break_off_or_never_come(
+def test_lease_survives_broken_and_missing_responses(
     gated: tuple[Gate, S3Storage], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gate, storage = gated
@@ -327,11 +328,11 @@ def test_a_lease_outlives_answers_that_break_off_or_never_come(
     lease.check()
     lease.stop()
     told = capsys.readouterr().err
-    assert told.count("Cannot renew the lease") == told.count("is renewed again") == 1
+    assert told.count("Cannot renew the lease") == told.count("Renewed the lease") == 1
 
 
-def test_what_is_no_s3_server_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It answers everything with a page for people."""
+def test_server_that_is_not_s3_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server responds to everything with an HTML page."""
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -346,6 +347,6 @@ def test_what_is_no_s3_server_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-        with pytest.raises(Unreachable, match="S3 failed at s3://bucket/run"):
+        with pytest.raises(Unreachable, match="S3 request failed for s3://bucket/run"):
             open_storage("s3://bucket/run")
         server.shutdown()

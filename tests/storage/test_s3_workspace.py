@@ -1,4 +1,4 @@
-"""Runs that live in S3 alone: killed, resumed, shared, corrupted, and cut off from it."""
+"""Runs whose workspace is in S3: killed, resumed, shared, damaged and disconnected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAST = f"snapshots/step-{STEPS:08d}"
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on this machine's disk that nothing disturbed."""
+    """Return the folder of an undisturbed run on a local disk."""
     folder = tmp_path_factory.mktemp("local")
     write_params(folder, PARAMS)
     ddpm(folder, "prepare")
@@ -35,7 +35,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Run:
-    """A run in S3 with the prepared data of `local`; no command knows of another's files."""
+    """A run in S3 with the prepared data of `local`. Commands share no local files."""
 
     def __init__(self, bucket: Bucket, local: Path, root: Path) -> None:
         self.bucket, self.root, self.prefix = bucket, root, root.name
@@ -63,7 +63,7 @@ class Run:
         return self.bucket.keys(f"{self.prefix}/{folder}")
 
     def weights(self) -> dict[str, bytes]:
-        """Every tensor of the last snapshot, bit by bit."""
+        """Return every tensor of the last snapshot as bytes."""
         keys = self.keys(f"{LAST}/")
         return bits(tensors((key.rpartition("/")[2], self.bucket.read(key)) for key in keys))
 
@@ -72,7 +72,7 @@ class Run:
         return [json.loads(line)["step"] for line in text.splitlines()]
 
     def sealed(self) -> list[int]:
-        """The steps whose snapshots were uploaded to their end."""
+        """Return the steps of complete snapshots."""
         names = [key for key in self.keys("snapshots/") if key.endswith("/manifest.json")]
         return sorted(int(name.split("/")[-2].removeprefix("step-")) for name in names)
 
@@ -85,14 +85,14 @@ def run(bucket: Bucket, local: Path, tmp_path: Path) -> Run:
     return Run(bucket, local, tmp_path)
 
 
-def test_killed_twice_and_resumed_from_s3_alone_equals_a_run_on_disk(run: Run, local: Path) -> None:
+def test_run_killed_twice_in_s3_equals_a_run_on_disk(run: Run, local: Path) -> None:
     for step in (5, 20):
         process = run.start("train")
         assert wait_until(run.has(step), process, pause=0.05)
         process.send_signal(signal.SIGKILL)
         process.ended()
     *_, before, newest = run.sealed()
-    run.bucket.delete(f"{run.prefix}/snapshots/step-{newest:08d}/manifest.json")  # half uploaded
+    run.bucket.delete(f"{run.prefix}/snapshots/step-{newest:08d}/manifest.json")  # unfinished
     said = run.ddpm("train")
     assert f"going on from step {before}" in said
     assert run.weights() == bits(final(local.parent, STEPS))
@@ -100,7 +100,7 @@ def test_killed_twice_and_resumed_from_s3_alone_equals_a_run_on_disk(run: Run, l
     assert not run.keys("snapshots/step-00000005/")
 
 
-def test_a_snapshot_that_was_changed_is_named_and_not_resumed(run: Run, local: Path) -> None:
+def test_changed_snapshot_is_named_and_not_resumed(run: Run, local: Path) -> None:
     run.ddpm("train", "-S", "train.steps=15")
     key = f"{run.prefix}/snapshots/step-00000015/optimizer.safetensors"
     content = bytearray(run.bucket.read(key))
@@ -112,7 +112,7 @@ def test_a_snapshot_that_was_changed_is_named_and_not_resumed(run: Run, local: P
     assert run.weights() == bits(final(local.parent, STEPS))
 
 
-def test_a_second_run_of_one_workspace_is_refused_with_the_owner_named(run: Run) -> None:
+def test_second_run_is_refused_with_the_owner_named(run: Run) -> None:
     first = run.start("train", "-S", "train.steps=100000")
     try:
         assert wait_until(run.has(5), first, pause=0.05)
@@ -123,9 +123,7 @@ def test_a_second_run_of_one_workspace_is_refused_with_the_owner_named(run: Run)
         first.ended()
 
 
-def test_a_server_that_is_away_for_a_while_delays_a_run_and_changes_nothing(
-    run: Run, local: Path
-) -> None:
+def test_server_outage_delays_a_run_and_changes_nothing(run: Run, local: Path) -> None:
     gate = Gate(run.bucket.environment["AWS_ENDPOINT_URL"])
     process = run.start("train", AWS_ENDPOINT_URL=gate.endpoint)
     assert wait_until(run.has(5), process, pause=0.05)
@@ -139,17 +137,17 @@ def test_a_server_that_is_away_for_a_while_delays_a_run_and_changes_nothing(
     assert run.steps_logged() == list(range(2, STEPS + 1, 2))
 
 
-def test_a_server_that_is_absent_is_one_sentence(run: Run) -> None:
+def test_missing_server_is_a_user_error(run: Run) -> None:
     gate = Gate(run.bucket.environment["AWS_ENDPOINT_URL"])
     gate.shut()
     process = run.start("train", AWS_ENDPOINT_URL=gate.endpoint)
     said = process.ended(limit=60)
     assert process.returncode == 1
-    assert f"The S3 server at {gate.endpoint} does not answer" in said
+    assert f"The S3 server at {gate.endpoint} is unavailable" in said
     assert "Traceback" not in said
 
 
-def test_workers_without_a_common_disk_equal_those_that_have_one(run: Run, local: Path) -> None:
+def test_workers_without_a_shared_disk_equal_those_with_one(run: Run, local: Path) -> None:
     together = run.root / "together"
     (together / "workspace").mkdir(parents=True)
     (together / "workspace" / "data").symlink_to(local / "data")
@@ -164,7 +162,7 @@ def test_workers_without_a_common_disk_equal_those_that_have_one(run: Run, local
 
 
 def workers(start: Callable[..., Program]) -> list[str]:
-    """What two workers say, which torchrun would start so."""
+    """Run two workers as torchrun starts them; return their output."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     both = [start(RANK=str(rank), LOCAL_RANK="0", **common) for rank in range(2)]
     said = [worker.ended() for worker in both]
@@ -172,9 +170,9 @@ def workers(start: Callable[..., Program]) -> list[str]:
     return said
 
 
-def test_shards_drawn_on_two_machines_are_gathered_by_the_last(run: Run, local: Path) -> None:
+def test_last_machine_combines_the_shards_of_both(run: Run, local: Path) -> None:
     needed = ("manifest.json", "config.json", "ema-0.9.safetensors")
-    for path in (local / LAST).iterdir():  # what is not needed is not fetched
+    for path in (local / LAST).iterdir():  # other files are zeros: not to be read
         content = path.read_bytes() if path.name in needed else bytes(path.stat().st_size)
         run.bucket.put(f"{run.prefix}/{LAST}/{path.name}", content)
     latest = ("-S", "sample.checkpoints=latest")

@@ -1,9 +1,8 @@
-"""Everything written is there whole, or not at all: on a disk and in S3 by the same tests."""
+"""Every write is complete or invisible. The same tests run on a disk and in S3."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -40,7 +39,7 @@ from ddpm_core.storage.workspace import Workspace, fingerprint, step_name
 
 @pytest.fixture(params=["disk", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    """An empty one of either kind."""
+    """Return an empty storage of each kind."""
     if request.param == "disk":
         return LocalStorage(tmp_path / "root")
     bucket = request.getfixturevalue("bucket")
@@ -61,26 +60,26 @@ def folder(storage: Storage, text: str = "hello") -> Path:
     return storage.local("a/b")
 
 
-def test_a_folder_is_there_with_its_checksums(storage: Storage) -> None:
+def test_new_folder_has_checksums(storage: Storage) -> None:
     manifest = verify(folder(storage))
-    assert manifest["kind"] == "test"
-    assert set(manifest["files"]) == {"file.txt", "deep/other.bin"}
+    assert manifest.model_extra == {"kind": "test"}
+    assert set(manifest.files) == {"file.txt", "deep/other.bin"}
     assert storage.names("a") == storage.sealed("a") == ["b"]
     assert storage.names("a/b") == ["deep", "file.txt", MANIFEST]
     assert storage.exists("a/b") and storage.exists("a/b/deep/other.bin")
 
 
-def test_a_copy_is_made_anew_where_there_is_none(storage: Storage) -> None:
+def test_forgotten_copy_is_made_again(storage: Storage) -> None:
     folder(storage)
     storage.forget("a/b")
-    assert verify(storage.local("a/b"))["kind"] == "test"
+    assert verify(storage.local("a/b")).model_extra == {"kind": "test"}
     assert storage.local("a/b/deep/other.bin").read_bytes() == b"\0" * 10
     assert storage.size("a/b/file.txt") == 5
     assert storage.checksum("a/b/file.txt") == hashlib.sha256(b"hello").hexdigest()
     assert storage.size("a/b/none") is storage.checksum("a/b/none") is None
 
 
-def test_an_exception_leaves_nothing_and_keeps_the_old(storage: Storage) -> None:
+def test_exception_leaves_nothing_and_keeps_the_old_folder(storage: Storage) -> None:
     folder(storage, "old")
     with pytest.raises(RuntimeError), storage.new_folder("a/b") as path:
         (path / "file.txt").write_text("new")
@@ -90,20 +89,20 @@ def test_an_exception_leaves_nothing_and_keeps_the_old(storage: Storage) -> None
     assert [path.name for path in storage.scratch().iterdir()] in ([], ["a"])
 
 
-def test_a_new_folder_takes_the_place_of_the_old(storage: Storage) -> None:
+def test_new_folder_replaces_the_old_one(storage: Storage) -> None:
     folder(storage, "old")
     with storage.new_folder("a/b") as path:
         (path / "file.txt").write_text("new")
     storage.forget("a/b")
-    assert set(verify(storage.local("a/b"))["files"]) == {"file.txt"}
+    assert set(verify(storage.local("a/b")).files) == {"file.txt"}
     assert (storage.local("a/b") / "file.txt").read_text() == "new"
     assert storage.names("a/b") == ["file.txt", MANIFEST]
 
 
-def test_the_old_folder_is_there_until_the_new_one_is(
+def test_old_folder_exists_until_the_new_one_is_complete(
     disk: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To remove it takes long, and is impossible while a network volume has readers of it."""
+    """Removal takes long, and fails while a network volume has readers of the folder."""
     with disk.new_folder("samples/b") as path:
         (path / "file.txt").write_text("old")
     removed = []
@@ -117,12 +116,12 @@ def test_the_old_folder_is_there_until_the_new_one_is(
         (path / "file.txt").write_text("new")
     monkeypatch.undo()
     assert len(removed) == 1
-    assert set(verify(disk.local("samples/b"))["files"]) == {"file.txt"}
+    assert set(verify(disk.local("samples/b")).files) == {"file.txt"}
     disk.sweep()
     assert [item.name for item in disk.local("samples").iterdir()] == ["b"]
 
 
-def test_of_two_writers_of_one_folder_the_last_stays(disk: LocalStorage) -> None:
+def test_last_of_several_writers_of_a_folder_wins(disk: LocalStorage) -> None:
     def write(text: str) -> None:
         for _ in range(30):
             with disk.new_folder("data") as path:
@@ -135,7 +134,7 @@ def test_of_two_writers_of_one_folder_the_last_stays(disk: LocalStorage) -> None
     assert [item.name for item in disk.root.iterdir()] == ["data"]
 
 
-def test_a_file_is_replaced_whole(storage: Storage) -> None:
+def test_file_is_replaced(storage: Storage) -> None:
     storage.write("x/y.json", b"one")
     assert storage.local("x/y.json").read_bytes() == b"one"
     storage.write("x/y.json", b"two")
@@ -143,7 +142,7 @@ def test_a_file_is_replaced_whole(storage: Storage) -> None:
     assert storage.names("x") == ["y.json"]
 
 
-def test_removing_what_is_absent_is_no_mistake(storage: Storage) -> None:
+def test_removing_a_missing_key_does_nothing(storage: Storage) -> None:
     storage.remove("absent")
     folder(storage)
     storage.remove("a/b")
@@ -154,24 +153,24 @@ def test_removing_what_is_absent_is_no_mistake(storage: Storage) -> None:
         storage.read("a/b/file.txt")
 
 
-def test_a_folder_moves_whole(storage: Storage) -> None:
+def test_folder_and_file_move(storage: Storage) -> None:
     folder(storage)
     storage.move("a/b", "c/d")
-    assert verify(storage.local("c/d"))["kind"] == "test"
+    assert verify(storage.local("c/d")).model_extra == {"kind": "test"}
     assert not storage.exists("a/b") and storage.names("a") == []
     storage.write("file", b"x")
     storage.move("file", "c/file")
     assert (storage.exists("file"), storage.read("c/file")) == (False, b"x")
 
 
-def test_a_neighbour_with_the_same_start_is_another(storage: Storage) -> None:
+def test_key_with_the_same_prefix_is_not_removed(storage: Storage) -> None:
     for key in ("run/a", "run2/a", "run"[:2] + "/a"):
         storage.write(key, key.encode())
     storage.remove("run")
     assert storage.names("") == ["ru", "run2"]
 
 
-def test_of_two_that_replace_one_version_the_second_is_told(storage: Storage) -> None:
+def test_second_writer_of_a_version_gets_changed(storage: Storage) -> None:
     assert storage.read_tagged("lease.json") is None
     first = storage.write_if("lease.json", b"one", None)
     found = storage.read_tagged("lease.json")
@@ -184,7 +183,7 @@ def test_of_two_that_replace_one_version_the_second_is_told(storage: Storage) ->
     assert storage.read("lease.json") == b"two"
 
 
-def test_a_growing_file_is_there_for_others_as_often_as_it_is_pushed(storage: Storage) -> None:
+def test_growing_file_is_readable_after_each_push(storage: Storage) -> None:
     for turn in (1, 2):
         mirror = storage.mirror("log.jsonl", turn)
         with mirror.path.open("ab") as file:
@@ -205,24 +204,26 @@ def test_a_growing_file_is_there_for_others_as_often_as_it_is_pushed(storage: St
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda path: (path / "file.txt").unlink(), "lacks its file file.txt"),
+        (lambda path: (path / "file.txt").unlink(), "b/file.txt is missing"),
         (lambda path: (path / "file.txt").write_text("hell"), "has 4 bytes; 5 were written"),
         (lambda path: (path / "file.txt").write_text("hellO"), "checksum differs"),
-        (lambda path: (path / MANIFEST).unlink(), "not written to its end"),
+        (lambda path: (path / MANIFEST).unlink(), "has no manifest.json: it is incomplete"),
         (lambda path: (path / MANIFEST).write_text("{"), "damaged"),
         (lambda path: (path / MANIFEST).write_text("[]"), "damaged"),
         (lambda path: (path / MANIFEST).write_text('{"files": {"x": 3}}'), "damaged"),
         (lambda path: (path / MANIFEST).write_bytes(b"\xff\xfe"), "damaged"),
     ],
 )
-def test_damage_is_named(disk: LocalStorage, damage: Callable[[Path], object], told: str) -> None:
+def test_damaged_folder_is_named(
+    disk: LocalStorage, damage: Callable[[Path], object], told: str
+) -> None:
     path = folder(disk)
     damage(path)
     with pytest.raises(Corrupt, match=told):
         verify(path)
 
 
-def test_a_manifest_can_not_point_outside_its_folder(storage: Storage) -> None:
+def test_manifest_cannot_refer_outside_its_folder(storage: Storage) -> None:
     folder(storage)
     storage.write("a/secret", b"x")
     files = {"../secret": {"size": 1, "sha256": "0"}}
@@ -231,18 +232,18 @@ def test_a_manifest_can_not_point_outside_its_folder(storage: Storage) -> None:
         verify(storage.local("a/b"))
 
 
-def test_a_workspace_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> None:
+def test_invalid_workspace_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="Cannot use"):
         LocalStorage(tmp_path / "file" / "below")
     with pytest.raises(UserError, match="Not a directory"):
         LocalStorage(tmp_path / "file")
-    with pytest.raises(UserError, match="a directory is needed"):
+    with pytest.raises(UserError, match="must be a directory or s3://bucket/prefix"):
         open_storage("ftp://host/place")
-    with pytest.raises(UserError, match="a directory is needed"):
+    with pytest.raises(UserError, match="must be a directory or s3://bucket/prefix"):
         open_storage("s3:/bucket/run")
     for prefix in ("a/./b", "/double//slash", "..", "a//b"):
-        with pytest.raises(UserError, match="s3://bucket/prefix is needed"):
+        with pytest.raises(UserError, match="must be s3://bucket/prefix"):
             open_storage(f"s3://bucket/{prefix}")
     with pytest.raises(UserError, match="home directory"):
         open_storage("~nobody-of-this-name/run")
@@ -250,7 +251,7 @@ def test_a_workspace_that_can_not_be_made_is_one_sentence(tmp_path: Path) -> Non
         open_storage("a\0b")
 
 
-def test_looking_makes_nothing(tmp_path: Path) -> None:
+def test_reading_creates_nothing(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "typo" / "run")
     assert not storage.names("") and not storage.exists("data") and storage.size("a") is None
     storage.sweep()
@@ -259,7 +260,7 @@ def test_looking_makes_nothing(tmp_path: Path) -> None:
     assert storage.read("a/b") == b"made"
 
 
-def test_what_a_killed_writer_left_is_swept_and_a_living_one_is_not(disk: LocalStorage) -> None:
+def test_sweep_spares_the_files_of_living_writers(disk: LocalStorage) -> None:
     (disk.root / "kept").mkdir(parents=True)
     code = (
         "import os, sys; from pathlib import Path\n"
@@ -284,7 +285,7 @@ def test_what_a_killed_writer_left_is_swept_and_a_living_one_is_not(disk: LocalS
 
 @contextmanager
 def full() -> Iterator[None]:
-    """The disk refuses whatever would make a file longer than 1,000 bytes."""
+    """Make the disk refuse files of more than 1,000 bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
@@ -305,7 +306,7 @@ def write_tensors(storage: Storage) -> None:
         (write_tensors, "snapshots/step-00000004/model.safetensors"),
     ],
 )
-def test_a_full_disk_is_named_with_what_to_do(
+def test_disk_full_error_names_the_path_and_a_remedy(
     disk: LocalStorage,
     attempt: Callable[[LocalStorage], None],
     place: str,
@@ -315,11 +316,11 @@ def test_a_full_disk_is_named_with_what_to_do(
         attempt(disk)
     said = capsys.readouterr().err.replace("\n", " ")
     assert said.startswith(f"ddpm report: File too large: {disk.root}/")
-    assert f"{place}. Free some space there; the same command goes on." in said
+    assert f"{place}. Free some space there, then run the same command again." in said
     assert not [path for path in disk.root.rglob("*") if path.is_file()]
 
 
-def test_a_full_directory_for_copies_is_named(
+def test_disk_full_error_of_the_cache_names_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -332,10 +333,10 @@ def test_a_full_directory_for_copies_is_named(
         cache.fetch("data/images.npy", 5000, "", download)
     cache.close()
     assert raised.value.filename == str(cache.root / "data/images.npy")
-    assert raised.value.__notes__ == ["Free some space there; the same command goes on."]
+    assert raised.value.__notes__ == ["Free some space there, then run the same command again."]
 
 
-def test_tensors_are_for_whoever_may_read_the_other_files(tmp_path: Path) -> None:
+def test_tensors_get_the_usual_file_mode(tmp_path: Path) -> None:
     reading.save_tensors({"weight": torch.ones(3)}, tmp_path / "a", {"of": "test"})
     (tmp_path / "b").touch()
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
@@ -343,7 +344,7 @@ def test_tensors_are_for_whoever_may_read_the_other_files(tmp_path: Path) -> Non
     assert tensors["weight"].tolist() == [1, 1, 1] and texts["of"] == "test"
 
 
-def test_a_folder_where_a_file_should_be_is_named(disk: LocalStorage) -> None:
+def test_folder_in_place_of_a_file_is_named(disk: LocalStorage) -> None:
     disk.local("evaluation/results.json").mkdir(parents=True)
     with pytest.raises(IsADirectoryError) as raised:
         disk.write("evaluation/results.json", b"{}")
@@ -351,16 +352,16 @@ def test_a_folder_where_a_file_should_be_is_named(disk: LocalStorage) -> None:
     assert disk.names("evaluation") == ["results.json"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a place that nobody may write to")
-def test_a_workspace_that_may_only_be_read_is_named_with_what_to_do() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /sys, which is never writable")
+def test_read_only_workspace_is_named_with_a_remedy() -> None:
     storage = LocalStorage(Path("/sys"))
     with pytest.raises(OSError) as raised:
         storage.write("run.json", b"{}")
     assert raised.value.filename == "/sys/run.json"
-    assert raised.value.__notes__ == ["Write to another place: a workspace is named with -w."]
+    assert raised.value.__notes__ == ["Choose another workspace with -w."]
 
 
-def test_who_does_not_hold_the_lease_sweeps_a_disk_and_leaves_what_is_on_its_way_to_s3(
+def test_sweep_without_the_lease_spares_uploads_to_s3(
     storage: Storage,
 ) -> None:
     storage.write("snapshots/step-00000004/model", b"x")
@@ -372,8 +373,8 @@ def test_who_does_not_hold_the_lease_sweeps_a_disk_and_leaves_what_is_on_its_way
         assert not list(storage.local("evaluation").iterdir())
 
 
-def test_hidden_files_of_the_user_are_not_swept(disk: LocalStorage) -> None:
-    """Names that end in a date, and whatever lies in folders that are not a run's."""
+def test_sweep_spares_hidden_files_of_the_user(disk: LocalStorage) -> None:
+    """Names that end in a date, and everything in folders that do not belong to a run."""
     own = [".backup.20240101/precious", ".notes.20240131", "samples/.grid.20240101"]
     own += ["notes/.plan.20231224", "notes/.plan.20231224.ddpm-staged"]
     for name in own:
@@ -383,18 +384,18 @@ def test_hidden_files_of_the_user_are_not_swept(disk: LocalStorage) -> None:
     assert all(disk.local(name).exists() for name in own)
 
 
-def test_staged_names_end_in_a_mark_and_are_no_longer_than_names_may_be(tmp_path: Path) -> None:
+def test_staged_names_have_a_mark_and_fit_the_length_limit(tmp_path: Path) -> None:
     for name in ("x" * 255, "\N{CAT}" * 63, "ab.gif"):
         with staged_file(tmp_path / name) as staging:
             assert staging.name.endswith(".ddpm-staged")
             staging.replace(tmp_path / name)
 
 
-def test_what_is_swept_lies_in_the_folders_in_which_a_run_writes() -> None:
+def test_swept_folders_are_those_of_a_run() -> None:
     assert set(FOLDERS) == set(OUTPUTS)
 
 
-def test_the_lock_of_a_directory_is_held_by_one(disk: LocalStorage) -> None:
+def test_lock_of_a_directory_is_exclusive(disk: LocalStorage) -> None:
     with disk.lock() as held:
         assert held
         with pytest.raises(Locked), LocalStorage(disk.root).lock():
@@ -403,13 +404,13 @@ def test_the_lock_of_a_directory_is_held_by_one(disk: LocalStorage) -> None:
         pass
 
 
-def test_a_volume_without_locks_holds_none(
+def test_volume_without_locks_is_swept_by_age(
     disk: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", refused)
+    monkeypatch.setattr("fcntl.flock", refused)
     with disk.lock() as held:
         assert not held
     old, new = disk.local(".data.0123abcd.ddpm-staged"), disk.local(".data.4567abcd.ddpm-staged")
@@ -421,14 +422,14 @@ def test_a_volume_without_locks_holds_none(
     assert new.exists()
 
 
-def test_steps_are_numbers_whatever_else_lies_there(tmp_path: Path) -> None:
+def test_steps_ignores_other_names(tmp_path: Path) -> None:
     workspace = Workspace.open(os.fspath(tmp_path))
     for name in (step_name(20), step_name(3), "step-x", "step-3", ".step-00000009.abc", "notes"):
         (tmp_path / "snapshots" / name).mkdir(parents=True)
     assert workspace.steps("snapshots") == [3, 20]
 
 
-def test_damaged_json_is_the_empty_object(tmp_path: Path) -> None:
+def test_damaged_json_reads_as_empty(tmp_path: Path) -> None:
     workspace = Workspace.open(os.fspath(tmp_path))
     (tmp_path / "run.json").write_text('{"half": ')
     assert workspace.read_json("run.json") == {}
@@ -436,6 +437,6 @@ def test_damaged_json_is_the_empty_object(tmp_path: Path) -> None:
     assert workspace.read_json("run.json") == {"a": 1}
 
 
-def test_a_fingerprint_depends_on_the_content_alone() -> None:
+def test_fingerprint_depends_only_on_content() -> None:
     assert fingerprint({"a": 1, "b": [1, 2]}) == fingerprint({"b": [1, 2], "a": 1})
     assert fingerprint({"a": 1}) != fingerprint({"a": 2})

@@ -1,10 +1,9 @@
-"""A device whose memory is apart from the processor's, emulated: a GPU as far as code can tell.
+"""An emulated device with separate memory, which code cannot distinguish from a GPU.
 
-Its tensors keep their values in tensors of the CPU, which the operations of PyTorch are given; so
-results are the CPU's. As on a GPU, tensors of it and of the CPU can't meet in an operation, and
-whoever reads a value waits. `Record` has where that was, and where a number was wider than float32,
-which MPS has none of; nor has it, like MPS, the foreach API. What only a GPU has (its own kernels,
-streams, autocast) is not in it.
+Its tensors wrap CPU tensors, on which PyTorch's operations run, so results are the CPU's. As on a
+GPU, an operation cannot mix its tensors with CPU tensors, and reading a value waits for the device.
+`Record` counts where that happened, and where a number was wider than float32, which MPS does not
+support. Like MPS, it has no foreach API. GPU kernels, streams and autocast are not emulated.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ _ATEN = torch.ops.aten
 _COPIES = (_ATEN.copy_.default, _ATEN._to_copy.default, _ATEN._foreach_copy_.default)
 _READS = (_ATEN._local_scalar_dense.default, _ATEN.nonzero.default, _ATEN.equal.default)
 _WIDE = (torch.float64, torch.complex64, torch.complex128)
-FILE = "apart.json"  # in the folder of a run: its record
+FILE = "apart.json"  # the record, in the folder of a run
 
 
 @dataclass
 class Record:
-    """How often each line of ddpm_core waited for the device, or had a wide number on it."""
+    """How often each function of ddpm_core waited for the device or used a wide number on it."""
 
     waits: Counter[str] = field(default_factory=Counter)
     wide: Counter[str] = field(default_factory=Counter)
 
     @staticmethod
     def place() -> str:
-        """`module.py:function` of the innermost function of ddpm_core."""
+        """Return `module.py:function` of the innermost caller in ddpm_core."""
         frames = [f for f in traceback.extract_stack() if "/ddpm_core/" in f.filename]
         frames = [f for f in frames if not f.name.startswith("<")]  # comprehensions, up to 3.11
         return f"{frames[-1].filename.split('/ddpm_core/')[1]}:{frames[-1].name}" if frames else "?"
@@ -56,7 +55,7 @@ RECORD = Record()
 
 
 class Apart(Tensor):
-    """A tensor of the device; `there` has its values."""
+    """A tensor of the device; `there` is the CPU tensor with its values."""
 
     there: Tensor
 
@@ -80,7 +79,7 @@ class Apart(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Tensors made in inference mode could not be used by autograd's own operations.
+        # autograd cannot use tensors that were created in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             return _compute(operation, args, kwargs or {})
 
@@ -91,7 +90,7 @@ def _compute(operation: Any, args: Any, kwargs: Any) -> Any:
     others = [v for v in flat if isinstance(v, Tensor) and not isinstance(v, Apart) and v.dim()]
     if others and operation not in _COPIES:
         shapes = [tuple(tensor.shape) for tensor in others]
-        raise RuntimeError(f"{operation}: tensors of {shapes} are on the CPU, others are apart")
+        raise RuntimeError(f"{operation}: tensors of {shapes} are on the CPU, others on the device")
     stays = isinstance(args[0], Apart) if operation is _ATEN.copy_.default else True
     if kwargs.get("device") is not None:
         stays = torch.device(kwargs["device"]).type == "apart"
@@ -112,11 +111,11 @@ def _compute(operation: Any, args: Any, kwargs: Any) -> Any:
 
     result = tree_map(back, operation(*args, **kwargs))
     if any(value.shape != value.there.shape for value in own):
-        raise NotImplementedError(f"{operation} has given a tensor another size")
+        raise NotImplementedError(f"{operation} changed the size of a tensor")
     return result
 
 
-_LIBRARY = torch.library.Library("aten", "IMPL")  # its kernels go when it does
+_LIBRARY = torch.library.Library("aten", "IMPL")  # its kernels are removed with it
 
 
 class _Backend(_DummyBackendModule):  # type: ignore[misc]
@@ -125,7 +124,7 @@ class _Backend(_DummyBackendModule):  # type: ignore[misc]
 
 
 def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """Between the device and the CPU, either way."""
+    """Copy between the device and the CPU, in either direction."""
     if not isinstance(target, Apart):
         RECORD.waits[Record.place()] += 1
     to, of = (t.there if isinstance(t, Apart) else t for t in (target, source))
@@ -139,7 +138,7 @@ def _read(tensor: Apart) -> Any:
 
 
 def set_up() -> torch.device:
-    """Make PyTorch know the device, in this process."""
+    """Register the device with PyTorch in this process."""
     _setup_privateuseone_for_python_backend("apart", _Backend())
     torch.utils._foreach_utils._get_foreach_kernels_supported_devices = list
     kernels: dict[str, Callable[..., Any]] = {
@@ -160,9 +159,9 @@ def set_up() -> torch.device:
 
 
 def use_it() -> None:
-    """All that the program computes in this process, it computes on the device.
+    """Run all computation of the program in this process on the device.
 
-    What its workers tell each other has to lie there too, which NCCL insists on and Gloo does not.
+    Collectives must use tensors on the device too, as NCCL requires and Gloo does not.
     """
     device = set_up()
     for name, module in list(sys.modules.items()):
@@ -175,7 +174,7 @@ def use_it() -> None:
 def _on_it(collective: Callable[..., Any], *given: Any, **options: Any) -> Any:
     for tensor in tree_flatten(given)[0]:
         if isinstance(tensor, Tensor) and not isinstance(tensor, Apart):
-            raise TypeError(f"{collective}: a tensor on the CPU")
+            raise TypeError(f"{collective}: got a tensor on the CPU")
     return collective(*given, **options)
 
 
@@ -188,7 +187,7 @@ def _run_apart(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
 
 
 def ddpm_apart(folder: Path, *arguments: str) -> Record:
-    """`ddpm ARGUMENTS` with all that it computes on the device; what the record holds then."""
+    """Run `ddpm ARGUMENTS` on the device and return its record."""
     program = Program(folder, arguments, _run_apart)
     said = program.ended()
     assert program.returncode == 0, said

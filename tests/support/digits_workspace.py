@@ -1,4 +1,4 @@
-"""A workspace of scikit-learn's digits, written file by file as prepare and sample write it."""
+"""Write workspaces of scikit-learn's digits in the format of prepare and sample."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HELD_OUT = 180
 
 @functools.cache
 def digits(size: int = 16) -> tuple[Pixels, NDArray[np.int64]]:
-    """All 1,797 digits, uint8 (N, size, size, 1), and their classes, in a mixed order."""
+    """Return all 1,797 digits, uint8 (N, size, size, 1), and their classes, in a shuffled order."""
     data = load_digits()
     small = (data.images * 255 / 16).round().astype(np.uint8)
     resized = [Image.fromarray(i).resize((size, size), Image.Resampling.BICUBIC) for i in small]
@@ -45,7 +45,7 @@ def put_data(
     held_out: int = HELD_OUT,
     classes: tuple[str, ...] = tuple("0123456789"),
 ) -> str:
-    """Write data/ with the first images held out; its fingerprint."""
+    """Write data/ with the first images held out; return its fingerprint."""
     parts = {"": slice(held_out, None), "holdout_": slice(None, held_out)}
     facts: dict[str, Any] = {
         "classes": list(classes),
@@ -72,7 +72,7 @@ def put_data(
 def put_samples(
     workspace: Workspace, step: int, images: Pixels, data: str, shards: int = 1, **recipe: Any
 ) -> Path:
-    """Write samples/<step>/ in as many shards; the folder."""
+    """Write samples/<step>/ in `shards` shards; return the folder."""
     folder = workspace.path(samples_key(step))
     folder.mkdir(parents=True, exist_ok=True)
     names = []
@@ -103,5 +103,5 @@ def put_samples(
 
 
 def put_snapshot(workspace: Workspace, step: int) -> None:
-    """A folder that counts as a checkpoint of a step."""
+    """Write a folder that counts as a checkpoint of a step."""
     workspace.write_json(f"{snapshot_key(step)}/config.json", {"step": step})

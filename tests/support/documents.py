@@ -1,4 +1,4 @@
-"""Kubernetes documents: read, checked against the API's own models, and asked for their pods."""
+"""Read Kubernetes documents, check them against the API's models, and find their pods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SUFFIX = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 @functools.cache
 def read(folder: Path) -> list[Document]:
-    """Every document of the YAML files that `kubectl apply -f FOLDER` takes, in its order."""
+    """Return every document that `kubectl apply -f FOLDER` applies, in its order."""
     return [
         document
         for file in sorted(folder.glob("*.yaml"))
@@ -37,7 +37,7 @@ def named(documents: list[Document], kind: str) -> dict[str, Document]:
 
 
 def mistakes(document: Document) -> list[str]:
-    """What the API's model of this kind does not know, lacks, or knows with another type."""
+    """Return the unknown and missing fields of a document, and those with a wrong type."""
     version = document.get("apiVersion", "")
     group, _, number = version.rpartition("/")
     prefix = "KubeflowOrg" if group == "kubeflow.org" else ""
@@ -84,7 +84,7 @@ def _of_model(value: Any, kind: str, where: str) -> Iterator[str]:
 
 
 def templates(document: Document) -> list[tuple[Document, int]]:
-    """The pod templates of a workload, each with how many pods there are of it at once."""
+    """Return the pod templates of a workload, each with its number of parallel pods."""
     spec = document.get("spec", {})
     if document["kind"] == "PyTorchJob":
         return [(r["template"], r.get("replicas", 1)) for r in spec["pytorchReplicaSpecs"].values()]
@@ -98,14 +98,14 @@ def containers(template: Document) -> list[Document]:
 
 
 def quantity(text: object) -> float:
-    """`100m`, `2`, `512Mi` as a number."""
+    """Return `100m`, `2`, `512Mi` as a number."""
     match = re.fullmatch(r"([\d.]+)(\D*)", str(text))
     assert match, text
     return float(match[1]) * (_SUFFIX[match[2]] if match[2] else 1)
 
 
 def requested(template: Document, resource: str, kind: str = "requests") -> float:
-    """What a pod takes: its containers together, or the most of an init container."""
+    """Return the resources of a pod: the sum of its containers or the largest init container."""
     each = [
         [quantity(c["resources"][kind].get(resource, 0)) for c in template["spec"].get(part, [])]
         for part in ("initContainers", "containers")

@@ -1,4 +1,4 @@
-"""A data registry as users keep one: a git repository whose photos DVC tracks in a remote."""
+"""A data registry like a user's: a git repository whose photos DVC tracks in a remote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME, MAIL = "tester", "tester@localhost"
 
 
 class Registry:
-    """Repository and DVC remote; `remote` is a directory, or s3://bucket/prefix."""
+    """A repository and its DVC remote: a directory or s3://bucket/prefix."""
 
     def __init__(self, folder: Path, remote: str) -> None:
         self.folder = folder
@@ -26,7 +26,7 @@ class Registry:
         self.git("init", "--quiet", "--initial-branch=main")
 
     def photos(self, tag: str, each: int) -> None:
-        """Two classes of `each` small pictures in photos/, pushed, as a commit with this tag."""
+        """Commit and push two classes of `each` small images in photos/, with this tag."""
         for label, name in enumerate(("disc", "square")):
             (self.folder / "photos" / name).mkdir(parents=True, exist_ok=True)
             for number in range(each):

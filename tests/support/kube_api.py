@@ -1,4 +1,4 @@
-"""A small API server: one namespace with one PyTorchJob, its pods and no events, over HTTP."""
+"""A small Kubernetes API server: one namespace with one PyTorchJob, its pods and no events."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 
 import yaml
 
-ROUND = 0.2  # seconds that a watch lasts
+ROUND = 0.2  # seconds of a watch
 CREATED = "2026-01-01T00:00:00Z"
 Plain = dict[str, Any]
 
 
 class Api(ThreadingHTTPServer):
-    """`job` is what was made, `asked` counts the questions, such as `watch pods`.
+    """The server. `job` is the created job, `asked` counts requests, such as `watch pods`.
 
-    `status(question, number)` says how the n-th of its kind is answered: 200, or a refusal.
-    `state` is the condition of the job; `slow` the seconds that making one takes.
+    `status(request, number)` returns the status of the n-th request of its kind: 200 or an error.
+    `state` is the condition of the job; `slow` the seconds that creating one takes.
     """
 
     daemon_threads = True
@@ -36,7 +36,7 @@ class Api(ThreadingHTTPServer):
         self.status: Callable[[str, int], int] = lambda question, number: 200
 
     def handle_error(self, *_: object) -> None:
-        """A client that has gone is told to nobody."""
+        """Ignore clients that have disconnected."""
 
     def make(self, job: Plain) -> Plain:
         job["metadata"] |= {"uid": "u-1", "resourceVersion": "1", "creationTimestamp": CREATED}
@@ -52,7 +52,7 @@ class Api(ThreadingHTTPServer):
 
 
 def worker(job: str) -> Plain:
-    """A pod that runs."""
+    """Return a running pod."""
     status = {"name": "pytorch", "state": {"running": {}}}
     return {
         "metadata": {"name": f"{job}-worker-0", "uid": "p-1", "resourceVersion": "1"},
@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Silence."""
+        """Print nothing."""
 
     def do_POST(self) -> None:
         body = json.loads(self._body())
@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         return status == 200
 
     def _watched(self, kind: str) -> None:
-        """A watch that tells at its end how all stands then."""
+        """Send the state of all objects at the end of a watch."""
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def api_server(kubeconfig: Path) -> Iterator[Api]:
-    """The server, and a kubeconfig that names it."""
+    """Run the server, and write a kubeconfig for it."""
     with Api() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

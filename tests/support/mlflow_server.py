@@ -1,4 +1,4 @@
-"""A real MLflow server in a process of its own, to be stopped, killed and started again; stores."""
+"""A real MLflow server in a separate process that tests can stop and restart; SQLite stores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Ask again and again until the condition holds."""
+    """Poll until the condition holds. Raises AssertionError after a timeout."""
     deadline, pause = time.monotonic() + seconds, threading.Event()
     while not condition():
         if time.monotonic() > deadline:
@@ -45,7 +45,7 @@ def answers(url: str) -> bool:
 
 @functools.cache
 def _new_store() -> bytes:
-    """What MLflow makes of an absent SQLite store, which takes it seconds."""
+    """Return a new SQLite store; MLflow takes seconds to create one."""
     from ddpm_core.tracking.client import connect
 
     with tempfile.TemporaryDirectory(prefix="ddpm-store-") as folder:
@@ -54,7 +54,7 @@ def _new_store() -> bytes:
 
 
 def put_store(file: Path) -> str:
-    """Put a new SQLite store there, where how it comes to be does not matter; its URI."""
+    """Write a new SQLite store without the cost of MLflow creating it; return its URI."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(_new_store())
     return f"sqlite:///{file}"
@@ -89,7 +89,7 @@ class Server:
         wait_until(lambda: answers(f"{self.uri}/health"), "the MLflow server is up", 120)
 
     def signal(self, number: int) -> None:
-        """To the server and its workers."""
+        """Send a signal to the server and its workers."""
         if self._process is not None:
             os.killpg(self._process.pid, number)
 
@@ -100,7 +100,7 @@ class Server:
             self._process = None
 
     def running(self) -> Server:
-        """This server, started if it is not."""
+        """Return this server after starting it if necessary."""
         if self._process is None:
             self.start()
         return self
@@ -108,7 +108,7 @@ class Server:
 
 @functools.cache
 def shared_server() -> Server:
-    """One server for all tests of this process."""
+    """Return one server for all tests of this process."""
     root = Path(tempfile.mkdtemp(prefix="ddpm-mlflow-"))
     server = Server(root)
 

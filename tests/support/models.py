@@ -1,4 +1,4 @@
-"""Small checkpoints with the weights of a network that was never trained."""
+"""Small checkpoints with random weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_checkpoint(
     timesteps: int = 50,
     **facts: Any,
 ) -> Checkpoint:
-    """A checkpoint of 8x8 gray images: raw weights, and an average of decay 0.9."""
+    """Write a checkpoint of 8x8 gray images: raw weights and an average of decay 0.9."""
     given = params.validate(
         {
             "prepare": {"image_size": 8},
@@ -72,7 +72,7 @@ def write_checkpoint(
 
 
 def spoil(folder: Path, value: float) -> None:
-    """Set one value of every weights file of a checkpoint folder, and seal it as if it belonged."""
+    """Set one value in every weights file of a checkpoint folder, and write a valid manifest."""
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         next(tensor for tensor in tensors.values() if tensor.is_floating_point()).view(-1)[0] = (
@@ -85,7 +85,7 @@ def spoil(folder: Path, value: float) -> None:
 
 @functools.cache
 def weights(config: UNetConfig, seed: int) -> dict[str, torch.Tensor]:
-    """All of a network's weights, every one of them random: none is at its zero start."""
+    """Return random values for all weights of a network, also those that start at zero."""
     key = rng.key(Purpose.INIT, seed)
     tensors = {}
     for index, (name, tensor) in enumerate(UNet(config).state_dict().items()):

@@ -1,4 +1,4 @@
-"""Damage to files, drawn from a seed: what a bad disk does, or a stranger on purpose."""
+"""Random damage to files, as by a bad disk or on purpose. A seed determines it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOSTILE: list[Any] = [
 
 
 def flip(random_: random.Random, data: bytes) -> bytes:
-    """One to eight bits."""
+    """Flip one to eight bits."""
     changed = bytearray(data)
     for _ in range(random_.randint(1, 8)):
         if changed:
@@ -54,7 +54,7 @@ def overwrite(random_: random.Random, data: bytes) -> bytes:
 
 
 def header_length(random_: random.Random, data: bytes) -> bytes:
-    """The length that a safetensors or npy file claims for its header."""
+    """Change the header length of a safetensors or npy file."""
     at, size = (8, 2) if data.startswith(b"\x93NUMPY") else (0, 8)
     claim = random_.choice([0, 1, 7, 2**15, 2**31, 2**40, 2**62, 2**64 - 1, len(data)])
     claim = random_.choice([claim, len(data) + random_.randint(-16, 16)])
@@ -62,7 +62,7 @@ def header_length(random_: random.Random, data: bytes) -> bytes:
 
 
 def array_claim(random_: random.Random, data: bytes) -> bytes:
-    """Another shape, type or order in a npy header, of the same length."""
+    """Change the shape, type or order in a npy header without changing its length."""
     changes = [
         (rb"\((\d*)", lambda m: b"(" + str(random_.choice([0, 7, 10**6, 10**9, 10**17])).encode()),
         (rb"'[<|][a-z]\d'", lambda m: random_.choice([b"'|O8'", b"'<f8'", b"'|V9'", b"'<i8'"])),
@@ -76,7 +76,7 @@ def array_claim(random_: random.Random, data: bytes) -> bytes:
 
 
 def swap_json(random_: random.Random, data: bytes) -> bytes:
-    """Another value, key or nesting somewhere in a JSON text."""
+    """Change a value, a key or the nesting somewhere in a JSON text."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
@@ -104,7 +104,7 @@ def swap_json(random_: random.Random, data: bytes) -> bytes:
 
 
 def swap_header(random_: random.Random, data: bytes) -> bytes:
-    """The same in the header of a safetensors file, whose length is set anew."""
+    """Do the same in the header of a safetensors file, and correct its length."""
     length = int.from_bytes(data[:8], "little")
     if data[8:9] != b"{" or length > len(data):
         return flip(random_, data)
@@ -113,7 +113,7 @@ def swap_header(random_: random.Random, data: bytes) -> bytes:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """(holder, key) of every value below the top, however deep."""
+    """Return (container, key) of every nested value."""
     places: list[tuple[Any, Any]] = []
     holders = [value]
     while holders:
@@ -130,7 +130,7 @@ BYTES: list[Mutation] = [flip, cut, extend, overwrite]
 
 
 def fitting(name: str) -> list[Mutation]:
-    """The ways to damage a file of this name; those that reach deepest come more often."""
+    """Return the mutations for a file of this name; the most effective ones occur several times."""
     if name.endswith(".safetensors"):
         return [*BYTES, header_length, swap_header, swap_header, swap_header]
     if name.endswith(".npy"):
@@ -141,7 +141,7 @@ def fitting(name: str) -> list[Mutation]:
 
 
 def replace_file(random_: random.Random, path: Path, outside: Path) -> str:
-    """Put a link, a folder, nothing or another file where a file was; what was done."""
+    """Replace a file by a link, a folder, nothing or another file; return which."""
     kind = random_.choice(["link out", "link to itself", "device", "folder", "gone", "swapped"])
     others = [item for item in path.parent.iterdir() if item.is_file() and item != path]
     path.unlink()
@@ -159,7 +159,7 @@ def replace_file(random_: random.Random, path: Path, outside: Path) -> str:
 
 
 def reseal(folder: Path) -> None:
-    """Make a folder's manifest say of each file it lists what the file is now."""
+    """Update the sizes and checksums in a folder's manifest."""
     path = folder / MANIFEST
     if not path.is_file():
         return

@@ -1,4 +1,4 @@
-"""Commands in namespaces of Linux: another user, a small disk. No rights are needed for them."""
+"""Run commands in Linux namespaces, without privileges: as another user, on a small disk."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _unshare(*options: str) -> list[str]:
 
 
 def as_nameless(command: list[str], **environment: str) -> list[str]:
-    """A command as a user without an entry in the password file and without HOME."""
+    """Return a command that runs as a user without a password entry and without HOME."""
     given = [f"{name}={value}" for name, value in environment.items()]
     options = ("--map-user=54321", "--map-group=54321")
     return [*_unshare(*options), "env", "-i", *given, *command]
 
 
 def on_small_disk(folder: Path, size: str, command: list[str]) -> list[str]:
-    """A command for which an absent folder is a new disk of this size, such as 300k."""
+    """Return a command for which a new folder is a disk of this size, such as 300k."""
     folder.mkdir()
     mount = f"mount -t tmpfs -o size={size} tmpfs {shlex.quote(str(folder))}"
     script = f"{mount} && exec {shlex.join(command)}"

@@ -1,4 +1,4 @@
-"""Pictures and folders of pictures for the tests of prepare."""
+"""Images and folders of images for the tests of prepare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddpm_core.storage.workspace import Workspace
 
 
 def config(source: Path | str, batch_size: int = 1, **prepare: Any) -> Config:
-    """Params that prepare 8 x 8 squares of a source, all of them for training unless asked."""
+    """Return params that prepare a source as 8x8 images; by default none is held out."""
     settings = {"source": str(source), "image_size": 8, "holdout": 0.0, **prepare}
     size = settings["image_size"]
     network = {"multipliers": [1, 2], "attention": [size // 2]}
@@ -39,7 +39,7 @@ def prepared(
 
 
 def noise(seed: int, size: tuple[int, int] = (12, 10), mode: str = "RGB") -> Image.Image:
-    """A picture unlike that of any other seed; `size` is (width, height)."""
+    """Return a random image that differs for every seed; `size` is (width, height)."""
     channels = len(Image.new(mode, (1, 1)).getbands())
     values = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], channels), np.uint8)
     return Image.fromarray(values[:, :, 0] if channels == 1 else values, mode)
@@ -56,7 +56,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def write(path: Path, content: bytes | str | Image.Image, **options: Any) -> Path:
-    """A file with its folders; a picture is saved as PNG unless `kind` says otherwise."""
+    """Write a file and its parent folders; an image is saved as `kind` (default PNG)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, Image.Image):
         content = encoded(content, options.pop("kind", "PNG"), **options)
@@ -65,7 +65,7 @@ def write(path: Path, content: bytes | str | Image.Image, **options: Any) -> Pat
 
 
 def write_classes(root: Path, classes: Iterable[str], each: int = 3, seed: int = 0) -> Path:
-    """`each` different pictures in a folder for each class."""
+    """Write `each` different images into a folder for each class."""
     for name in classes:
         for number in range(each):
             seed += 1
@@ -74,16 +74,16 @@ def write_classes(root: Path, classes: Iterable[str], each: int = 3, seed: int =
 
 
 def rejected(workspace_root: Path) -> dict[str, str]:
-    """Path and reason of each row of rejected.csv."""
+    """Return the reason for each path in rejected.csv."""
     with (workspace_root / "data/rejected.csv").open(encoding="utf-8", newline="") as file:
         return {row["path"]: row["reason"] for row in csv.DictReader(file)}
 
 
 def dies(chunk: Any) -> None:
-    """What a worker does whose memory is taken by the kernel."""
+    """Kill the worker, as the kernel does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def loaded(chunk: Any) -> set[str]:
-    """The modules that a worker has imported."""
+    """Return the modules that a worker has imported."""
     return set(sys.modules)

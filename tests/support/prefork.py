@@ -1,9 +1,9 @@
-"""Programs of the command line, forked from a process that has imported them already.
+"""Run `dvc` and `ddpm` without their import time: forked from a process that has imported them.
 
-A folder for PATH with small scripts `dvc` and `ddpm`: each hands its arguments, folder, environment
-and open files to a server, which forks; it ends when that process ends, with its status. These are
-real processes that pay no import. A signal to the script does not reach them: what is to be killed
-is started as the program that it is.
+A folder for PATH has small scripts `dvc` and `ddpm`. A script sends its arguments, folder,
+environment and open files to a server, which forks, and exits with the status of the forked
+process. Signals to the script do not reach that process: tests that kill a program must start it
+directly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IMPORTED = (
     "scipy.stats",
     "torch_fidelity.metric_fid",
 )
-LONGEST = 2**17  # bytes of a request
+LONGEST = 2**17  # bytes of the largest request
 
 SCRIPT = """#!{python} -IS
 import json, os, socket, sys
@@ -48,7 +48,7 @@ sys.exit(int(status or b"1"))
 
 
 class Prefork:
-    """The server, and the folder of scripts."""
+    """The server and the folder of scripts."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         path = folder / "server"
@@ -73,13 +73,13 @@ class Prefork:
 
 
 def serve(listener: socket.socket) -> None:
-    """Fork for each request, for ever."""
+    """Fork a process for each request, forever."""
     for name in (*PROGRAMS.values(), *IMPORTED):
         importlib.import_module(name)
-    # What a collection does not touch, a forked process shares.
+    # Memory that the garbage collector does not touch stays shared after a fork.
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     while True:
         connection, _ = listener.accept()
         if os.fork() == 0:
@@ -90,7 +90,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def become(connection: socket.socket) -> None:
-    """Be the program that is asked for, to its end."""
+    """Run the requested program in this process, and exit."""
     data, files, *_ = socket.recv_fds(connection, LONGEST, 3)
     module, sys.argv, folder, environment = json.loads(data)
     for number, file in enumerate(files):
@@ -108,7 +108,7 @@ def become(connection: socket.socket) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         connection.send(str(status).encode())
-        os._exit(status)  # to take apart all that was imported would cost more than the work
+        os._exit(status)  # normal teardown would take longer than the work
 
 
 if __name__ == "__main__":

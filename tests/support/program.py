@@ -1,7 +1,7 @@
-"""The program, run as a user runs it: in a process of its own, in a folder of its own.
+"""Run `ddpm` as a user does: in a separate process and folder.
 
-The processes are forked from one that has torch imported already, which takes seconds: they are
-real ones all the same, that have their own memory and can be killed.
+The processes are forked from one that has imported torch, which takes seconds. They are real
+processes with separate memory, and tests can kill them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-# Where tests marked for CUDA compute; with DDPM_TEST_GPU=cpu they can be tried without a GPU.
+# The device of tests for CUDA. DDPM_TEST_GPU=cpu runs them without a GPU.
 GPU = os.environ.get("DDPM_TEST_GPU", "cuda")
 
 _context = multiprocessing.get_context("forkserver")
@@ -62,14 +62,14 @@ def write_params(folder: Path, text: str = TINY) -> Path:
 
 
 def prepare_run(folder: Path, text: str) -> Path:
-    """A folder with params and prepared data."""
+    """Write params and prepare data in a folder; return the folder."""
     write_params(folder, text)
     ddpm(folder, "prepare")
     return folder
 
 
 def new_run(begun: Path, name: str, text: str, *parts: str) -> Path:
-    """A run in a folder of its own below another one, with these parts of that one's workspace."""
+    """Return a new run below `begun`, with links to these parts of its workspace."""
     folder = begun / name
     (folder / "workspace").mkdir(parents=True)
     for part in parts or ("data",):
@@ -79,27 +79,27 @@ def new_run(begun: Path, name: str, text: str, *parts: str) -> Path:
 
 
 def settings(*given: str) -> list[str]:
-    """`section.key=value` as the program's arguments."""
+    """Return `section.key=value` settings as command line arguments."""
     return [part for one in given for part in ("-S", one)]
 
 
 def environment() -> dict[str, str]:
-    """That of the tests, one thread, no terminal's width."""
+    """Return the environment of the tests with one thread and a fixed terminal width."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
 
 def command(*arguments: str) -> list[str]:
-    """The command line, for a process that is not forked."""
+    """Return the command line for a process that is not forked."""
     return [sys.executable, "-m", "ddpm_core.cli", *arguments]
 
 
 def _run(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    gc.freeze()  # what a collection does not touch stays shared with the other processes
+    gc.freeze()  # memory that the collector does not touch stays shared
     os.setsid()
     os.chdir(folder)
     os.environ.update(environment())
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has the tests ignore
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes the tests ignore it
     written = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(written, 1)
     os.dup2(written, 2)
@@ -110,19 +110,19 @@ def _run(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
 
 
 def run_in(added: dict[str, str], folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    """The same with more in the environment; a TMPDIR there counts."""
+    """Run the program with more environment variables, which may include TMPDIR."""
     os.environ.update(added)
     tempfile.tempdir = None
     _run(folder, arguments, output)
 
 
 class Program:
-    """`ddpm ARGUMENTS`, running; its output is kept beside its folder."""
+    """A running `ddpm ARGUMENTS`; its output goes to a file beside its folder."""
 
     def __init__(
         self, folder: Path, arguments: tuple[str, ...], target: Callable[..., None] = _run
     ) -> None:
-        """Fork; the new process calls `target(folder, arguments, its output's file)`."""
+        """Fork a process that calls `target(folder, arguments, output file)`."""
         self._output = folder.parent / f".said-{time.monotonic_ns()}"
         self._process = _context.Process(target=target, args=(folder, arguments, self._output))
         self._process.start()
@@ -141,24 +141,24 @@ class Program:
             os.kill(self.pid, number)
 
     def wait(self, limit: float) -> bool:
-        """Whether it has ended within `limit` seconds."""
+        """Return whether the program ended within `limit` seconds."""
         self._process.join(limit)
         return self._process.exitcode is not None
 
     def ended(self, limit: float = 120.0) -> str:
-        """What it said, once it has ended."""
+        """Wait for the end and return the output. Raises AssertionError after `limit` seconds."""
         if not self.wait(limit):
             self.send_signal(signal.SIGKILL)
-            raise AssertionError(f"ddpm did not end in {limit} seconds; it said:\n{self.said()}")
+            raise AssertionError(f"ddpm did not end in {limit} seconds; output:\n{self.said()}")
         return self.said()
 
     def said(self) -> str:
-        """What it said so far, on stdout and stderr."""
+        """Return the output so far, of stdout and stderr."""
         return self._output.read_text(errors="replace") if self._output.exists() else ""
 
 
 def ddpm(folder: Path, *arguments: str, status: int | None = 0) -> str:
-    """What `ddpm ARGUMENTS` says, on stdout and stderr; fails on another exit status."""
+    """Run `ddpm ARGUMENTS`, check its exit status, and return its output."""
     program = Program(folder, arguments)
     said = program.ended()
     assert status is None or program.returncode == status, said
@@ -166,14 +166,14 @@ def ddpm(folder: Path, *arguments: str, status: int | None = 0) -> str:
 
 
 def start(folder: Path, *arguments: str, **environment: str) -> Program:
-    """`ddpm ARGUMENTS`, running in a session of its own."""
+    """Start `ddpm ARGUMENTS` in a separate session."""
     return Program(folder, arguments, partial(run_in, environment))
 
 
 def wait_until(
     condition: Callable[[], bool], program: Program, limit: float = 60.0, pause: float = 0.004
 ) -> bool:
-    """Whether the condition came true while the program was alive."""
+    """Return whether the condition became true while the program was running."""
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, "waited too long"

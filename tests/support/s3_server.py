@@ -1,6 +1,6 @@
-"""An S3 server: the one that AWS_ENDPOINT_URL names, else moto's, in this process.
+"""An S3 server: that of AWS_ENDPOINT_URL, otherwise moto in this process.
 
-`Gate` stands before it, so that a test can take the server away for a while.
+`Gate` is a proxy with which a test can make the server unavailable or damage its responses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = ("AWS_ENDPOINT_URL", *MOTO)
 
 @contextlib.contextmanager
 def server() -> Iterator[dict[str, str]]:
-    """The environment in which boto3 finds the server."""
+    """Yield the environment variables with which boto3 finds the server."""
     if "AWS_ENDPOINT_URL" in os.environ:
         yield {name: os.environ[name] for name in NAMES}
         return
@@ -45,7 +45,7 @@ def server() -> Iterator[dict[str, str]]:
 
 
 class Bucket:
-    """A new bucket, and the environment in which processes find it."""
+    """A new bucket, and the environment for processes that use it."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         import boto3
@@ -80,13 +80,13 @@ class Bucket:
         self.client.delete_object(Bucket=self.name, Key=key)
 
     def enter(self, monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
-        """Let this process find the server, and keep its copies below `place`."""
+        """Let this process use the server, with its local copies below `place`."""
         for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(tempfile, "tempdir", str(place))
 
     def start(self, folder: Path, *arguments: str, place: Path, **changed: str) -> Program:
-        """`ddpm ARGUMENTS` in a process that finds the server; its copies lie below `place`."""
+        """Start `ddpm ARGUMENTS` with this server and its local copies below `place`."""
         place.mkdir(parents=True, exist_ok=True)
         environment = {**self.environment, **changed, "TMPDIR": str(place)}
         return start(folder, *arguments, **environment)
@@ -99,7 +99,7 @@ class Bucket:
 
 
 class Gate:
-    """A way to a server that can be shut: then nothing answers, and what is under way breaks."""
+    """A proxy to a server. When it is shut, connections break and new ones are refused."""
 
     def __init__(self, endpoint: str) -> None:
         parts = urlsplit(endpoint)
@@ -130,11 +130,11 @@ class Gate:
         self._open.clear()
 
     def spoil(self, how: str, times: int) -> None:
-        """Of the next answers none arrives: it is a `drop`, a `cut` in its body, or `hang`s."""
+        """Spoil the next `times` responses: `drop` them, `cut` their bodies, or let them `hang`."""
         self._spoiled, self._times = how, times
 
     def flip(self, content: bytes, times: int) -> None:
-        """Flip a bit of the next answers that hold `content`; `flips` counts down."""
+        """Flip a bit in the next `times` responses with `content`; `flips` counts down."""
         self._flipped, self.flips = content, times
 
     def _accept(self, listener: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""A row of scores as evaluate writes it, with the evidence that the gate and the card ask for."""
+"""A row of scores as evaluate writes it, with the evidence for the gate and the card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registered versions, requests to them once they are served, and the images they should give."""
+"""Register models, send requests to the server, and compute the expected images."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddpm_core.tracking.run import MlflowRun
 from support.mlflow_server import wait_until
 from support.program import Program
 
-OWN = {"ema": 0.9, "seed": 5, "sampler": "ddim", "steps": 5}  # what a version's score was made with
+OWN = {"ema": 0.9, "seed": 5, "sampler": "ddim", "steps": 5}  # the settings of a version's score
 
 # The same request in every form that MLflow's server accepts.
 SHAPES = [
@@ -39,7 +39,7 @@ SHAPES = [
 def publish(
     uri: str, name: str, checkpoint: Checkpoint, folder: Path, **tags: str
 ) -> tuple[Registry, Any]:
-    """A new version, without an alias."""
+    """Register a new version without an alias."""
     package.write_checkpoint(checkpoint, OWN, folder / "checkpoint")
     (folder / "README.md").write_text("# a card\n")
     registry = Registry(params.validate({"tracking": {"uri": uri}, "register": {"name": name}}))
@@ -49,7 +49,7 @@ def publish(
 
 
 def get(url: str) -> tuple[int, Any]:
-    """Status and JSON of a page."""
+    """Return the status and JSON of a page."""
     try:
         with urllib.request.urlopen(url, timeout=10) as response:
             return response.status, json.load(response)
@@ -58,13 +58,13 @@ def get(url: str) -> tuple[int, Any]:
 
 
 def address(process: Program) -> str:
-    """Where a `ddpm serve --port 0` listens."""
+    """Return the URL of a running `ddpm serve --port 0`."""
     wait_until(lambda: "listening" in process.said() or process.wait(0), "it listens")
     return f"http://127.0.0.1:{process.said().split('port ')[1].split('.')[0]}"
 
 
 def ask(url: str, body: Any) -> tuple[int, Any]:
-    """Status, and the answer's predictions or its message."""
+    """Return the status, and the predictions or the error message."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -79,7 +79,7 @@ def pixels(answer: dict[str, Any]) -> np.ndarray:
 
 
 def drawn(checkpoint: Checkpoint, count: int, **settings: Any) -> np.ndarray:
-    """What `ddpm sample` draws with the model's own settings, or others."""
+    """Return the images of `ddpm sample` with the model's settings, updated by `settings`."""
     sample = checkpoint.params.sample.model_copy(update={**OWN, **settings})
     model = checkpoint.load(sample.ema, "cpu")
     sampler = ImageSampler(model, checkpoint.data, sample, checkpoint.params.diffusion)
@@ -87,6 +87,6 @@ def drawn(checkpoint: Checkpoint, count: int, **settings: Any) -> np.ndarray:
 
 
 def assert_same_images(answers: list[dict[str, Any]], expected: np.ndarray) -> None:
-    """Equal to rounding: how many images are drawn at once may turn a pixel's last bit."""
+    """Compare up to rounding: the batch size may change the last bit of a pixel."""
     served = np.stack([pixels(answer) for answer in answers]).astype(int)
     assert np.abs(served - expected[..., 0].astype(int)).max() <= 1

@@ -1,4 +1,4 @@
-"""One small workspace with every file that a reader of ours may be given by a stranger."""
+"""A small workspace with every kind of file that may come from an untrusted source."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ALONE = World(0, 1, CPU)
 
 @dataclass
 class Target:
-    """A folder of files, what reads them, and the folder that a manifest seals."""
+    """Files, the function that reads them, and their folder if it has a manifest."""
 
     name: str
     files: list[Path]
@@ -183,7 +183,7 @@ class Strangers:
         def read() -> None:
             assert isinstance(frozen.load_extractor(folder), Extractor)
 
-        # No reader asks for its manifest: the weights' checksum stands among the facts.
+        # No reader uses its manifest: the facts contain the checksum of the weights.
         return Target("extractor", [p for p in files(folder) if "manifest" not in p.name], read)
 
     def _diffusers(self) -> Target:
@@ -229,8 +229,8 @@ class Strangers:
             assert all(type(row["step"]) is int for row in read_rows(paths[2]))
             assert all(type(row.step) is int for row in Log(paths[2]).peek()[0])
             if paths[1].is_file():
-                held = read(Tagged(paths[1].read_bytes(), "", 0.0))
-                assert isinstance(held.get("fence", 0), int)
+                owner = read(Tagged(paths[1].read_bytes(), "", 0.0))
+                assert type(owner.fence) is int
             assert isinstance(scores_stale(self.config, self.workspace), str)
             assert isinstance(best_row(self.workspace)["step"], int)
             assert isinstance(plan.best_step(self.config, self.workspace), int)
@@ -252,7 +252,7 @@ class Strangers:
 
 
 def new_state(config: Config, data: PackedDataset) -> TrainState:
-    """The state after steps whose gradients were all zero."""
+    """Return a state after steps with zero gradients."""
     model = UNet(network_config(config, data))
     initial_weights(model, config)
     state = TrainState.create(config, ALONE, Execution("fp32", False), model)

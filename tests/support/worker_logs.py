@@ -1,4 +1,4 @@
-"""Workers whose logs an API server gives, as the tests of the launcher have them."""
+"""Logs of workers as an API server sends them, for the tests of the launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Read = Callable[..., Iterable[str]]
 
 
 class Answer:
-    """A log as the API server sends it: `read` gives its lines, and may break off or wait."""
+    """A response of the API server with the lines of a log. `lines` may raise or block."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self._lines = lines
@@ -25,13 +25,13 @@ class Answer:
             yield f"{line}\n".encode()
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     release_conn = close
 
 
 def followed(read: Read) -> tuple[Logs, list[str]]:
-    """Logs of an API server that answers with the lines of `read`, and what they pass on."""
+    """Return Logs of a server that sends the lines of `read`, and the list they print to."""
     told: list[str] = []
 
     def answer(*_: object, previous: bool, **__: object) -> Answer:
@@ -43,7 +43,7 @@ def followed(read: Read) -> tuple[Logs, list[str]]:
 
 
 def followed_until(written: threading.Event, log: Logs) -> None:
-    """Follow one container until it has written that, and then to its end."""
+    """Follow one container until `written` is set, and then to its end."""
     log.follow(pods("c1"))
     assert written.wait(30)
     log.follow({})
@@ -58,5 +58,5 @@ def pods(container: str, before: str = "", state: str = "running") -> dict[str, 
 
 
 def stamped(texts: Iterable[str], minute: int = 0) -> list[str]:
-    """As lines of a log with times, a second each."""
+    """Return texts as log lines with timestamps, one second apart."""
     return [f"2026-01-01T00:{minute:02}:{n:02}.5Z {text}" for n, text in enumerate(texts)]

@@ -18,8 +18,8 @@ from support.program import TINY, ddpm, new_run, prepare_run, settings
 from support.runs import bits, final, rows
 from support.s3_server import Bucket
 
+from ddpm_core.storage.bucket import Bucket as Requests
 from ddpm_core.storage.local import LocalStorage
-from ddpm_core.storage.transfer import Bucket as Requests
 from ddpm_core.storage.workspace import LOG, RUN, SNAPSHOTS, Workspace, snapshot_key
 from ddpm_core.training.resume import Policy, settle
 

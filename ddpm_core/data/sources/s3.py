@@ -26,8 +26,7 @@ from ddpm_core.data.sources.base import (
 from ddpm_core.errors import UserError
 from ddpm_core.storage import fetch_whole
 from ddpm_core.storage.base import Refused
-from ddpm_core.storage.client import CONNECTIONS, connect, split
-from ddpm_core.storage.transfer import PAGE, Bucket
+from ddpm_core.storage.bucket import CONNECTIONS, PAGE, Bucket, connect, split
 
 SETTING = "prepare.source"
 _AHEAD_BYTES = 2**26
@@ -73,7 +72,7 @@ class Prefix:
 
     def _get(self, key: str, **how: str) -> bytes:
         with _told(self._bucket, key):
-            return self._bucket.answer(key, **how)[1]
+            return self._bucket.get_response(key, **how)[1]
 
 
 def open_s3(
@@ -143,7 +142,7 @@ def _objects(bucket: Bucket, key: str, own: Sequence[str]) -> dict[str, dict[str
 @contextmanager
 def _told(bucket: Bucket, key: str) -> Iterator[None]:
     try:
-        with bucket.told(key):
+        with bucket.translate(key):
             yield
     except FileNotFoundError as error:
         raise UserError(
