@@ -308,7 +308,7 @@ def scaling(
 ) -> None:
     """Train with 1 to N workers; tell speed-up and its costs."""
     config = load(p, None, s)
-    from ddpm_core.training.scaling import document, scaling, table
+    from ddpm_core.training.bench import document, scaling, table
 
     measured = scaling(config, workers, steps)
     typer.echo(table(measured))

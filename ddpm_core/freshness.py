@@ -14,7 +14,7 @@ Check = Callable[[Config, Workspace], str | None]  # why the verb has work to do
 # it is with torch.
 CHECKS = {
     "prepare": "ddpm_core.data.freshness",
-    "train": "ddpm_core.training.freshness",
+    "train": "ddpm_core.training.identity",
     "sample": "ddpm_core.sampling.run",
     "evaluate": "ddpm_core.evaluation.freshness",
     "register": "ddpm_core.registry.register",

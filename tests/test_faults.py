@@ -20,8 +20,8 @@ from faults.schedule import KINDS, draw
 from support.program import ddpm, start, wait_until
 from torch.distributed import TCPStore
 
-from ddpm_core.runtime.rendezvous import agree
-from ddpm_core.training.agreement import checksum
+from ddpm_core.runtime.distributed import agree_on_name
+from ddpm_core.training.checks import checksum
 
 # A kind of fault a line, with a seed whose schedule is short.
 CHOSEN = {
@@ -68,9 +68,9 @@ def test_a_flipped_bit_of_one_worker_stops_the_run_and_names_it(
     finally:
         attempt.close()
     said = attempt.said()
-    assert "rank 1 of 3 holds others than the rest" in said
+    assert "rank 1 of 3 differs from the rest" in said
     assert f"{file}.safetensors" in said
-    assert "that of step 10 is whole" in said
+    assert "the newest complete one is that of step 10" in said
     assert not (folder / "workspace/snapshots/step-00000015").exists()
 
 
@@ -81,7 +81,7 @@ def test_workers_meet_apart_from_what_an_earlier_start_left_in_their_store() -> 
 
     def meet(rank: int, size: int) -> str:
         store = TCPStore("localhost", served.port, is_master=False, timeout=limit)
-        return agree(store, rank, size, 10)
+        return agree_on_name(store, rank, size, 10)
 
     names = []
     for size in (3, 3, 2, 4, 4):
@@ -91,7 +91,7 @@ def test_workers_meet_apart_from_what_an_earlier_start_left_in_their_store() -> 
         names += agreed
     assert len(set(names)) == 5
     with pytest.raises(RuntimeError, match=r"Timed out waiting for the start of workers \[1\]"):
-        agree(TCPStore("localhost", served.port, is_master=False), 0, 2, 0.05)
+        agree_on_name(TCPStore("localhost", served.port, is_master=False), 0, 2, 0.05)
 
 
 def test_a_checksum_sees_any_bit_and_no_order() -> None:

@@ -30,7 +30,7 @@ def term_one(run: Playing) -> Worlds:
     attempt = run.under_way()
     run.hit(signal.SIGTERM, attempt)
     worlds = _started_again(run, attempt)
-    assert "with its snapshot written" in attempt.said(), "no snapshot after SIGTERM"
+    assert "after writing a snapshot" in attempt.said(), "no snapshot after SIGTERM"
     return worlds
 
 
@@ -75,7 +75,7 @@ def kill_agent(run: Playing) -> Worlds:
     assert "torchrun is gone" in attempt.said(), "the workers did not say why they left"
     newest = max(run.snapshots())
     run.finish(run.begin(second, start="forked"))  # whoever starts it: what is left counts
-    assert f"going on from step {int(newest.partition('-')[2])}" in run.said()
+    assert f"resuming from step {int(newest.partition('-')[2])}" in run.said()
     return {first, second}
 
 
@@ -100,7 +100,7 @@ def damage(run: Playing) -> Worlds:
     said = run.attempts[-1].said()
     assert "A snapshot was skipped" in said, "the damage was not told"
     assert newest in said, f"{newest} was not named"
-    assert f"going on from step {int(before.partition('-')[2])}" in said
+    assert f"resuming from step {int(before.partition('-')[2])}" in said
     return {first, second}
 
 

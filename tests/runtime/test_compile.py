@@ -17,16 +17,15 @@ from support.models import write_checkpoint
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
 from ddpm_core.models.unet import UNet, UNetConfig
-from ddpm_core.runtime import compiling
+from ddpm_core.runtime import device as devices
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling import gather
 from ddpm_core.sampling.run import sample, stale
 from ddpm_core.storage.workspace import Workspace, snapshot_key
-from ddpm_core.training.batches import Batch
 from ddpm_core.training.init import initial_weights
 from ddpm_core.training.optim import Execution
 from ddpm_core.training.state import TrainState
-from ddpm_core.training.step import step
+from ddpm_core.training.step import Batch, step
 
 HERE = World(0, 1, torch.device("cpu"))
 NETWORK: dict[str, Any] = {
@@ -114,12 +113,14 @@ def test_compiled_networks_draw_the_same_images_to_rounding(tmp_path: Path, comp
 
 
 def test_what_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "can_build", lambda: True)
-    many = compiling.MANY
-    assert compiling.wanted("auto", GPU, many) and compiling.pays(GPU)
-    assert not compiling.wanted("auto", GPU, many - 1)
-    assert not compiling.wanted("auto", CPU, many) and not compiling.pays(CPU)
-    assert compiling.wanted(True, CPU, 1) and not compiling.wanted(False, GPU, many)
+    monkeypatch.setattr(devices, "has_compiler", lambda: True)
+    many = devices.MIN_EVALUATIONS
+    assert devices.compiles_sampling("auto", GPU, many) and devices.compiles_training(GPU)
+    assert not devices.compiles_sampling("auto", GPU, many - 1)
+    assert not devices.compiles_sampling("auto", CPU, many) and not devices.compiles_training(CPU)
+    assert devices.compiles_sampling(True, CPU, 1) and not devices.compiles_sampling(
+        False, GPU, many
+    )
 
 
 def test_a_gpu_without_a_c_compiler_trains_without_compiling_and_says_so(
@@ -131,13 +132,13 @@ def test_a_gpu_without_a_c_compiler_trains_without_compiling_and_says_so(
     monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
     train = params.load().train.model_copy(update={"precision": "fp32"})
     assert not Execution.choose(train, GPU).compile
-    assert not compiling.wanted("auto", GPU, compiling.MANY)
-    assert "gcc" in str(compiling.lacks(GPU, "auto"))
-    assert compiling.lacks(CPU, "auto") is None and compiling.lacks(GPU, False) is None
+    assert not devices.compiles_sampling("auto", GPU, devices.MIN_EVALUATIONS)
+    assert "gcc" in str(devices.compiler_hint(GPU, "auto"))
+    assert devices.compiler_hint(CPU, "auto") is None and devices.compiler_hint(GPU, False) is None
     # Who asked for it, or began with it, hears what is missing instead.
     assert Execution.choose(train.model_copy(update={"compile": True}), GPU).compile
     assert Execution.choose(train, GPU, {"compile": True}).compile
     (tmp_path / "gcc").touch(mode=0o755)
     assert not Execution.choose(train, GPU).compile  # a distribution's Python may have no headers
     (tmp_path / "Python.h").touch()
-    assert Execution.choose(train, GPU).compile and compiling.lacks(GPU, "auto") is None
+    assert Execution.choose(train, GPU).compile and devices.compiler_hint(GPU, "auto") is None

@@ -16,7 +16,7 @@ import pytest
 from support.program import GPU, TINY, ddpm, environment, new_run, prepare_run, settings
 from support.runs import at_start, bits, distance, final, of_file
 
-from ddpm_core.runtime import compiling
+from ddpm_core.runtime.device import has_compiler
 
 pytestmark = pytest.mark.cuda
 on_gpu_only = pytest.mark.skipif(GPU == "cpu", reason="takes too long, or too much, on a CPU")
@@ -83,7 +83,7 @@ def test_resumed_equals_uninterrupted(begun: Path, precision: str) -> None:
 
 
 @on_gpu_only
-@pytest.mark.skipif(not compiling.can_build(), reason="no C compiler, or no headers of Python")
+@pytest.mark.skipif(not has_compiler(), reason="no C compiler, or no headers of Python")
 def test_a_compiled_network_trains_to_the_same_model(begun: Path, there: Path, start: Path) -> None:
     compiled = trained(begun, "compiled", GPU, "train.compile=true")
     assert apart(compiled, there, start) < 1e-3
@@ -101,9 +101,9 @@ def test_too_little_memory_names_the_settings_that_help(begun: Path) -> None:
 def test_workers_meet_and_reduce_by_nccl() -> None:
     code = """
         import sys, torch, torch.distributed as dist
-        from ddpm_core.runtime.distributed import World, _meet
+        from ddpm_core.runtime.distributed import World, _connect
         device = torch.device(sys.argv[1])
-        group = _meet(device, World(0, 1, device, 60.0), 30.0)
+        group = _connect(device, World(0, 1, device, 60.0), 30.0)
         assert dist.get_backend(group) == ("nccl" if device.type == "cuda" else "gloo")
         rows = torch.arange(4.0, device=device)
         dist.all_reduce(rows, group=group)

@@ -21,8 +21,8 @@ from support.runs import at_start, bits, distance, final, of_file, rows
 from ddpm_core.errors import UserError
 from ddpm_core.runtime import device as devices
 from ddpm_core.runtime import distributed, stopping
-from ddpm_core.runtime.device import choose_device, processes
-from ddpm_core.runtime.distributed import LOST, WorkerLost, World, world
+from ddpm_core.runtime.device import choose_device, worker_count
+from ddpm_core.runtime.distributed import WORKER_LOST_STATUS, WorkerLost, World, world
 from ddpm_core.runtime.stopping import StopRequest
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.training import launch as launcher
@@ -156,7 +156,7 @@ def test_a_device_that_is_not_there_is_refused(
     monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     has(monkeypatch, 0, mps=False)
-    with pytest.raises(UserError, match="this machine has none that PyTorch can use"):
+    with pytest.raises(UserError, match="no such device on this machine"):
         choose_device(setting)
 
 
@@ -168,11 +168,11 @@ def test_there_is_a_worker_a_gpu_and_one_where_it_can_not_be_shared(
     monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, setting: str, count: int
 ) -> None:
     has(monkeypatch, gpus, mps)
-    assert processes("auto", setting) == count
+    assert worker_count("auto", setting) == count
     if setting == "cuda:1" or mps:
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         with (
-            pytest.raises(UserError, match="which they can't share"),
+            pytest.raises(UserError, match="workers cannot share"),
             world(setting, {"WORLD_SIZE": "2"}),
         ):
             pass
@@ -180,9 +180,9 @@ def test_there_is_a_worker_a_gpu_and_one_where_it_can_not_be_shared(
 
 def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, 2, mps=False)
-    assert [processes(2, "auto"), processes(4, "cpu")] == [2, 4]
-    with pytest.raises(UserError, match="there are 2 GPUs, and each takes one"):
-        processes(3, "auto")
+    assert [worker_count(2, "auto"), worker_count(4, "cpu")] == [2, 4]
+    with pytest.raises(UserError, match="Got 3 workers for 2 GPUs"):
+        worker_count(3, "auto")
 
 
 def test_a_worker_that_was_started_does_not_ask_how_many_there_should_be(
@@ -195,16 +195,16 @@ def test_a_worker_that_was_started_does_not_ask_how_many_there_should_be(
     put_data(Workspace.open(config.workspace), images, labels)
     launcher.train(config, {"WORLD_SIZE": "2"}, ["train"], dry_run=True)
     assert "2 x cuda" in capsys.readouterr().out
-    with pytest.raises(UserError, match="4 workers given; there are 1 GPUs"):
+    with pytest.raises(UserError, match="Got 4 workers for 1 GPUs"):
         launcher.train(config, {}, ["train"], dry_run=True)
 
 
 def test_kernels_of_a_gpu_are_those_that_give_the_same_bits_each_time() -> None:
     code = """
         import os, torch
-        from ddpm_core.runtime.device import make_repeatable
+        from ddpm_core.runtime.device import make_deterministic
         assert torch.backends.cudnn.allow_tf32
-        make_repeatable()
+        make_deterministic()
         import torch._inductor.config as inductor
         assert torch.are_deterministic_algorithms_enabled() and inductor.deterministic
         assert torch.is_deterministic_algorithms_warn_only_enabled()
@@ -227,12 +227,12 @@ def test_who_waits_for_a_gpu_hears_a_signal_and_gives_up_a_step_that_never_ends(
     monkeypatch.setattr(stopping, "GRACE", 0.1)
     # A worker of one of two GPUs, with the step's event as `note` keeps it.
     stop = StopRequest(World(0, 2, torch.device("cuda")))
-    stop._wishes[1] = torch.ones(()), Never()
+    stop._flags[1] = torch.ones(()), Never()
     with stop:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with pytest.raises(WorkerLost, match=r"not end within 0\.1 s of the signal") as lost:
             stop.agreed(1 + stopping.LAG)
-    assert lost.value.status == LOST and stop.status == stopping.ASKED
+    assert lost.value.status == WORKER_LOST_STATUS and stop.status == stopping.STOP_STATUS
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_worker_that_fails_alone_does_not_wait_for_the_others(
     has(monkeypatch, 2 if device == "cuda" else 0, mps=False)
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(distributed, "_meet", lambda *_: None)
+    monkeypatch.setattr(distributed, "_connect", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: done.append("closed"))
     try:
         with world(device, {"WORLD_SIZE": "2"}):
@@ -265,7 +265,7 @@ def test_a_gpu_that_pytorch_was_not_built_for_is_told_and_not_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     has(monkeypatch, 2, mps=False, capability=(6, 1))
-    told = "GTX 1080 has compute capability 6.1 and is not used: this PyTorch was built for 7.5"
+    told = "GTX 1080 has compute capability 6.1, but this PyTorch build supports 7.5"
     assert choose_device("auto").type == choose_device("auto").type == "cpu"
     assert capsys.readouterr().err.count(told) == 1
     with pytest.raises(UserError, match=told.replace(".", r"\.")):
@@ -280,7 +280,7 @@ def has(
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
-    monkeypatch.setattr(devices, "make_repeatable", lambda: None)  # of the whole process
+    monkeypatch.setattr(devices, "make_deterministic", lambda: None)  # of the whole process
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)

@@ -34,7 +34,9 @@ def limited(module: str, more: int) -> subprocess.CompletedProcess[str]:
 def test_a_library_that_does_not_fit_is_reported_as_memory(module: str) -> None:
     done = limited(module, 20 * 2**20)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.startswith("ddpm evaluate: Out of memory with what this process may use: ")
+    assert done.stderr.startswith(
+        "ddpm evaluate: Out of memory with the memory limit of this process: "
+    )
     assert "not installed" not in done.stderr and len(done.stderr.splitlines()) == 1
 
 

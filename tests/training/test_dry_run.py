@@ -11,7 +11,7 @@ from ddpm_core.config import load as params
 from ddpm_core.config.template import PRESETS, presets
 from ddpm_core.errors import UserError
 from ddpm_core.storage.workspace import Workspace
-from ddpm_core.training.dry_run import describe, expected
+from ddpm_core.training.dry_run import describe, expected_images
 
 
 def said(workspace: Path, *overrides: str, preset: str | None = None) -> str:
@@ -24,8 +24,8 @@ def said(workspace: Path, *overrides: str, preset: str | None = None) -> str:
 @pytest.mark.parametrize("preset", presets())
 def test_a_preset_is_told_before_its_data_are_prepared(preset: str, tmp_path: Path) -> None:
     told = said(tmp_path / "run", preset=preset)
-    assert "data        waits for `ddpm prepare`; below is for images of " in told
-    assert "how many epochs waits for `ddpm prepare`" in told
+    assert "data        waits for `ddpm prepare`; the lines below are for images of " in told
+    assert "number of epochs known after `ddpm prepare`" in told
     for line in ("network     ", "disk        ", "memory      ", "devices     1 x cpu"):
         assert f"\n{line}" in told
     assert not (tmp_path / "run").exists()
@@ -44,7 +44,7 @@ def test_a_preset_is_told_before_its_data_are_prepared(preset: str, tmp_path: Pa
 def test_what_the_settings_do_not_say_of_the_pictures_is_assumed_and_told(
     overrides: list[str], channels: int, classes: int, assumed: str
 ) -> None:
-    found = expected(params.load(None, overrides))
+    found = expected_images(params.load(None, overrides))
     assert (found.channels, len(found.classes), found.assumed) == (channels, classes, assumed)
 
 

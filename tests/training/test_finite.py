@@ -71,7 +71,7 @@ def test_a_snapshot_that_is_not_finite_is_not_resumed(prepared: Path) -> None:
     assert "step-00000008/ema-0.9.safetensors is damaged" in said
     said = ddpm(folder, "train")
     assert "A snapshot was skipped: step-00000008/" in said
-    assert "going on from step 6" in said
+    assert "resuming from step 6" in said
     assert bits(final(folder, 12)) == bits(final(whole, 12))
     assert ddpm(folder, "sample")
 
@@ -96,7 +96,7 @@ def test_the_first_step_names_the_snapshot_that_it_resumes_from(prepared: Path) 
     assert "The loss of step 9 is not finite" in said
     assert "the first step with the weights of the snapshot of step 8" in said
     assert "--from-step" in said
-    for cause in ("is too high", "is too short", "clipping is off", "is whole"):
+    for cause in ("is too high", "is too short", "clipping is off", "is complete"):
         assert cause not in said
 
 
@@ -117,7 +117,10 @@ def test_the_steps_before_a_failure_are_logged_and_causes_are_true(prepared: Pat
     given = (*WILD, "train.log_every=1000", "train.snapshot_every=1000", "train.steps=2000")
     said = ddpm(folder, "train", *settings(*given, "train.milestone_every=50"), status=1)
     [last] = rows(folder)
-    assert f"is not finite, after rows of {last['loss']:.3g}. There is no snapshot yet" in said
+    assert (
+        f"is not finite, after logged losses of {last['loss']:.3g}. There is no snapshot yet"
+        in said
+    )
     assert f"The loss of step {last['step'] + 1} " in said
     assert last["loss"] > 0.0 and last["grad_norm"] > 0.0
     assert "train.optimizer.lr 1e+30 is too high" in said
@@ -132,7 +135,7 @@ def test_a_snapshot_that_is_being_written_counts(prepared: Path) -> None:
     program = Program(folder, ("train", *given), run_slowly)
     said = program.ended()
     assert program.returncode == 1, said
-    assert "The snapshot of step 1 is whole. Nothing of the failure was saved." in said
+    assert "The snapshot of step 1 is complete. Nothing of the failure was saved." in said
     assert (folder / "workspace/snapshots/step-00000001").is_dir()
 
 

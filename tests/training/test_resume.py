@@ -121,8 +121,8 @@ def test_a_signal_saves_and_says_where_it_stopped(
     process.send_signal(number)
     said = process.ended()
     assert process.returncode == 128 + number
-    assert "with its snapshot written. The same command goes on from there." in said
-    assert "going on from step" in ddpm(folder, "train", *SOON)
+    assert "after writing a snapshot. To resume, run the same command again." in said
+    assert "resuming from step" in ddpm(folder, "train", *SOON)
     assert final_weights(folder) == soon
 
 
@@ -143,7 +143,7 @@ def test_a_stop_before_the_first_step_claims_no_snapshot(prepared: Path) -> None
     program = Program(folder, ("train", *SOON), run_stopped)
     said = program.ended()
     assert program.returncode == 128 + signal.SIGTERM
-    assert "Stopped at step 0 of 30: nothing is written yet." in said
+    assert "Stopped at step 0 of 30; there is no snapshot yet." in said
 
 
 def run_stopped(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_damaged_snapshot_is_skipped_and_named(
     said = ddpm(folder, "train", *SOON)
     assert "A snapshot was skipped" in said
     assert "step-00000015" in said
-    assert "going on from step 10" in said
+    assert "resuming from step 10" in said
     assert final_weights(folder) == soon
 
 
@@ -214,7 +214,7 @@ def test_settings_that_change_no_weights_change_nothing(
     folder = new_run(prepared, "free", LONG)
     ddpm(folder, "train", "-S", "train.steps=10", "-S", "train.snapshot_every=3")
     said = ddpm(folder, "train", *SOON, "-S", "train.log_every=7")
-    assert "going on from step 10" in said
+    assert "resuming from step 10" in said
     assert final_weights(folder) == soon
 
 
@@ -222,7 +222,7 @@ def test_a_step_can_be_picked_to_go_on_from(prepared: Path, soon: dict[str, byte
     folder = new_run(prepared, "picked", LONG)
     ddpm(folder, "train", "-S", "train.steps=20")
     said = ddpm(folder, "train", *SOON, "--from-step", "15")
-    assert "going on from step 15" in said
+    assert "resuming from step 15" in said
     assert final_weights(folder) == soon
     assert "there is no such snapshot" in ddpm(folder, "train", *SOON, "--from-step", "7", status=1)
 
@@ -263,7 +263,7 @@ def test_a_full_disk_keeps_the_previous_snapshot_whole(
     said = limited.ended()
     assert limited.returncode == 1, said
     assert "Cannot write the snapshot of step 15" in said
-    assert "that of step 5 is whole" in said
+    assert "the newest complete snapshot is that of step 5" in said
     assert "Traceback" not in said
     assert snapshot_names(folder) == {"step-00000005"}
     ddpm(folder, "train", *SOON)
@@ -284,7 +284,7 @@ def test_a_log_that_can_not_be_written_for_a_while_lacks_no_row(
     said = program.ended()
     assert program.returncode == 0, said
     assert "Cannot write the snapshot of step 5: " in said  # its rows come first
-    assert "Training goes on and tries the next one." in said
+    assert "Training continues and tries the next one." in said
     assert [row["step"] for row in rows(folder)] == list(range(2, 31, 2))
     assert final_weights(folder) == soon
 
@@ -308,7 +308,7 @@ def test_a_snapshot_is_worth_more_than_its_images(prepared: Path) -> None:
     program = Program(folder, ("train", "-S", "train.steps=5"), run_blind)
     said = program.ended()
     assert program.returncode == 0, said
-    assert "The snapshot of step 5 has no images; they could not be drawn: out of memory" in said
+    assert "Cannot draw the images of the snapshot of step 5: out of memory" in said
     assert final_weights(folder, 5)
 
 

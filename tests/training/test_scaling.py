@@ -26,8 +26,8 @@ def test_one_and_two_workers_are_measured_by_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--workers", "9"), "--workers 9: from 1 to train.batch_size, 8, are possible."),
-        (("--steps", "1"), "--steps 1: at least 2 are needed"),
+        (("--workers", "9"), "--workers: got 9; must be from 1 to train.batch_size (8)."),
+        (("--steps", "1"), "--steps: got 1; must be at least 2"),
         (("-S", "prepare.source=nowhere"), "nowhere"),
     ],
 )

@@ -64,7 +64,7 @@ def test_a_run_whose_settings_come_back_goes_on(prepared: Path) -> None:
     assert [row["step"] for row in rows(folder)] == list(range(2, 13, 2))
     said = ddpm(folder, "train")
     assert "took back the run with these settings from superseded/001" in said
-    assert "going on from step 10 of 12" in said
+    assert "resuming from step 10 of 12" in said
     assert bits(final(folder, 12)) == bits(final(undisturbed, 12))
     curves = [[(row["step"], row["loss"]) for row in rows(run)] for run in (folder, undisturbed)]
     assert curves[0] == curves[1]
@@ -78,7 +78,7 @@ def test_several_workers_move_a_run_away_and_take_it_back(prepared: Path) -> Non
     said = ddpm(folder, "train", *two, *OTHER, *settings("train.steps=4"))
     assert said.count("Moved it to superseded/001") == 1
     assert [row["world_size"] for row in rows(folder)] == [2, 2]
-    assert "going on from step 10 of 12" in ddpm(folder, "train", *two)
+    assert "resuming from step 10 of 12" in ddpm(folder, "train", *two)
     assert [row["step"] for row in rows(folder)] == list(range(2, 13, 2))
 
 
@@ -86,7 +86,7 @@ def test_discarded_snapshots_are_not_taken_back(prepared: Path) -> None:
     folder = begun(prepared, "shorter")
     said = ddpm(folder, "train", *settings("train.steps=9"))
     assert "superseded/001: [10]" in said
-    assert "going on from step 9 of 11" in ddpm(folder, "train", *settings("train.steps=11"))
+    assert "resuming from step 9 of 11" in ddpm(folder, "train", *settings("train.steps=11"))
 
 
 class Killed(BaseException):

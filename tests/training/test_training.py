@@ -34,15 +34,13 @@ from ddpm_core.errors import UserError
 from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.runtime.distributed import World
 from ddpm_core.runtime.stopping import LAG, StopRequest
-from ddpm_core.training.budget import kept_at_the_end
-from ddpm_core.training.ema import Ema
-from ddpm_core.training.explain import translate_errors
+from ddpm_core.training.dry_run import kept_at_the_end
 from ddpm_core.training.identity import differences, identity
 from ddpm_core.training.log import RunLog, read_rows
-from ddpm_core.training.optim import Execution, learning_rate
-from ddpm_core.training.pruning import prunable
+from ddpm_core.training.optim import Ema, Execution, learning_rate
+from ddpm_core.training.snapshot import prunable
 from ddpm_core.training.state import TrainState
-from ddpm_core.training.trainer import snapshot_due
+from ddpm_core.training.trainer import snapshot_due, translate_errors
 
 MODEL = "workspace/snapshots/step-00000012/model.safetensors"
 # In fp32: what is compared to rounding is compared to the finest.
@@ -75,18 +73,19 @@ def test_microbatches_change_rounding_alone(prepared: Path) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_step_leaves_nothing_behind_in_memory(workers: int) -> None:
     stop = StopRequest(World(0, workers, torch.device("cpu")))
-    wishes = []
+    flags = []
     for step in range(1, 10):
-        wishes.append(weakref.ref(stop.wish()))
+        flags.append(weakref.ref(stop.flag()))
         stop.note(step)
         stop.agreed(step)
-    assert sum(wish() is not None for wish in wishes) <= LAG
+    assert sum(flag() is not None for flag in flags) <= LAG
 
 
 def test_training_does_not_touch_the_global_generator_of_the_caller(prepared: Path) -> None:
     folder = new_run(prepared, "caller", LIVELY)
     code = (
-        "import torch; from ddpm_core import params, distributed; "
+        "import torch; from ddpm_core.config import load as params; "
+        "from ddpm_core.runtime import distributed; "
         "from ddpm_core.storage.workspace import Workspace; "
         "from ddpm_core.data.dataset import open_dataset; "
         "from ddpm_core.training.trainer import train; "
@@ -281,9 +280,9 @@ def test_a_dry_run_prints_what_it_will_take_and_does_nothing(prepared: Path) -> 
     for line in (
         "steps: 1000000",
         "parameters",
-        "a snapshot, at most",
+        " per snapshot, up to ",
         "for the program itself",
-        "each worker",
+        "per worker",
         "1 x cpu",
     ):
         assert line in said
@@ -306,8 +305,8 @@ def test_a_dry_run_knows_the_memory_that_training_takes(tmp_path: Path) -> None:
     }
     code = (
         "import json, re, sys; from pathlib import Path\n"
-        "from digits_workspace import digits, make_config, put_data\n"
-        "from ddpm_core.training import budget, launcher\n"
+        "from support.digits_workspace import digits, make_config, put_data\n"
+        "from ddpm_core.training import dry_run, launch\n"
         "from ddpm_core.data.dataset import open_dataset\n"
         "from ddpm_core.storage.workspace import Workspace\n"
         "PROC = Path('/proc/self/status')\n"
@@ -318,10 +317,10 @@ def test_a_dry_run_knows_the_memory_that_training_takes(tmp_path: Path) -> None:
         "small = {'model': {'channels': 8, 'multipliers': [1], 'attention': []}}\n"
         "other = make_config(Path('small'), **{**json.loads(sys.argv[1]), **small})\n"
         "put_data(Workspace.open(other.workspace), *digits(8))\n"
-        "launcher.train(other, {}, ['train']); before = peak()\n"
-        "launcher.train(config, {}, ['train']); took = 1024 * (peak() - before)\n"
-        "count = budget.count_parameters(config, open_dataset(workspace))\n"
-        "print(count, took, sum(budget.memory_needed(config, count, 1)))\n"
+        "launch.train(other, {}, ['train']); before = peak()\n"
+        "launch.train(config, {}, ['train']); took = 1024 * (peak() - before)\n"
+        "count = dry_run.count_parameters(config, open_dataset(workspace))\n"
+        "print(count, took, sum(dry_run.memory_needed(config, count, 1)))\n"
     )
     told = subprocess.run(
         [sys.executable, "-c", code, json.dumps(given)],
@@ -370,8 +369,8 @@ def test_steps_that_fp16_skips_are_counted_and_change_nothing(prepared: Path) ->
     program = Program(folder, ("train", *given), run_infinite)
     said = program.ended()
     assert program.returncode == 1, said
-    assert "are not finite, however small the loss scale" in said
-    assert "The snapshot of step 4 is whole" in said
+    assert "are not finite at the smallest loss scale" in said
+    assert "The snapshot of step 4 is complete" in said
     assert rows(folder)[-1]["skip_rate"] == 1.0
 
 

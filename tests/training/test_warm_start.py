@@ -71,7 +71,8 @@ def test_other_classes_start_anew_but_those_of_the_same_name(other: Checkpoint) 
     network, there = replace(HERE, classes=2), of(other)
     weights, told = begun(other, network, ["7", "triangle"])
     assert told == (
-        "train.init: 3 classes there, 2 here: their vectors start anew, but those of 7."
+        "train.init: 3 classes there, 2 here. The vectors of the classes start from random "
+        "values, except 7."
     )
     seven, triangle, none = weights[VECTORS]
     assert torch.equal(seven, there[VECTORS][CLASSES.index("7")])
@@ -83,12 +84,15 @@ def test_other_classes_start_anew_but_those_of_the_same_name(other: Checkpoint) 
 def test_as_many_classes_of_other_names_are_taken_in_their_order(other: Checkpoint) -> None:
     weights, told = begun(other, HERE, ["a", "b", "c"])
     assert torch.equal(weights[VECTORS], of(other)[VECTORS])
-    assert "taken in their order" in told
+    assert "using them in order" in told
 
 
 def test_all_but_the_classes_is_taken_where_there_are_none(other: Checkpoint) -> None:
     weights, told = begun(other, replace(HERE, conditioning="none", classes=0), [])
-    assert told == "train.init: model.conditioning is class there, none here: all else is taken."
+    assert (
+        told
+        == "train.init: model.conditioning is class there, none here. All other weights are used."
+    )
     assert all(torch.equal(tensor, of(other)[name]) for name, tensor in weights.items())
 
 
