@@ -135,18 +135,14 @@ def read(folder: Path) -> SnapshotContents:
 
 @dataclass
 class _Job:
-    """A snapshot to write. `error` is None after it was written."""
+    """A snapshot to write, and what became of it."""
 
     step: int
     contents: SnapshotContents
     draw: Draw | None
     finished: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = field(
-        default_factory=lambda: UserError(
-            "The thread that writes snapshots died, most likely because memory ran out. Run the "
-            "same command again."
-        )
-    )
+    written: bool = False
+    error: BaseException | None = None
 
 
 class Writer:
@@ -196,16 +192,22 @@ class Writer:
         job, self._pending = self._pending, None
         if job is None:
             return
-        while not job.finished.wait(timeout=1.0):
-            if not self._thread.is_alive():
-                break
-        if isinstance(job.error, OSError):
-            self._report(job.step, job.error, final)
-        elif job.error is not None:
-            raise job.error
-        self._failed = job.error is not None
-        if not self._failed:
+        # A thread that dies outside of its `try`, such as for lack of memory, sets no event.
+        while not job.finished.wait(timeout=1.0) and self._thread.is_alive():
+            pass
+        if job.written:
+            self._failed = False
             self.newest = job.step
+        elif isinstance(job.error, OSError):
+            self._report(job.step, job.error, final)
+            self._failed = True
+        elif job.error:
+            raise job.error
+        else:
+            raise UserError(
+                f"Cannot write the snapshot of step {job.step}: the thread that writes it died, "
+                "most likely because memory ran out. Run the same command again."
+            )
 
     def close(self) -> None:
         """Write what is pending, and end the thread."""
@@ -228,7 +230,7 @@ class Writer:
         while (job := self._jobs.get()) is not None:
             try:
                 self._write(job.step, job.contents, job.draw)
-                job.error = None
+                job.written = True
             except BaseException as error:
                 job.error = error
             finally:
