@@ -44,11 +44,11 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 
 @pytest.mark.parametrize("kind", CHOSEN)
-def test_a_disturbed_run_ends_as_one_that_nobody_disturbed(stage: Stage, kind: str) -> None:
+def test_disturbed_run_equals_an_undisturbed_one(stage: Stage, kind: str) -> None:
     play(draw(CHOSEN[kind], kind), stage)
 
 
-def test_a_schedule_is_drawn_from_its_seed_alone_and_all_kinds_come() -> None:
+def test_schedule_depends_only_on_its_seed() -> None:
     drawn = [draw(seed) for seed in range(100)]
     assert {schedule.kind for schedule in drawn} == set(KINDS)
     assert drawn == [draw(schedule.seed, schedule.kind) for schedule in drawn]
@@ -57,7 +57,7 @@ def test_a_schedule_is_drawn_from_its_seed_alone_and_all_kinds_come() -> None:
 
 
 @pytest.mark.parametrize(("average", "file"), [(False, "model"), (True, "ema-0.9")])
-def test_a_flipped_bit_of_one_worker_stops_the_run_and_names_it(
+def test_flipped_bit_stops_the_run_and_names_the_worker(
     stage: Stage, average: bool, file: str
 ) -> None:
     folder = stage.new_run(f"flipped-{file}")
@@ -74,7 +74,7 @@ def test_a_flipped_bit_of_one_worker_stops_the_run_and_names_it(
     assert not (folder / "workspace/snapshots/step-00000015").exists()
 
 
-def test_workers_meet_apart_from_what_an_earlier_start_left_in_their_store() -> None:
+def test_workers_agree_on_a_name_despite_an_earlier_start() -> None:
     """torchrun's agent keeps one store for all restarts, and for worlds of other sizes."""
     limit = timedelta(seconds=10)
     served = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=limit)
@@ -94,7 +94,7 @@ def test_workers_meet_apart_from_what_an_earlier_start_left_in_their_store() -> 
         agree_on_name(TCPStore("localhost", served.port, is_master=False), 0, 2, 0.05)
 
 
-def test_a_checksum_sees_any_bit_and_no_order() -> None:
+def test_checksum_detects_any_bit_and_ignores_order() -> None:
     tensors = [torch.randn(5, 3), torch.arange(4), torch.tensor([True, False])]
     whole = checksum(tensors)
     assert torch.equal(checksum(tensors[::-1]), whole)
@@ -104,7 +104,7 @@ def test_a_checksum_sees_any_bit_and_no_order() -> None:
         tensor.view(-1)[2] ^= -(2**31) if bit == 31 else 1 << bit
 
 
-def test_a_mistake_that_is_the_users_is_not_tried_again(stage: Stage) -> None:
+def test_user_errors_are_not_retried(stage: Stage) -> None:
     folder = stage.new_run("mistake")
     said = ddpm(
         folder,
@@ -117,7 +117,7 @@ def test_a_mistake_that_is_the_users_is_not_tried_again(stage: Stage) -> None:
     assert "Traceback" not in said
 
 
-def test_several_processes_asked_to_stop_save_and_tell_a_scheduler_to_go_on(stage: Stage) -> None:
+def test_sigterm_saves_on_all_processes_and_exits_143(stage: Stage) -> None:
     folder = stage.new_run("asked")
     program = start(folder, "train", "-S", "train.processes=2")
     log = folder / "workspace/log.jsonl"

@@ -69,7 +69,7 @@ def once() -> Iterator[None]:
         yield
 
 
-def test_a_network_is_compiled_once_for_all_steps(tmp_path: Path, once: None) -> None:
+def test_network_is_compiled_once_for_all_steps(tmp_path: Path, once: None) -> None:
     compiled, eager = trained(tmp_path, compiled=True), trained(tmp_path, compiled=False)
     for ours, theirs in zip(compiled.parameters, eager.parameters, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -101,7 +101,7 @@ def drawn(root: Path, **settings: Any) -> tuple[dict[int, np.ndarray], Config]:
     return {s: np.array(gather.open_samples(workspace, s).images) for s in (200, 400)}, config
 
 
-def test_compiled_networks_draw_the_same_images_to_rounding(tmp_path: Path, compiler: None) -> None:
+def test_compiled_networks_draw_equal_images_up_to_rounding(tmp_path: Path, compiler: None) -> None:
     compiled, asked = drawn(tmp_path, compile=True)
     workspace = Workspace.open(str(tmp_path / "run"))
     assert stale(asked, workspace) is None
@@ -112,7 +112,7 @@ def test_compiled_networks_draw_the_same_images_to_rounding(tmp_path: Path, comp
         assert len(images) == 37 and apart.max() <= 1 and (apart > 0).mean() < 0.01
 
 
-def test_what_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_compiles_on_gpus_if_it_pays_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "has_compiler", lambda: True)
     many = devices.MIN_EVALUATIONS
     assert devices.compiles_sampling("auto", GPU, many) and devices.compiles_training(GPU)
@@ -123,7 +123,7 @@ def test_what_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_gpu_without_a_c_compiler_trains_without_compiling_and_says_so(
+def test_gpu_without_a_c_compiler_trains_uncompiled_with_a_hint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Triton begins with one; without it each training of a GPU would end at its first step."""

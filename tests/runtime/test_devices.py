@@ -55,7 +55,7 @@ def apart(begun: Path) -> tuple[Path, dict[str, Record]]:
     return folder, {verb: ddpm_apart(folder, verb) for verb in ("train", "sample", "evaluate")}
 
 
-def test_the_model_is_the_cpus_to_rounding(
+def test_model_equals_that_of_the_cpu_up_to_rounding(
     begun: Path, here: Path, apart: tuple[Path, dict[str, Record]]
 ) -> None:
     start = of_file(at_start(new_run(begun, "start", SETTINGS)))
@@ -65,7 +65,7 @@ def test_the_model_is_the_cpus_to_rounding(
         assert distance(theirs, ours, begun_with) < 1e-4
 
 
-def test_resumed_equals_uninterrupted_there_too(
+def test_resumed_equals_uninterrupted_on_a_device(
     begun: Path, apart: tuple[Path, dict[str, Record]]
 ) -> None:
     folder = new_run(begun, "resumed", SETTINGS)
@@ -74,7 +74,7 @@ def test_resumed_equals_uninterrupted_there_too(
     assert bits(final(folder, 12)) == bits(final(apart[0], 12))
 
 
-def test_workers_tell_each_other_what_lies_on_their_devices(begun: Path, here: Path) -> None:
+def test_two_workers_exchange_tensors_of_their_devices(begun: Path, here: Path) -> None:
     folder = new_run(begun, "together", SETTINGS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
@@ -97,7 +97,7 @@ def test_workers_tell_each_other_what_lies_on_their_devices(begun: Path, here: P
     assert distance(theirs, ours, start) < 1e-4
 
 
-def test_the_images_are_the_cpus_to_rounding(
+def test_images_equal_those_of_the_cpu_up_to_rounding(
     here: Path, apart: tuple[Path, dict[str, Record]]
 ) -> None:
     files = sorted((here / "workspace" / "samples").rglob("shard-*.npy"))
@@ -126,7 +126,7 @@ def test_no_step_waits_for_the_device(apart: tuple[Path, dict[str, Record]]) -> 
     assert all(place.startswith("evaluation/") for place in evaluate.waits)
 
 
-def test_a_device_without_float64_is_enough(apart: tuple[Path, dict[str, Record]]) -> None:
+def test_device_without_float64_is_supported(apart: tuple[Path, dict[str, Record]]) -> None:
     """MPS has none, and refuses to make one."""
     for record in apart[1].values():
         assert not record.wide
@@ -144,7 +144,7 @@ def test_a_device_without_float64_is_enough(apart: tuple[Path, dict[str, Record]
         (2, True, "cpu", 0, "cpu"),
     ],
 )
-def test_the_device_is_the_fastest_there_is_or_the_one_asked_for(
+def test_choose_device_prefers_the_fastest(
     monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, setting: str, rank: int, chosen: str
 ) -> None:
     has(monkeypatch, gpus, mps)
@@ -152,7 +152,7 @@ def test_the_device_is_the_fastest_there_is_or_the_one_asked_for(
 
 
 @pytest.mark.parametrize("setting", ["cuda", "cuda:0", "mps"])
-def test_a_device_that_is_not_there_is_refused(
+def test_missing_device_is_refused(
     monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     has(monkeypatch, 0, mps=False)
@@ -164,7 +164,7 @@ def test_a_device_that_is_not_there_is_refused(
     ("gpus", "mps", "setting", "count"),
     [(4, False, "auto", 4), (4, False, "cuda:1", 1), (0, True, "auto", 1), (0, False, "cpu", 1)],
 )
-def test_there_is_a_worker_a_gpu_and_one_where_it_can_not_be_shared(
+def test_worker_count_is_one_per_gpu(
     monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, setting: str, count: int
 ) -> None:
     has(monkeypatch, gpus, mps)
@@ -185,7 +185,7 @@ def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         worker_count(3, "auto")
 
 
-def test_a_worker_that_was_started_does_not_ask_how_many_there_should_be(
+def test_started_worker_ignores_train_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As in a pod with one GPU, by params that say more processes."""
@@ -199,7 +199,7 @@ def test_a_worker_that_was_started_does_not_ask_how_many_there_should_be(
         launcher.train(config, {}, ["train"], dry_run=True)
 
 
-def test_kernels_of_a_gpu_are_those_that_give_the_same_bits_each_time() -> None:
+def test_make_deterministic_sets_every_switch() -> None:
     code = """
         import os, torch
         from ddpm_core.runtime.device import make_deterministic
@@ -221,7 +221,7 @@ class Never:
         return False
 
 
-def test_who_waits_for_a_gpu_hears_a_signal_and_gives_up_a_step_that_never_ends(
+def test_signal_ends_the_wait_for_a_step_that_never_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stopping, "GRACE", 0.1)
@@ -243,7 +243,7 @@ def test_who_waits_for_a_gpu_hears_a_signal_and_gives_up_a_step_that_never_ends(
         ("cuda", None, True),
     ],
 )
-def test_a_worker_that_fails_alone_does_not_wait_for_the_others(
+def test_failing_worker_does_not_wait_for_the_others(
     monkeypatch: pytest.MonkeyPatch, device: str, error: Exception | None, closed: bool
 ) -> None:
     """NCCL's closing waits for a reduction to which this worker does not come."""
@@ -261,7 +261,7 @@ def test_a_worker_that_fails_alone_does_not_wait_for_the_others(
     assert bool(done) is closed
 
 
-def test_a_gpu_that_pytorch_was_not_built_for_is_told_and_not_used(
+def test_gpu_that_pytorch_does_not_support_is_not_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     has(monkeypatch, 2, mps=False, capability=(6, 1))

@@ -98,7 +98,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_run(tmp_path_factory.mktemp("adaptive"), SETTINGS)
 
 
-def test_two_workers_that_go_on_learn_what_one_uninterrupted_does(prepared: Path) -> None:
+def test_noise_levels_are_the_same_after_resuming_on_two_workers(prepared: Path) -> None:
     one, two = (new_run(prepared, name, SETTINGS) for name in ("one", "two"))
     alone(one)
     alone(two, "train.steps=7")
@@ -108,12 +108,12 @@ def test_two_workers_that_go_on_learn_what_one_uninterrupted_does(prepared: Path
     assert bits(final(one, 12)) == bits(final(two, 12))
 
 
-def test_levels_that_differ_between_workers_end_the_run(prepared: Path) -> None:
+def test_noise_levels_that_differ_between_workers_stop_the_run(prepared: Path) -> None:
     said = both(new_run(prepared, "astray", SETTINGS), astray, status=1)
     assert "(noise_levels.safetensors)" in said and "ranks 0 against 1" in said
 
 
-def test_tables_are_filled_in_place_and_drawn_from() -> None:
+def test_noise_level_tables_are_updated_in_place() -> None:
     levels = NoiseLevels(torch.full((4,), 0.25), torch.ones(4))
     tables = levels.state_dict()
     levels.set_tables_(torch.tensor([0.0, 0.0, 3.0, 1.0]), torch.arange(4.0))

@@ -42,7 +42,7 @@ def begun(prepared: Path, name: str, *given: str) -> Path:
 
 
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
-def test_a_checkpoint_that_is_not_finite_is_not_loaded(tmp_path: Path, value: float) -> None:
+def test_checkpoint_with_non_finite_weights_is_not_loaded(tmp_path: Path, value: float) -> None:
     folder = write_checkpoint(tmp_path / "it").folder
     spoil(folder, value)
     with pytest.raises(Corrupt, match=r"ema-0\.9\.safetensors.*values that are not finite"):
@@ -51,7 +51,7 @@ def test_a_checkpoint_that_is_not_finite_is_not_loaded(tmp_path: Path, value: fl
         Served(folder)
 
 
-def test_weights_that_are_not_finite_are_not_registered(tmp_path: Path) -> None:
+def test_non_finite_weights_are_not_registered(tmp_path: Path) -> None:
     workspace = Workspace.open(str(tmp_path / "run"))
     folder = write_checkpoint(workspace.path(snapshot_key(4))).folder
     spoil(folder, NAN)
@@ -62,7 +62,7 @@ def test_weights_that_are_not_finite_are_not_registered(tmp_path: Path) -> None:
         register(config, workspace)
 
 
-def test_a_snapshot_that_is_not_finite_is_not_resumed(prepared: Path) -> None:
+def test_snapshot_with_non_finite_weights_is_not_resumed(prepared: Path) -> None:
     whole = new_run(prepared, "whole", TINY)
     ddpm(whole, "train")
     folder = begun(prepared, "spoiled")
@@ -77,7 +77,7 @@ def test_a_snapshot_that_is_not_finite_is_not_resumed(prepared: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [{"guidance": 1.0}, {"sampler": "ddim"}])
-def test_images_that_are_not_finite_are_refused(tmp_path: Path, given: dict[str, object]) -> None:
+def test_sampler_refuses_non_finite_images(tmp_path: Path, given: dict[str, object]) -> None:
     checkpoint = write_checkpoint(tmp_path / "it")
     model = checkpoint.load("auto", torch.device("cpu"))
     chosen = checkpoint.params.sample.model_copy(update={"precision": "fp32", **given})
@@ -89,7 +89,7 @@ def test_images_that_are_not_finite_are_refused(tmp_path: Path, given: dict[str,
         sampler.images(range(3))
 
 
-def test_the_first_step_names_the_snapshot_that_it_resumes_from(prepared: Path) -> None:
+def test_failing_first_step_names_the_snapshot_it_resumed_from(prepared: Path) -> None:
     folder = begun(prepared, "large")
     spoil(folder / SNAPSHOT, 1e38)
     said = ddpm(folder, "train", status=1)
@@ -100,7 +100,7 @@ def test_the_first_step_names_the_snapshot_that_it_resumes_from(prepared: Path) 
         assert cause not in said
 
 
-def test_the_first_step_names_what_it_starts_from_and_moves_nothing(prepared: Path) -> None:
+def test_failing_first_step_names_train_init_and_moves_nothing(prepared: Path) -> None:
     folder = begun(prepared, "warm")
     origin = write_checkpoint(prepared / "origin").folder
     spoil(origin, 1e38)
@@ -112,7 +112,7 @@ def test_the_first_step_names_what_it_starts_from_and_moves_nothing(prepared: Pa
     assert not (folder / "workspace/superseded").exists()
 
 
-def test_the_steps_before_a_failure_are_logged_and_causes_are_true(prepared: Path) -> None:
+def test_steps_before_a_failure_are_logged_with_true_causes(prepared: Path) -> None:
     folder = new_run(prepared, "logged", TINY)
     given = (*WILD, "train.log_every=1000", "train.snapshot_every=1000", "train.steps=2000")
     said = ddpm(folder, "train", *settings(*given, "train.milestone_every=50"), status=1)
@@ -129,7 +129,7 @@ def test_the_steps_before_a_failure_are_logged_and_causes_are_true(prepared: Pat
     assert "clipping is off (train.optimizer.clip 0)" in said
 
 
-def test_a_snapshot_that_is_being_written_counts(prepared: Path) -> None:
+def test_failure_waits_for_the_snapshot_being_written(prepared: Path) -> None:
     folder = new_run(prepared, "slow", TINY)
     given = settings(*WILD, "train.log_every=1", "train.snapshot_every=1")
     program = Program(folder, ("train", *given), run_slowly)
@@ -151,7 +151,7 @@ def run_slowly(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
     run_in({}, folder, arguments, output)
 
 
-def test_weights_that_overflow_are_not_written(prepared: Path) -> None:
+def test_overflowing_weights_are_not_written(prepared: Path) -> None:
     """Of the step that spoils them the loss is still finite."""
     folder = new_run(prepared, "overflow", TINY)
     given = ("train.optimizer.lr=1e39", "train.optimizer.warmup=0", "train.snapshot_every=1")

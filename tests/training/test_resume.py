@@ -76,7 +76,7 @@ def snapshot_names(folder: Path) -> set[str]:
     return {path.name for path in (folder / "workspace" / "snapshots").glob("*")}
 
 
-def test_killed_twenty_times_at_random_moments_equals_uninterrupted(
+def test_run_killed_twenty_times_equals_uninterrupted(
     prepared: Path, undisturbed: dict[str, bytes]
 ) -> None:
     chance = random.Random(7)
@@ -110,7 +110,7 @@ def test_killed_twenty_times_at_random_moments_equals_uninterrupted(
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
-def test_a_signal_saves_and_says_where_it_stopped(
+def test_signal_saves_a_snapshot_and_reports_the_step(
     prepared: Path, soon: dict[str, bytes], name: str
 ) -> None:
     folder = new_run(prepared, name, LONG)
@@ -126,7 +126,7 @@ def test_a_signal_saves_and_says_where_it_stopped(
     assert final_weights(folder) == soon
 
 
-def test_who_waits_for_a_dead_owners_lease_is_stopped_at_once(prepared: Path) -> None:
+def test_signal_stops_a_process_that_waits_for_a_lease(prepared: Path) -> None:
     folder = new_run(prepared, "waiting", LONG)
     dead = {"id": "x", "fence": 1, "renewed": time.time(), "boot": "another", "pid": 1, "host": "h"}
     (folder / "workspace/lease.json").write_text(json.dumps(dead))
@@ -138,7 +138,7 @@ def test_who_waits_for_a_dead_owners_lease_is_stopped_at_once(prepared: Path) ->
     assert "Stopped" not in process.said()
 
 
-def test_a_stop_before_the_first_step_claims_no_snapshot(prepared: Path) -> None:
+def test_stop_before_the_first_step_reports_no_snapshot(prepared: Path) -> None:
     folder = new_run(prepared, "unbegun", LONG)
     program = Program(folder, ("train", *SOON), run_stopped)
     said = program.ended()
@@ -159,7 +159,7 @@ def run_stopped(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="to be the first process takes root's rights")
-def test_a_second_signal_ends_the_first_process_of_a_container(tmp_path: Path) -> None:
+def test_second_signal_ends_the_first_process_of_a_container(tmp_path: Path) -> None:
     code = (
         "import os, signal, torch\n"
         "from ddpm_core.runtime.distributed import World\n"
@@ -176,7 +176,7 @@ def test_a_second_signal_ends_the_first_process_of_a_container(tmp_path: Path) -
     assert ended.returncode == 128 + signal.SIGTERM
 
 
-def test_the_log_of_a_resumed_run_is_that_of_one_that_never_stopped(prepared: Path) -> None:
+def test_log_of_a_resumed_run_equals_uninterrupted(prepared: Path) -> None:
     def curve(name: str) -> list[tuple[float, float, float]]:
         return [(r["step"], r["loss"], r["grad_norm"]) for r in rows(prepared / name)]
 
@@ -185,7 +185,7 @@ def test_the_log_of_a_resumed_run_is_that_of_one_that_never_stopped(prepared: Pa
 
 
 @pytest.mark.parametrize("damage", ["truncated", "bit", "missing", "manifest"])
-def test_a_damaged_snapshot_is_skipped_and_named(
+def test_damaged_snapshot_is_skipped_and_named(
     prepared: Path, soon: dict[str, bytes], damage: str
 ) -> None:
     folder = new_run(prepared, f"damaged-{damage}", LONG)
@@ -208,7 +208,7 @@ def test_a_damaged_snapshot_is_skipped_and_named(
     assert final_weights(folder) == soon
 
 
-def test_settings_that_change_no_weights_change_nothing(
+def test_resume_ignores_settings_that_do_not_affect_weights(
     prepared: Path, soon: dict[str, bytes]
 ) -> None:
     folder = new_run(prepared, "free", LONG)
@@ -218,7 +218,7 @@ def test_settings_that_change_no_weights_change_nothing(
     assert final_weights(folder) == soon
 
 
-def test_a_step_can_be_picked_to_go_on_from(prepared: Path, soon: dict[str, bytes]) -> None:
+def test_from_step_resumes_from_that_snapshot(prepared: Path, soon: dict[str, bytes]) -> None:
     folder = new_run(prepared, "picked", LONG)
     ddpm(folder, "train", "-S", "train.steps=20")
     said = ddpm(folder, "train", *SOON, "--from-step", "15")
@@ -227,7 +227,7 @@ def test_a_step_can_be_picked_to_go_on_from(prepared: Path, soon: dict[str, byte
     assert "there is no such snapshot" in ddpm(folder, "train", *SOON, "--from-step", "7", status=1)
 
 
-def test_a_second_run_is_refused_with_the_owner_named(prepared: Path) -> None:
+def test_second_run_in_a_workspace_is_refused(prepared: Path) -> None:
     folder = new_run(prepared, "twice", LONG)
     process = start(folder, "train", "-S", "train.steps=100000")
     try:
@@ -244,7 +244,7 @@ def test_a_second_run_is_refused_with_the_owner_named(prepared: Path) -> None:
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_old_snapshots_go_and_milestones_stay_as_weights(prepared: Path) -> None:
+def test_old_snapshots_are_pruned_and_milestones_kept(prepared: Path) -> None:
     folder = prepared / "undisturbed"
     assert snapshot_names(folder) == {"step-00000060", "step-00000115", "step-00000120"}
     milestone = folder / "workspace/snapshots/step-00000060"
@@ -253,7 +253,7 @@ def test_old_snapshots_go_and_milestones_stay_as_weights(prepared: Path) -> None
     assert (milestone / "grid.png").exists()
 
 
-def test_a_full_disk_keeps_the_previous_snapshot_whole(
+def test_full_disk_keeps_the_previous_snapshot(
     prepared: Path, soon: dict[str, bytes]
 ) -> None:
     folder = new_run(prepared, "full", LONG)
@@ -276,7 +276,7 @@ def run_limited(size: int, folder: Path, arguments: tuple[str, ...], output: Pat
     run_in({}, folder, arguments, output)
 
 
-def test_a_log_that_can_not_be_written_for_a_while_lacks_no_row(
+def test_log_has_every_row_after_a_disk_was_full(
     prepared: Path, soon: dict[str, bytes]
 ) -> None:
     folder = new_run(prepared, "unlogged", LONG)
@@ -303,7 +303,7 @@ def run_unlogged(folder: Path, arguments: tuple[str, ...], output: Path) -> None
     run_in({}, folder, arguments, output)
 
 
-def test_a_snapshot_is_worth_more_than_its_images(prepared: Path) -> None:
+def test_snapshot_is_written_if_its_grid_fails(prepared: Path) -> None:
     folder = new_run(prepared, "unseen", LONG)
     program = Program(folder, ("train", "-S", "train.steps=5"), run_blind)
     said = program.ended()
@@ -322,7 +322,7 @@ def run_blind(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
     run_in({}, folder, arguments, output)
 
 
-def test_a_loss_that_is_not_finite_stops_before_it_is_saved(prepared: Path) -> None:
+def test_non_finite_loss_stops_the_run_and_is_not_saved(prepared: Path) -> None:
     folder = new_run(prepared, "nan", LONG)
     text = LONG.replace("optimizer: {warmup: 2}", "optimizer: {warmup: 0, lr: 1e30, clip: 0}")
     write_params(folder, text)

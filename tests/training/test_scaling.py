@@ -9,7 +9,7 @@ import pytest
 from support.program import TINY, ddpm, write_params
 
 
-def test_one_and_two_workers_are_measured_by_training(tmp_path: Path) -> None:
+def test_bench_measures_one_and_two_workers(tmp_path: Path) -> None:
     write_params(tmp_path, TINY)
     arguments = ("bench", "scaling", "--workers", "2", "--steps", "6", "--json", "scaling.json")
     said = ddpm(tmp_path, *arguments)
@@ -31,7 +31,7 @@ def test_one_and_two_workers_are_measured_by_training(tmp_path: Path) -> None:
         (("-S", "prepare.source=nowhere"), "nowhere"),
     ],
 )
-def test_what_cannot_be_measured_is_told(
+def test_bench_refuses_invalid_arguments(
     tmp_path: Path, arguments: tuple[str, ...], sentence: str
 ) -> None:
     write_params(tmp_path, TINY)

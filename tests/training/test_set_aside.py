@@ -27,7 +27,7 @@ def steps_of(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in folder.glob("snapshots/*"))
 
 
-def test_other_settings_start_afresh_and_keep_the_old(prepared: Path) -> None:
+def test_new_settings_start_from_step_0_and_keep_the_old_run(prepared: Path) -> None:
     folder = begun(prepared, "other", 10)
     workspace = folder / "workspace"
     said = ddpm(folder, "train", *OTHER, *settings("train.steps=5"))
@@ -38,7 +38,7 @@ def test_other_settings_start_afresh_and_keep_the_old(prepared: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [("--resume", "strict"), ("--from-step", "8")])
-def test_who_asks_for_what_is_there_is_refused_and_nothing_moves(
+def test_strict_resume_and_from_step_move_nothing(
     prepared: Path, given: tuple[str, str]
 ) -> None:
     folder = begun(prepared, f"refused{given[0]}", 10)
@@ -50,7 +50,7 @@ def test_who_asks_for_what_is_there_is_refused_and_nothing_moves(
     assert not (folder / "workspace/superseded").exists()
 
 
-def test_what_can_not_be_made_moves_nothing(prepared: Path) -> None:
+def test_invalid_train_init_moves_nothing(prepared: Path) -> None:
     folder = begun(prepared, "unmade", 10)
     said = ddpm(folder, "train", *settings("train.init=absent"), status=1)
     assert "'absent', which is not a folder" in said
@@ -58,7 +58,7 @@ def test_what_can_not_be_made_moves_nothing(prepared: Path) -> None:
     assert "up to date" in ddpm(folder, "train", *settings("train.steps=10"))
 
 
-def test_a_run_does_not_begin_with_what_it_sets_aside(prepared: Path) -> None:
+def test_train_init_in_the_own_workspace_is_refused(prepared: Path) -> None:
     folder = begun(prepared, "own", 10)
     given = settings("train.init=workspace/snapshots/step-00000010")
     said = ddpm(folder, "train", *OTHER, *given, status=1)
@@ -67,7 +67,7 @@ def test_a_run_does_not_begin_with_what_it_sets_aside(prepared: Path) -> None:
     assert not (folder / "workspace/superseded").exists()
 
 
-def test_a_damaged_newest_snapshot_is_told_and_trained_again(prepared: Path) -> None:
+def test_damaged_newest_snapshot_is_reported_and_replaced(prepared: Path) -> None:
     folder = begun(prepared, "stale", 10)
     for damage in (lambda file: file.write_bytes(b"cut"), lambda file: file.unlink()):
         damage(folder / "workspace/snapshots/step-00000010/model.safetensors")
@@ -77,7 +77,7 @@ def test_a_damaged_newest_snapshot_is_told_and_trained_again(prepared: Path) -> 
         assert "up to date" in said
 
 
-def test_the_log_of_a_run_without_a_snapshot_goes_with_its_settings(prepared: Path) -> None:
+def test_log_of_a_run_without_snapshots_is_moved_away(prepared: Path) -> None:
     # The advice that this failure gives is to lower the rate, which is another setting.
     folder = new_run(prepared, "burst", TINY)
     wild = settings("train.optimizer.lr=1e30", "train.optimizer.clip=0", "train.log_every=1")
@@ -90,7 +90,7 @@ def test_the_log_of_a_run_without_a_snapshot_goes_with_its_settings(prepared: Pa
     assert max(row["lr"] for row in rows(folder)) <= 0.001
 
 
-def test_a_damaged_snapshot_beyond_the_end_is_moved_once(prepared: Path) -> None:
+def test_damaged_snapshot_beyond_the_last_step_is_moved_once(prepared: Path) -> None:
     folder = begun(prepared, "late", 10)
     (folder / "workspace/snapshots/step-00000010/model.safetensors").write_bytes(b"damaged")
     said = ddpm(folder, "train", *settings("train.steps=9"))
@@ -98,14 +98,14 @@ def test_a_damaged_snapshot_beyond_the_end_is_moved_once(prepared: Path) -> None
     assert steps_of(folder / "workspace") == [6, 8, 9]
 
 
-def test_milestones_stay_where_fewer_are_asked_for_from_now_on(prepared: Path) -> None:
+def test_milestones_stay_after_milestone_every_grows(prepared: Path) -> None:
     folder = begun(prepared, "fewer", 19)
     assert steps_of(folder / "workspace") == [6, 12, 18, 19]
     ddpm(folder, "train", *settings("train.steps=30", "train.milestone_every=30", "train.keep=1"))
     assert steps_of(folder / "workspace") == [6, 12, 18, 30]
 
 
-def test_a_distance_that_ends_at_a_milestone_is_done(prepared: Path) -> None:
+def test_shorter_run_that_ends_at_a_milestone_is_up_to_date(prepared: Path) -> None:
     folder = begun(prepared, "shorter", 20)
     weights = folder / "workspace/snapshots/step-00000012/model.safetensors"
     made = weights.stat().st_mtime_ns

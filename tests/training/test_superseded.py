@@ -45,7 +45,7 @@ def listed(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in paths if "lease" not in path.name)
 
 
-def test_a_run_that_can_not_take_a_step_moves_nothing(prepared: Path) -> None:
+def test_run_whose_first_step_fails_moves_nothing(prepared: Path) -> None:
     folder = begun(prepared, "unable")
     before = listed(folder)
     said = ddpm(folder, "train", *settings("train.batch_size=1000000000000"), status=1)
@@ -54,7 +54,7 @@ def test_a_run_that_can_not_take_a_step_moves_nothing(prepared: Path) -> None:
     assert "up to date" in ddpm(folder, "train", *settings("train.steps=10"))
 
 
-def test_a_run_whose_settings_come_back_goes_on(prepared: Path) -> None:
+def test_superseded_run_resumes_when_its_settings_return(prepared: Path) -> None:
     undisturbed = new_run(prepared, "undisturbed", TINY)
     ddpm(undisturbed, "train")
     folder = begun(prepared, "back")
@@ -72,7 +72,7 @@ def test_a_run_whose_settings_come_back_goes_on(prepared: Path) -> None:
     assert bits(final(folder, 12)) == other
 
 
-def test_several_workers_move_a_run_away_and_take_it_back(prepared: Path) -> None:
+def test_two_workers_move_a_run_away_and_take_it_back(prepared: Path) -> None:
     folder = begun(prepared, "together")
     two = settings("train.processes=2", "train.grid=0")
     said = ddpm(folder, "train", *two, *OTHER, *settings("train.steps=4"))
@@ -173,7 +173,7 @@ def started(uri: str, identity: dict[str, Any]) -> Workspace:
     return workspace
 
 
-def test_a_move_can_be_cut_short_at_any_moment(places: Iterator[str], writes: Writes) -> None:
+def test_move_can_be_interrupted_at_any_moment(places: Iterator[str], writes: Writes) -> None:
     for number in count():
         uri = next(places)
         left = number * (7 if uri.startswith("s3://") else 1)  # there each request is a write

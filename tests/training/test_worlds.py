@@ -62,7 +62,7 @@ def models_apart(one: Path, other: Path, start: Tensors) -> float:
     return distance(of_file(final(other, STEPS)), of_file(final(one, STEPS)), start)
 
 
-def test_one_to_four_workers_have_the_same_losses_and_the_same_model(
+def test_one_to_four_workers_train_the_same_model(
     undisturbed: dict[int, Path], start: Tensors
 ) -> None:
     for size in (2, 3, 4):
@@ -70,7 +70,7 @@ def test_one_to_four_workers_have_the_same_losses_and_the_same_model(
         assert models_apart(undisturbed[1], undisturbed[size], start) <= SAME_MODEL
 
 
-def test_a_run_whose_number_of_workers_changes_trains_the_same_model(
+def test_changing_the_number_of_workers_keeps_the_model(
     prepared: Path, undisturbed: dict[int, Path], start: Tensors
 ) -> None:
     folder = new_run(prepared, "changing", SETTINGS)
