@@ -1,6 +1,6 @@
-"""Whatever happens to workers, training ends as if nothing had: a few of many schedules.
+"""Faults of workers do not change the result of training: a selection of schedules.
 
-`make test-faults` plays more of them, and `python tests/faults --seed N` any one again.
+`make test-faults` plays more of them, and `python tests/faults --seed N` replays one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 from ddpm_core.runtime.distributed import agree_on_name
 from ddpm_core.training.checks import checksum
 
-# A kind of fault a line, with a seed whose schedule is short.
+# Each kind of fault, with a seed whose schedule is short.
 CHOSEN = {
     "kill-worker": 3,
     "kill-first": 3,
@@ -64,7 +64,7 @@ def test_flipped_bit_stops_the_run_and_names_the_worker(
     flip = partial(bitflip.begin, rank=1, step=12, average=average)
     attempt = Attempt(folder, "forked", 3, beside=flip)
     try:
-        until(lambda: "weights differ" in attempt.said(), "the workers notice", 60)
+        until(lambda: "weights differ" in attempt.said(), "the workers detect it", 60)
     finally:
         attempt.close()
     said = attempt.said()
@@ -75,7 +75,7 @@ def test_flipped_bit_stops_the_run_and_names_the_worker(
 
 
 def test_workers_agree_on_a_name_despite_an_earlier_start() -> None:
-    """torchrun's agent keeps one store for all restarts, and for worlds of other sizes."""
+    """torchrun's agent keeps one store for all restarts, also with other world sizes."""
     limit = timedelta(seconds=10)
     served = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=limit)
 
@@ -112,7 +112,7 @@ def test_user_errors_are_not_retried(stage: Stage) -> None:
         *("-S", "train.optimizer.warmup=0", "-S", "train.optimizer.clip=0"),
         status=1,
     )
-    assert said.count(". There is no snapshot yet. Nothing of the failure") == 2, said  # a worker
+    assert said.count(". There is no snapshot yet. Nothing of the failure") == 2, said
     assert "Training by 2 processes ended with status 1." in said
     assert "Traceback" not in said
 

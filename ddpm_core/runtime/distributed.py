@@ -109,7 +109,7 @@ class WorkerLost(Interrupted):
         reason = re.sub(r"^\[[^]]*/[^]]*\] ", "", line).partition(". This is typically")[0]
         timed_out = "timed out" in reason.lower() or "timeout" in reason.lower()
         problem = (
-            f"another worker did not answer within {world.timeout:g} s (train.worker_timeout)"
+            f"timed out after {world.timeout:g} s waiting for another worker (train.worker_timeout)"
             if timed_out
             else "the connection to another worker broke, because it died or exited"
         )

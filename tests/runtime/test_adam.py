@@ -1,4 +1,4 @@
-"""Our Adam is PyTorch's, to the last bit, and its state goes over into another."""
+"""Our Adam equals PyTorch's bit by bit, and its state can be restored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def start() -> list[Tensor]:
 
 
 def advance(optimizer: torch.optim.Optimizer, weights: list[Tensor], steps: range) -> None:
-    """Steps on a loss of which the last weight is no part."""
+    """Take steps on a loss that does not depend on the last weight."""
     for step in steps:
         optimizer.zero_grad()
         sum((weight * (step + 1)).sin().sum() for weight in weights[:-1]).backward()

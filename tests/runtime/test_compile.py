@@ -1,4 +1,4 @@
-"""torch.compile: what the network computes stays, and it is compiled once, not at each step."""
+"""torch.compile does not change results, and compiles once instead of at each step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NETWORK: dict[str, Any] = {
 
 
 def trained(root: Path, *, compiled: bool, steps: int = 4) -> TrainState:
-    """A state after some steps with all that is drawn at random."""
+    """Return the state after some steps that use every kind of random number."""
     config = make_config(
         root,
         prepare={"image_size": 8},
@@ -49,7 +49,7 @@ def trained(root: Path, *, compiled: bool, steps: int = 4) -> TrainState:
     model = UNet(UNetConfig(image_size=8, in_channels=1, classes=10, **NETWORK))
     initial_weights(model, config)
     state = TrainState.create(config, HERE, Execution("fp32", compile=False), model)
-    if compiled:  # without the C++ compiler, which takes a minute
+    if compiled:  # this backend needs no C++ compiler, which takes a minute
         state.forward = torch.compile(state.model, backend="aot_eager", fullgraph=True)
     images, labels = digits(8)
     for number in range(steps):
@@ -63,7 +63,7 @@ def trained(root: Path, *, compiled: bool, steps: int = 4) -> TrainState:
 
 @pytest.fixture
 def once() -> Iterator[None]:
-    """A second compilation, which costs minutes with the real compiler, is an error."""
+    """Raise an error at a second compilation, which would take minutes in practice."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
@@ -83,13 +83,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, once: None) -> None:
-    """What is compiled is followed and cut out, and then run as it is."""
+    """Compile with a backend that traces the network and then runs it unchanged."""
     quick = functools.partial(torch.compile, backend="eager", fullgraph=True)
     monkeypatch.setattr(torch, "compile", quick)
 
 
 def drawn(root: Path, **settings: Any) -> tuple[dict[int, np.ndarray], Config]:
-    """37 images of each of two checkpoints, in batches of 10."""
+    """Draw 37 images from each of two checkpoints, in batches of 10."""
     workspace = Workspace.open(str(root / "run"))
     given: dict[str, Any] = {"count": 37, "batch_size": 10, "steps": 3, **settings}
     given |= {"guidance": 2.0, "precision": "fp32"}
@@ -106,7 +106,7 @@ def test_compiled_networks_draw_equal_images_up_to_rounding(tmp_path: Path, comp
     workspace = Workspace.open(str(tmp_path / "run"))
     assert stale(asked, workspace) is None
     eager, _ = drawn(tmp_path, compile=False)
-    assert "samples" in str(stale(asked, workspace))  # another rounding: the two are never mixed
+    assert "samples" in str(stale(asked, workspace))  # never mixed: they round differently
     for at, images in eager.items():
         apart = np.abs(images.astype(int) - compiled[at])
         assert len(images) == 37 and apart.max() <= 1 and (apart > 0).mean() < 0.01
@@ -126,7 +126,7 @@ def test_auto_compiles_on_gpus_if_it_pays_off(monkeypatch: pytest.MonkeyPatch) -
 def test_gpu_without_a_c_compiler_trains_uncompiled_with_a_hint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Triton begins with one; without it each training of a GPU would end at its first step."""
+    """Triton needs one; without this check, training would fail at its first step."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
@@ -135,10 +135,10 @@ def test_gpu_without_a_c_compiler_trains_uncompiled_with_a_hint(
     assert not devices.compiles_sampling("auto", GPU, devices.MIN_EVALUATIONS)
     assert "gcc" in str(devices.compiler_hint(GPU, "auto"))
     assert devices.compiler_hint(CPU, "auto") is None and devices.compiler_hint(GPU, False) is None
-    # Who asked for it, or began with it, hears what is missing instead.
+    # If the user asks for it, or the run began with it, the error of the compiler is shown.
     assert Execution.choose(train.model_copy(update={"compile": True}), GPU).compile
     assert Execution.choose(train, GPU, {"compile": True}).compile
     (tmp_path / "gcc").touch(mode=0o755)
-    assert not Execution.choose(train, GPU).compile  # a distribution's Python may have no headers
+    assert not Execution.choose(train, GPU).compile  # Python's headers may be missing
     (tmp_path / "Python.h").touch()
     assert Execution.choose(train, GPU).compile and devices.compiler_hint(GPU, "auto") is None

@@ -1,4 +1,4 @@
-"""On a real GPU: the CPU's results, the same bits after a resume, errors in plain words.
+"""On a real GPU: results equal the CPU's, resuming is bitwise, and errors are readable.
 
 `make test-gpu` runs these.
 """
@@ -19,7 +19,7 @@ from support.runs import at_start, bits, distance, final, of_file
 from ddpm_core.runtime.device import has_compiler
 
 pytestmark = pytest.mark.cuda
-on_gpu_only = pytest.mark.skipif(GPU == "cpu", reason="takes too long, or too much, on a CPU")
+on_gpu_only = pytest.mark.skipif(GPU == "cpu", reason="takes too much time or memory on a CPU")
 
 SETTINGS = (
     TINY.replace("attention: [8]}", "attention: [8], dropout: 0.2, conditioning: class}")
@@ -83,7 +83,7 @@ def test_resumed_equals_uninterrupted(begun: Path, precision: str) -> None:
 
 
 @on_gpu_only
-@pytest.mark.skipif(not has_compiler(), reason="no C compiler, or no headers of Python")
+@pytest.mark.skipif(not has_compiler(), reason="requires a C compiler and Python's headers")
 def test_compiled_network_trains_the_same_model(begun: Path, there: Path, start: Path) -> None:
     compiled = trained(begun, "compiled", GPU, "train.compile=true")
     assert apart(compiled, there, start) < 1e-3

@@ -1,4 +1,4 @@
-"""A device that is not the CPU: all is computed there, no step waits for it, the result stays."""
+"""On a device other than the CPU, no step waits for it, and results equal the CPU's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def here(begun: Path) -> Path:
-    """The chain on the CPU, as far as it is compared."""
+    """Training and sampling on the CPU, to compare with."""
     folder = new_run(begun, "here", SETTINGS)
     for verb in ("train", "sample"):
         ddpm(folder, verb)
@@ -50,7 +50,7 @@ def here(begun: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def apart(begun: Path) -> tuple[Path, dict[str, Record]]:
-    """The chain on the device, and where each verb waited for it."""
+    """The verbs on the device, and where each of them waited for it."""
     folder = new_run(begun, "apart", SETTINGS)
     return folder, {verb: ddpm_apart(folder, verb) for verb in ("train", "sample", "evaluate")}
 
@@ -112,12 +112,12 @@ def test_images_equal_those_of_the_cpu_up_to_rounding(
 def test_no_step_waits_for_the_device(apart: tuple[Path, dict[str, Record]]) -> None:
     train, sample, evaluate = apart[1].values()
     assert set(train.waits) <= {
-        "training/state.py:_host",  # a snapshot's copy
-        "training/state.py:values",  # and the rest once a logged row
-        "training/finite.py:problem",
-        "training/finite.py:weights_problem",
-        "training/trainer.py:time_of_all",
-        "sampling/sampler.py:images",  # a milestone's grid
+        "training/state.py:_host",  # the copy for a snapshot
+        "training/state.py:values",  # this and the next: once per logged row
+        "training/checks.py:loss_problem",
+        "training/checks.py:weights_problem",
+        "training/trainer.py:gather_times",
+        "sampling/sampler.py:images",  # the grid of a milestone
         "sampling/sampler.py:_draw",
     }
     assert train.waits["training/state.py:_host"] > 0
@@ -127,7 +127,7 @@ def test_no_step_waits_for_the_device(apart: tuple[Path, dict[str, Record]]) -> 
 
 
 def test_device_without_float64_is_supported(apart: tuple[Path, dict[str, Record]]) -> None:
-    """MPS has none, and refuses to make one."""
+    """MPS has no float64, and raises an error for it."""
     for record in apart[1].values():
         assert not record.wide
 
@@ -152,9 +152,7 @@ def test_choose_device_prefers_the_fastest(
 
 
 @pytest.mark.parametrize("setting", ["cuda", "cuda:0", "mps"])
-def test_missing_device_is_refused(
-    monkeypatch: pytest.MonkeyPatch, setting: str
-) -> None:
+def test_missing_device_is_refused(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     has(monkeypatch, 0, mps=False)
     with pytest.raises(UserError, match="no such device on this machine"):
         choose_device(setting)
@@ -188,7 +186,7 @@ def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_started_worker_ignores_train_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in a pod with one GPU, by params that say more processes."""
+    """As in a pod with one GPU whose params ask for more processes."""
     has(monkeypatch, 1, mps=False)
     config = make_config(tmp_path, device="auto", train={"processes": 4})
     images, labels = digits(16)
@@ -215,7 +213,7 @@ def test_make_deterministic_sets_every_switch() -> None:
 
 
 class Never:
-    """An event that a device does not come to, as the other worker has died."""
+    """An event that the device never reaches, since another worker has died."""
 
     def query(self) -> bool:
         return False
@@ -225,7 +223,7 @@ def test_signal_ends_the_wait_for_a_step_that_never_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stopping, "GRACE", 0.1)
-    # A worker of one of two GPUs, with the step's event as `note` keeps it.
+    # A worker with one of two GPUs, and the event of a step as `note` keeps it.
     stop = StopRequest(World(0, 2, torch.device("cuda")))
     stop._flags[1] = torch.ones(()), Never()
     with stop:
@@ -246,7 +244,7 @@ def test_signal_ends_the_wait_for_a_step_that_never_ends(
 def test_failing_worker_does_not_wait_for_the_others(
     monkeypatch: pytest.MonkeyPatch, device: str, error: Exception | None, closed: bool
 ) -> None:
-    """NCCL's closing waits for a reduction to which this worker does not come."""
+    """Closing NCCL would wait for a collective that this worker never joins."""
     has(monkeypatch, 2 if device == "cuda" else 0, mps=False)
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -275,12 +273,12 @@ def test_gpu_that_pytorch_does_not_support_is_not_used(
 def has(
     monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, capability: tuple[int, int] = (9, 0)
 ) -> None:
-    """What PyTorch says of the machine."""
+    """Set what PyTorch reports about the machine."""
     devices._too_old.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
-    monkeypatch.setattr(devices, "make_deterministic", lambda: None)  # of the whole process
+    monkeypatch.setattr(devices, "make_deterministic", lambda: None)  # it changes the whole process
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)

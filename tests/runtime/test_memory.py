@@ -1,4 +1,4 @@
-"""Where memory is short, that is what the message says, whatever the library made of it."""
+"""Out-of-memory errors are reported as such, whichever exception a library raises."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ with telling("ddpm evaluate"):
 
 
 def limited(module: str, more: int) -> subprocess.CompletedProcess[str]:
-    """Import a module in a process that may take `more` bytes beside what it has."""
+    """Import a module in a process that may allocate only `more` bytes."""
     arguments = [sys.executable, "-c", LIMITED, str(more), module]
     return subprocess.run(arguments, capture_output=True, text=True)
 

@@ -1,4 +1,4 @@
-"""Noise levels that learn from the loss: the same on every worker, and in every snapshot."""
+"""Noise levels that adapt to the loss are the same on every worker and in every snapshot."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SecondMoment(NoiseLevels):
 
 
 class Astray(SecondMoment):
-    """The second worker's memory is at fault."""
+    """Simulates a memory fault of the second worker."""
 
     def update(self, statistics: Statistics) -> None:
         super().update(statistics)
@@ -83,7 +83,7 @@ def alone(folder: Path, *given: str) -> None:
 
 
 def both(folder: Path, beside: Callable[[], None], status: int = 0) -> str:
-    """What two workers say."""
+    """Train on two workers, and return their output."""
     attempt = Attempt(folder, "forked", 2, restarts=0, beside=beside)
     try:
         assert attempt.wait(120), attempt.said()

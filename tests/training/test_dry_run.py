@@ -1,4 +1,4 @@
-"""A dry run says what training will take, before the data are there too."""
+"""A dry run reports what training needs, also before the data is prepared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that are not finite are refused wherever weights are read, drawn from or written."""
+"""Non-finite values are refused wherever weights are read, sampled or written."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begun(prepared: Path, name: str, *given: str) -> Path:
-    """A run with snapshots of the steps 4, 6 and 8."""
+    """Train a run with snapshots of steps 4, 6 and 8."""
     folder = new_run(prepared, name, TINY)
     ddpm(folder, "train", *settings("train.steps=8", *given))
     return folder
@@ -84,7 +84,7 @@ def test_sampler_refuses_non_finite_images(tmp_path: Path, given: dict[str, obje
     sampler = ImageSampler(model, checkpoint.data, chosen, checkpoint.params.diffusion)
     assert sampler.images(range(3)).shape == (3, 8, 8, 1)
     model.conv_out.bias.fill_(1e38)
-    model.conv_out.weight.fill_(1e38)  # finite weights, whose output is not
+    model.conv_out.weight.fill_(1e38)  # finite weights with an infinite output
     with pytest.raises(UserError, match="3 of 3 images are not finite"):
         sampler.images(range(3))
 
@@ -140,7 +140,7 @@ def test_failure_waits_for_the_snapshot_being_written(prepared: Path) -> None:
 
 
 def run_slowly(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    """A disk that takes longer than the step that follows."""
+    """Run with a disk on which writing takes longer than the next step."""
     save = snapshot.save_tensors
 
     def slow(*given: Any) -> None:
@@ -152,7 +152,7 @@ def run_slowly(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
 
 
 def test_overflowing_weights_are_not_written(prepared: Path) -> None:
-    """Of the step that spoils them the loss is still finite."""
+    """The loss of the step that spoils them is still finite."""
     folder = new_run(prepared, "overflow", TINY)
     given = ("train.optimizer.lr=1e39", "train.optimizer.warmup=0", "train.snapshot_every=1")
     said = ddpm(folder, "train", *settings(*given), status=1)

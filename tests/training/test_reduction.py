@@ -1,4 +1,4 @@
-"""Another number of workers gives the same bits, where `train.reduction` is exact."""
+"""With `train.reduction: exact`, every number of workers gives the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed and resumed equals uninterrupted, whenever it is killed and however."""
+"""A run that is killed and resumed equals an uninterrupted one, bit by bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ddpm_core.training import log as runlog
 from ddpm_core.training import trainer
 
 STEPS = 120  # room for twenty kills
-SOON = ("-S", "train.steps=30")  # where few steps after a resumption show whether it is one
+SOON = ("-S", "train.steps=30")  # enough to show whether a run resumed correctly
 LONG = (
     TINY.replace("steps: 12", f"steps: {STEPS}")
     .replace("snapshot_every: 4", "snapshot_every: 5")
@@ -61,14 +61,14 @@ def soon(prepared: Path) -> dict[str, bytes]:
 
 
 def train(prepared: Path, name: str, *arguments: str, status: int | None = 0) -> Path:
-    """A run in a workspace of its own on the same data."""
+    """Train in a new workspace on the same data."""
     folder = new_run(prepared, name, LONG)
     ddpm(folder, "train", *arguments, status=status)
     return folder
 
 
 def final_weights(folder: Path, step: int = 30) -> dict[str, bytes]:
-    """Every tensor of the last snapshot, bit by bit."""
+    """Return every tensor of the last snapshot as bytes."""
     return bits(final(folder, step))
 
 
@@ -147,7 +147,7 @@ def test_stop_before_the_first_step_reports_no_snapshot(prepared: Path) -> None:
 
 
 def run_stopped(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    """The signal comes before the first step."""
+    """Run with a signal before the first step."""
     loop = trainer.loop
 
     def asked(run: trainer.Run) -> None:
@@ -158,7 +158,7 @@ def run_stopped(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
     run_in({}, folder, arguments, output)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="to be the first process takes root's rights")
+@pytest.mark.skipif(os.geteuid() != 0, reason="unshare --pid requires root")
 def test_second_signal_ends_the_first_process_of_a_container(tmp_path: Path) -> None:
     code = (
         "import os, signal, torch\n"
@@ -253,9 +253,7 @@ def test_old_snapshots_are_pruned_and_milestones_kept(prepared: Path) -> None:
     assert (milestone / "grid.png").exists()
 
 
-def test_full_disk_keeps_the_previous_snapshot(
-    prepared: Path, soon: dict[str, bytes]
-) -> None:
+def test_full_disk_keeps_the_previous_snapshot(prepared: Path, soon: dict[str, bytes]) -> None:
     folder = new_run(prepared, "full", LONG)
     ddpm(folder, "train", "-S", "train.steps=5")
     largest = max(file.stat().st_size for file in (folder / "workspace/snapshots").rglob("*"))
@@ -271,26 +269,24 @@ def test_full_disk_keeps_the_previous_snapshot(
 
 
 def run_limited(size: int, folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    """No file may be longer: a disk that is full makes a write fail in the middle like this."""
+    """Run with a limit on file sizes, which makes a write fail halfway, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     run_in({}, folder, arguments, output)
 
 
-def test_log_has_every_row_after_a_disk_was_full(
-    prepared: Path, soon: dict[str, bytes]
-) -> None:
+def test_log_has_every_row_after_a_disk_was_full(prepared: Path, soon: dict[str, bytes]) -> None:
     folder = new_run(prepared, "unlogged", LONG)
     program = Program(folder, ("train", *SOON), run_unlogged)
     said = program.ended()
     assert program.returncode == 0, said
-    assert "Cannot write the snapshot of step 5: " in said  # its rows come first
+    assert "Cannot write the snapshot of step 5: " in said  # the rows come first
     assert "Training continues and tries the next one." in said
     assert [row["step"] for row in rows(folder)] == list(range(2, 31, 2))
     assert final_weights(folder) == soon
 
 
 def run_unlogged(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    """A disk that has room again after step 7."""
+    """Run with a disk that has space again after step 7."""
     append = runlog._append
 
     def refused(path: Path, data: bytes) -> None:
@@ -313,7 +309,7 @@ def test_snapshot_is_written_if_its_grid_fails(prepared: Path) -> None:
 
 
 def run_blind(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    """A device that is full has no room for a second network."""
+    """Run with a device that has no memory for a second network."""
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")

@@ -1,4 +1,4 @@
-"""`ddpm bench scaling` measures real runs and leaves the user's workspace alone."""
+"""`ddpm bench scaling` measures real runs and does not touch the user's workspace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_bench_measures_one_and_two_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         (("--workers", "9"), "--workers: got 9; must be from 1 to train.batch_size (8)."),
         (("--steps", "1"), "--steps: got 1; must be at least 2"),
@@ -32,9 +32,9 @@ def test_bench_measures_one_and_two_workers(tmp_path: Path) -> None:
     ],
 )
 def test_bench_refuses_invalid_arguments(
-    tmp_path: Path, arguments: tuple[str, ...], sentence: str
+    tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     write_params(tmp_path, TINY)
     said = ddpm(tmp_path, "bench", "scaling", *arguments, status=1)
-    assert sentence in said
+    assert message in said
     assert "Traceback" not in said

@@ -1,4 +1,4 @@
-"""What was made of other settings is moved aside, whole, before training starts afresh."""
+"""A run with different settings moves to superseded/ before training starts from step 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begun(prepared: Path, name: str, steps: int) -> Path:
-    """A run of some steps, with a snapshot at each fourth and at the last."""
+    """Train some steps, with a snapshot after every fourth and after the last."""
     folder = new_run(prepared, name, TINY)
     ddpm(folder, "train", *settings(f"train.steps={steps}"))
     return folder
@@ -38,9 +38,7 @@ def test_new_settings_start_from_step_0_and_keep_the_old_run(prepared: Path) -> 
 
 
 @pytest.mark.parametrize("given", [("--resume", "strict"), ("--from-step", "8")])
-def test_strict_resume_and_from_step_move_nothing(
-    prepared: Path, given: tuple[str, str]
-) -> None:
+def test_strict_resume_and_from_step_move_nothing(prepared: Path, given: tuple[str, str]) -> None:
     folder = begun(prepared, f"refused{given[0]}", 10)
     said = ddpm(folder, "train", *given, *OTHER, status=1)
     assert "train.optimizer.lr: 0.001 -> 0.002" in said
@@ -78,7 +76,7 @@ def test_damaged_newest_snapshot_is_reported_and_replaced(prepared: Path) -> Non
 
 
 def test_log_of_a_run_without_snapshots_is_moved_away(prepared: Path) -> None:
-    # The advice that this failure gives is to lower the rate, which is another setting.
+    # The error advises a lower learning rate, which is a different setting.
     folder = new_run(prepared, "burst", TINY)
     wild = settings("train.optimizer.lr=1e30", "train.optimizer.clip=0", "train.log_every=1")
     told = ddpm(folder, "train", *wild, status=1)

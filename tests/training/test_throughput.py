@@ -1,4 +1,4 @@
-"""Where the time of training goes is told, and a snapshot may be due by the clock."""
+"""The log reports where the time of training goes; snapshots may be due by the clock."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_log_rows_have_the_time_shares_of_each_worker(prepared: Path) -> None:
             assert row[f"{owner}share/compute"] > 0 < row[f"{owner}share/reduce"]
         assert row["slowest_worker"] in (0, 1)
         assert row["slowest_ratio"] >= 1
-        assert all(isinstance(value, int | float) for value in row.values())  # MLflow takes all
+        assert all(isinstance(value, int | float) for value in row.values())  # as MLflow requires
     assert "worker 0:" in said
     assert "worker 1:" in said
     assert "all-reduce" in said
@@ -83,7 +83,7 @@ def test_timed_snapshots_do_not_change_the_weights(prepared: Path) -> None:
     steps = sorted(folder.name for folder in (timed / "workspace/snapshots").iterdir())
     assert len(steps) > 1
     assert steps[-1] == "step-00000160"
-    assert all(int(step[5:]) % 2 == 0 for step in steps)  # with a logged step
+    assert all(int(step[5:]) % 2 == 0 for step in steps)  # at a logged step
     assert [folder.name for folder in (plain / "workspace/snapshots").iterdir()] == steps[-1:]
     assert bits(final(timed, 160)) == bits(final(plain, 160))
 

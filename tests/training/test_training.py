@@ -1,4 +1,4 @@
-"""Training: what a step does, and what does not depend on how it is carried out."""
+"""Training: the parts of a step, and what must not depend on how it is executed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ddpm_core.training.state import TrainState
 from ddpm_core.training.trainer import snapshot_due, translate_errors
 
 MODEL = "workspace/snapshots/step-00000012/model.safetensors"
-# In fp32: what is compared to rounding is compared to the finest.
+# In fp32, since the tests compare up to rounding.
 LIVELY = TINY.replace(
     "attention: [8]}", "attention: [8], dropout: 0.2, conditioning: class}"
 ).replace("batch_size: 8\n  log", "batch_size: 8\n  precision: fp32\n  log")
@@ -55,7 +55,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(prepared: Path, name: str, *arguments: str) -> Tensors:
-    """The weights of a run in a workspace of its own on the same data."""
+    """Train in a new workspace on the same data, and return the weights."""
     folder = new_run(prepared, name, LIVELY)
     ddpm(folder, "train", *arguments)
     return of_file(final(folder, 12))
@@ -242,7 +242,7 @@ def test_worker_timeout_has_an_upper_limit() -> None:
 def test_rows_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
     log, limits = RunLog(tmp_path / "log.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
     log.append({"step": 1})
-    try:  # no file may be longer: a write fails in the middle, as on a full disk
+    try:  # a limit on file sizes makes a write fail halfway, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
         log.append({"step": 2})
         log.append({"step": 3})
@@ -289,9 +289,9 @@ def test_dry_run_prints_the_plan_and_writes_nothing(prepared: Path) -> None:
     assert [path.name for path in (folder / "workspace").iterdir()] == ["data"]
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells the peak there")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_dry_run_predicts_the_memory_of_training(tmp_path: Path) -> None:
-    """Ten million weights on images of 8 pixels, whose activations are nothing beside them."""
+    """Ten million weights on images of 8 pixels, so that activations are negligible."""
     given = {
         "prepare": {"image_size": 8},
         "model": {"channels": 128, "multipliers": [1, 2], "blocks": 1, "attention": []},
@@ -359,7 +359,7 @@ def test_steps_skipped_by_fp16_are_counted(prepared: Path) -> None:
         assert np.isfinite(row["grad_norm"])
         assert 0.0 <= row["skip_rate"] <= 1.0
         assert row["loss_scale"] > 0
-    # A gradient that is never finite would halve the scale for ever, and seem to end well.
+    # A gradient that is never finite halves the scale at every step; the run must not succeed.
     given = settings(
         "train.precision=fp16",
         "train.steps=60",
@@ -375,7 +375,7 @@ def test_steps_skipped_by_fp16_are_counted(prepared: Path) -> None:
 
 
 def run_infinite(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    """One gradient is never finite, while the loss is."""
+    """Run with one gradient that is never finite, while the loss is."""
     create = TrainState.create
 
     def wild(*given: Any) -> TrainState:

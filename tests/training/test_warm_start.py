@@ -1,4 +1,4 @@
-"""train.init: what another network knows is taken, what it does not is told in words of the params.
+"""train.init takes the weights of another network, and names the settings that do not match.
 
 The other network is that of `models.write_checkpoint`, for the classes circle, square and 7.
 """
@@ -45,7 +45,7 @@ SAME = ("diffusion.timesteps=50",)
 def begun(
     other: Checkpoint, network: UNetConfig, classes: list[str], *given: str
 ) -> tuple[Weights, str]:
-    """The weights of a network that begins with the other one, and what is told of them."""
+    """Return the initial weights of a network with train.init, and the note on them."""
     model = UNet(network)
     config = params.load(None, [f"train.init={other.folder}", *(given or SAME)])
     return model.state_dict(), initial_weights(model, config, classes)
@@ -109,7 +109,7 @@ def test_warm_start_names_network_settings_that_differ(other: Checkpoint) -> Non
         "  model.attention is [4] there, [2, 8] here",
     ]
     assert "-S prepare.channels=1 -S model.channels=8 -S 'model.multipliers=[1, 2]'" in advice
-    # Images of twice the size are no other network, where attention is at the same levels.
+    # The image size may differ, as long as attention is on the same levels.
     assert begun(other, replace(HERE, image_size=16, attention=(8,)), CLASSES)[1] == ""
 
 
