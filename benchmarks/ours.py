@@ -12,7 +12,7 @@ import torch
 from benchmarks.networks import Network
 from ddpm_core import rng
 from ddpm_core.models.unet import UNet
-from ddpm_core.runtime import compiling
+from ddpm_core.runtime.device import MIN_EVALUATIONS, compiles_sampling
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.training.init import initial_weights, network_config
@@ -60,7 +60,7 @@ def denoise(network: Network, device: torch.device = CPU) -> Callable[[], None]:
     """The images of one batch, as `ddpm sample` makes many, in `network.steps` updates."""
     config = network.config
     model = unet(network).eval().requires_grad_(False).to(device)
-    compiled = compiling.wanted(config.sample.compile, device, compiling.MANY)
+    compiled = compiles_sampling(config.sample.compile, device, MIN_EVALUATIONS)
     sampler = ImageSampler(model, {}, config.sample, config.diffusion, compiled)
 
     def run() -> None:

@@ -28,8 +28,7 @@ import torch
 
 from benchmarks import ours, theirs
 from benchmarks.networks import NETWORKS, Network, resized
-from ddpm_core.runtime.device import choose_device
-from ddpm_core.runtime.precision import choose
+from ddpm_core.runtime.device import choose_device, choose_precision
 
 Work = Callable[[], None]
 Clock = Callable[[], float]
@@ -135,7 +134,7 @@ def report(
         "seconds": {name: m["seconds"] for name, m in measured.items()},
         "batch": {name: m["batch"] for name, m in measured.items()},
         "rounds": rounds,
-        "precision": {"ours": choose("auto", device), "diffusers": precision},
+        "precision": {"ours": choose_precision("auto", device), "diffusers": precision},
         "machine": {
             "processor": processor(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

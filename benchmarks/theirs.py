@@ -11,7 +11,7 @@ from diffusers.training_utils import EMAModel
 from torch.nn import functional
 
 from benchmarks.networks import Network
-from ddpm_core.runtime.precision import autocast
+from ddpm_core.runtime.device import autocast
 
 CPU = torch.device("cpu")
 

@@ -35,7 +35,7 @@ def _prepare() -> Check:
 
 
 def _train() -> Check:
-    from ddpm_core.training.freshness import stale
+    from ddpm_core.training.identity import stale
 
     return stale
 

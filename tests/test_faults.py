@@ -1,6 +1,6 @@
-"""Whatever happens to workers, training ends as if nothing had: a few of many schedules.
+"""Faults of workers do not change the result of training: a selection of schedules.
 
-`make test-faults` plays more of them, and `python tests/faults --seed N` any one again.
+`make test-faults` plays more of them, and `python tests/faults --seed N` replays one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from faults.schedule import KINDS, draw
 from support.program import ddpm, start, wait_until
 from torch.distributed import TCPStore
 
-from ddpm_core.runtime.rendezvous import agree
-from ddpm_core.training.agreement import checksum
+from ddpm_core.runtime.distributed import agree_on_name
+from ddpm_core.training.checks import checksum
 
-# A kind of fault a line, with a seed whose schedule is short.
+# Each kind of fault, with a seed whose schedule is short.
 CHOSEN = {
     "kill-worker": 3,
     "kill-first": 3,
@@ -44,11 +44,11 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 
 @pytest.mark.parametrize("kind", CHOSEN)
-def test_a_disturbed_run_ends_as_one_that_nobody_disturbed(stage: Stage, kind: str) -> None:
+def test_disturbed_run_equals_an_undisturbed_one(stage: Stage, kind: str) -> None:
     play(draw(CHOSEN[kind], kind), stage)
 
 
-def test_a_schedule_is_drawn_from_its_seed_alone_and_all_kinds_come() -> None:
+def test_schedule_depends_only_on_its_seed() -> None:
     drawn = [draw(seed) for seed in range(100)]
     assert {schedule.kind for schedule in drawn} == set(KINDS)
     assert drawn == [draw(schedule.seed, schedule.kind) for schedule in drawn]
@@ -57,31 +57,31 @@ def test_a_schedule_is_drawn_from_its_seed_alone_and_all_kinds_come() -> None:
 
 
 @pytest.mark.parametrize(("average", "file"), [(False, "model"), (True, "ema-0.9")])
-def test_a_flipped_bit_of_one_worker_stops_the_run_and_names_it(
+def test_flipped_bit_stops_the_run_and_names_the_worker(
     stage: Stage, average: bool, file: str
 ) -> None:
     folder = stage.new_run(f"flipped-{file}")
     flip = partial(bitflip.begin, rank=1, step=12, average=average)
     attempt = Attempt(folder, "forked", 3, beside=flip)
     try:
-        until(lambda: "weights differ" in attempt.said(), "the workers notice", 60)
+        until(lambda: "weights differ" in attempt.said(), "the workers detect it", 60)
     finally:
         attempt.close()
     said = attempt.said()
-    assert "rank 1 of 3 holds others than the rest" in said
+    assert "rank 1 of 3 differs from the rest" in said
     assert f"{file}.safetensors" in said
-    assert "that of step 10 is whole" in said
+    assert "the newest complete one is that of step 10" in said
     assert not (folder / "workspace/snapshots/step-00000015").exists()
 
 
-def test_workers_meet_apart_from_what_an_earlier_start_left_in_their_store() -> None:
-    """torchrun's agent keeps one store for all restarts, and for worlds of other sizes."""
+def test_workers_agree_on_a_name_despite_an_earlier_start() -> None:
+    """torchrun's agent keeps one store for all restarts, also with other world sizes."""
     limit = timedelta(seconds=10)
     served = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=limit)
 
     def meet(rank: int, size: int) -> str:
         store = TCPStore("localhost", served.port, is_master=False, timeout=limit)
-        return agree(store, rank, size, 10)
+        return agree_on_name(store, rank, size, 10)
 
     names = []
     for size in (3, 3, 2, 4, 4):
@@ -91,10 +91,10 @@ def test_workers_meet_apart_from_what_an_earlier_start_left_in_their_store() -> 
         names += agreed
     assert len(set(names)) == 5
     with pytest.raises(RuntimeError, match=r"Timed out waiting for the start of workers \[1\]"):
-        agree(TCPStore("localhost", served.port, is_master=False), 0, 2, 0.05)
+        agree_on_name(TCPStore("localhost", served.port, is_master=False), 0, 2, 0.05)
 
 
-def test_a_checksum_sees_any_bit_and_no_order() -> None:
+def test_checksum_detects_any_bit_and_ignores_order() -> None:
     tensors = [torch.randn(5, 3), torch.arange(4), torch.tensor([True, False])]
     whole = checksum(tensors)
     assert torch.equal(checksum(tensors[::-1]), whole)
@@ -104,7 +104,7 @@ def test_a_checksum_sees_any_bit_and_no_order() -> None:
         tensor.view(-1)[2] ^= -(2**31) if bit == 31 else 1 << bit
 
 
-def test_a_mistake_that_is_the_users_is_not_tried_again(stage: Stage) -> None:
+def test_user_errors_are_not_retried(stage: Stage) -> None:
     folder = stage.new_run("mistake")
     said = ddpm(
         folder,
@@ -112,12 +112,12 @@ def test_a_mistake_that_is_the_users_is_not_tried_again(stage: Stage) -> None:
         *("-S", "train.optimizer.warmup=0", "-S", "train.optimizer.clip=0"),
         status=1,
     )
-    assert said.count(". There is no snapshot yet. Nothing of the failure") == 2, said  # a worker
+    assert said.count(". There is no snapshot yet. Nothing of the failure") == 2, said
     assert "Training by 2 processes ended with status 1." in said
     assert "Traceback" not in said
 
 
-def test_several_processes_asked_to_stop_save_and_tell_a_scheduler_to_go_on(stage: Stage) -> None:
+def test_sigterm_saves_on_all_processes_and_exits_143(stage: Stage) -> None:
     folder = stage.new_run("asked")
     program = start(folder, "train", "-S", "train.processes=2")
     log = folder / "workspace/log.jsonl"

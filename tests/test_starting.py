@@ -53,7 +53,7 @@ def test_workers_that_torchrun_starts_again_go_on_from_the_newest_snapshot(prepa
     folder = new_run(prepared, "again", TINY)
     ddpm(folder, "train", *settings("train.steps=8"))
     worker = start(folder, "train", "--from-step", "6", TORCHELASTIC_RESTART_COUNT="1")
-    assert "going on from step 8" in worker.ended()
+    assert "resuming from step 8" in worker.ended()
 
 
 def test_a_stop_says_that_the_step_is_not_to_be_picked_again(prepared: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_checkpoint_says_which_version_wrote_it(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     workspace = Workspace.open(config.workspace)
     put_data(workspace, *digits(8))
-    assert resume.settings_of(config, open_dataset(workspace))["ddpm"] == __version__
+    assert resume.checkpoint_settings(config, open_dataset(workspace))["ddpm"] == __version__
 
 
 def test_what_a_network_does_not_need_may_be_another_versions(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def scaling(
 ) -> None:
     """Train with 1 to N workers; print speed-up and overhead."""
     config = load(p, None, s)
-    from ddpm_core.training.scaling import document, scaling, table
+    from ddpm_core.training.bench import document, scaling, table
 
     measured = scaling(config, workers, steps)
     typer.echo(table(measured))

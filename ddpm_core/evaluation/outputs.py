@@ -11,7 +11,7 @@ from ddpm_core.evaluation.freshness import OUTPUTS
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.evaluation.tables import best_csv, flat, results_csv
-from ddpm_core.runtime.precision import choose
+from ddpm_core.runtime.device import choose_precision
 from ddpm_core.scores import Row, best, is_scored, ranked
 from ddpm_core.storage.workspace import EVALUATION, METRICS, RESULTS, TABLE, Workspace, snapshot_key
 from ddpm_core.text import masked, throughout
@@ -42,7 +42,7 @@ def write_outputs(
 
 def _results(config: Config, workspace: Workspace, scorer: Scorer, rows: list[Row]) -> Row:
     """All that the report needs, and what others read of an evaluation."""
-    precision = choose(config.sample.precision, scorer.device)
+    precision = choose_precision(config.sample.precision, scorer.device)
     sample = config.sample.model_dump(mode="json") | {"precision": precision}
     row = best(rows, sample)
     return {

@@ -13,7 +13,8 @@ from ddpm_core.console import progress
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.registry.gate import Unfit
-from ddpm_core.runtime import compiling, memory
+from ddpm_core.runtime import memory
+from ddpm_core.runtime.device import compiles_sampling, translate_compile_errors
 from ddpm_core.sampling.images import Pixels
 from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.scores import Row
@@ -48,12 +49,12 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
             checkpoint.data,
             settings,
             checkpoint.params.diffusion,
-            compiled=compiling.wanted(settings.compile, scorer.device, count * settings.steps),
+            compiled=compiles_sampling(settings.compile, scorer.device, count * settings.steps),
         )
     except UserError as error:  # such as a class that it does not know
         raise Unfit(str(error)) from error
     advice = f"sample.batch_size {settings.batch_size}: lower it."
-    with memory.translate_errors(advice), compiling.translate_errors("sample.compile"):
+    with memory.translate_errors(advice), translate_compile_errors("sample.compile"):
         images = draw(sampler, count, settings.batch_size)
     return {
         "step": checkpoint.step,

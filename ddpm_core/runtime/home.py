@@ -1,4 +1,4 @@
-"""A home directory and a user name for processes without them, such as pods with a bare UID."""
+"""A home directory and user name for processes without one, such as pods with a bare UID."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def provide_home() -> None:
-    """Set HOME and LOGNAME if the user has neither them nor an entry in the password file.
+    """Set HOME and LOGNAME if neither the environment nor the password file has them.
 
-    MLflow cannot be imported without a home directory, and warns without a user name; dvc cannot
-    clone a repository without one. Child processes inherit both. The directory is removed at exit.
+    Without a home directory MLflow cannot be imported; without a user name MLflow warns and dvc
+    cannot clone a repository. Child processes inherit both. The directory is removed at exit.
     """
     try:
         Path.home()
@@ -23,5 +23,5 @@ def provide_home() -> None:
         atexit.register(shutil.rmtree, home, ignore_errors=True)
     try:
         getpass.getuser()
-    except (KeyError, OSError):  # the second from Python 3.13 on
+    except (KeyError, OSError):  # OSError since Python 3.13
         os.environ["LOGNAME"] = f"uid-{os.getuid()}"

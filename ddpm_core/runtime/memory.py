@@ -1,6 +1,6 @@
-"""Recognize errors that mean out of memory, and report them with what to change.
+"""Recognize out-of-memory errors, and report them with the settings to change.
 
-Nothing here imports torch: that import is among what fails where memory is short.
+Nothing here imports torch, since that import can itself fail for lack of memory.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from ddpm_core.errors import Interrupted, UserError
 
-# Of libraries that raise RuntimeError or ImportError for everything: PyTorch's allocators, C++'s,
-# oneDNN's, cuBLAS's and cuDNN's, and the dynamic linker's.
+# Some libraries raise RuntimeError or ImportError for everything, so only the text tells: the
+# allocators of PyTorch and C++, oneDNN, cuBLAS and cuDNN, and the dynamic linker.
 _TEXTS = (
     "out of memory",
     "allocate memory",
@@ -23,15 +23,15 @@ _TEXTS = (
     "_STATUS_ALLOC_FAILED",
     "failed to map segment from shared object",
 )
-_DENIED = "Operation not permitted"  # the linker's reason where a file system forbids execution
+_DENIED = "Operation not permitted"  # the linker's reason if the file system is mounted noexec
 _GENERAL = (
-    "what this process may use: raise its limit (ulimit -v, or the memory of the container), "
+    "the memory limit of this process: raise it (ulimit -v, or the memory of the container), "
     "close other programs, or lower batch sizes, processes and workers."
 )
 
 
 class OutOfMemory(UserError):
-    """Memory ran out, and the message says what to change."""
+    """Memory ran out; the message names the settings to change."""
 
     def __init__(self, error: BaseException, advice: str = _GENERAL) -> None:
         short = " ".join(str(error).split())[:300] or type(error).__name__
@@ -39,7 +39,7 @@ class OutOfMemory(UserError):
 
 
 def shortage(error: BaseException | None) -> BaseException | None:
-    """Return the error that means out of memory: the given one, or one that led to it."""
+    """Return the error or the first of its causes that means out of memory; None if none does."""
     while error is not None and not _is_shortage(error):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error
@@ -62,10 +62,10 @@ def _is_shortage(error: BaseException) -> bool:
 
 @contextmanager
 def translate_errors(advice: str = _GENERAL) -> Iterator[None]:
-    """Raise OutOfMemory in the place of an error that means it; `advice` says what to change.
+    """Raise OutOfMemory in place of an error that means it.
 
-    Errors of a package that could not be loaded, or of a file that could not be read, for want of
-    memory mean it too.
+    That includes errors caused by it, such as a failed import. `advice` completes "Out of memory
+    with ...": the settings in use, and how to change them.
     """
     try:
         yield

@@ -18,10 +18,14 @@ from ddpm_core.config import Config
 from ddpm_core.console import progress, say, warn
 from ddpm_core.data.captions import is_cut
 from ddpm_core.errors import UserError
-from ddpm_core.runtime import compiling, memory
-from ddpm_core.runtime.device import choose_device
+from ddpm_core.runtime import memory
+from ddpm_core.runtime.device import (
+    choose_device,
+    choose_precision,
+    compiles_sampling,
+    translate_compile_errors,
+)
 from ddpm_core.runtime.distributed import World
-from ddpm_core.runtime.precision import choose
 from ddpm_core.sampling import gather, plan
 from ddpm_core.sampling.plan import Shard
 from ddpm_core.sampling.sampler import ImageSampler
@@ -129,7 +133,7 @@ class Drawer:
         size = self._config.sample.batch_size
         advice = f"sample.batch_size {size}: lower it, for all shards alike."
         if self._parts.chunk(number, len(images)) is None:
-            with memory.translate_errors(advice), compiling.translate_errors("sample.compile"):
+            with memory.translate_errors(advice), translate_compile_errors("sample.compile"):
                 drawn = self._loaded().images(range(images.start, images.start + size))
             self._parts.write_chunk(number, drawn[: len(images)])
 
@@ -169,9 +173,9 @@ def drawer_of(
 def recipe_on(device: torch.device, config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
     """What the images of a checkpoint depend on, as this device draws them."""
     settings = config.sample
-    precision = choose(settings.precision, device)
+    precision = choose_precision(settings.precision, device)
     # For all shards alike, as it changes rounding.
-    compiled = compiling.wanted(settings.compile, device, settings.count * settings.steps)
+    compiled = compiles_sampling(settings.compile, device, settings.count * settings.steps)
     return plan.recipe(config, checkpoint, precision, compiled)
 
 

@@ -17,7 +17,7 @@ from ddpm_core.errors import UserError
 from ddpm_core.models.execution import prepare_model
 from ddpm_core.models.unet import UNet
 from ddpm_core.rng import Purpose
-from ddpm_core.runtime.precision import autocast, choose
+from ddpm_core.runtime.device import autocast, choose_precision
 from ddpm_core.sampling.conditions import Conditions
 from ddpm_core.sampling.halves import in_halves
 from ddpm_core.sampling.images import Pixels, to_pixels
@@ -50,7 +50,7 @@ class ImageSampler:
             settings.sampler, settings.steps, settings.spacing, settings.eta, settings.variance
         )
         self._conditions = Conditions(model.config.conditioning, data, settings)
-        self._precision = choose(settings.precision, self._device)
+        self._precision = choose_precision(settings.precision, self._device)
         self._shape = (model.config.in_channels, model.config.image_size, model.config.image_size)
         network = prepare_model(model, self._device, self._precision)
         self._network: Callable[..., Tensor] = torch.compile(network) if compiled else network

@@ -1,12 +1,13 @@
-"""What a training run will take, before it starts and before its data are prepared: --dry-run."""
+"""The plan of a training run, before it starts and before its data is prepared: --dry-run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import yaml
 
-from ddpm_core.config import Config
+from ddpm_core.config import Config, Train
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.errors import UserError
 from ddpm_core.interop.unet2d import from_unet
@@ -14,28 +15,35 @@ from ddpm_core.models.unet import UNet
 from ddpm_core.runtime.device import choose_device
 from ddpm_core.storage.workspace import DATA, Workspace
 from ddpm_core.text import counted
-from ddpm_core.training import budget
-from ddpm_core.training.init import check_data_fits, check_init_stays, network_config
+from ddpm_core.training.init import (
+    ImageShape,
+    check_data_fits,
+    check_init_stays,
+    check_origin,
+    network_config,
+    open_origin,
+)
 from ddpm_core.training.optim import Execution
-from ddpm_core.training.warm_start import check_origin, open_origin
 
-# Sources that are known before they are prepared: channels, and how many classes they have.
+# Channels and number of classes of the sources whose images are known before they are prepared.
 KNOWN = {"digits": (1, 10), "cifar10": (3, 10), "dtd": (3, 47)}
-ASSUMED = (3, 10)  # of other sources
+ASSUMED = (3, 10)  # for all other sources
+
+PROGRAM = 750e6  # bytes of a CPU worker without its network: Python, PyTorch 2.15 and libraries
 
 
 @dataclass(frozen=True)
-class Expected:
-    """The pictures that `ddpm prepare` will make, as far as the settings say."""
+class ExpectedImages:
+    """The images that `ddpm prepare` will make, as far as the settings determine them."""
 
     image_size: int
     channels: int
     classes: list[str]
-    assumed: str  # what they do not say, in words
+    assumed: str  # which properties are assumed, in words; "" if none
 
 
 def describe(config: Config, workspace: Workspace, processes: int) -> str:
-    """The resolved settings, and the steps, disk, memory and devices that they need."""
+    """Return the resolved settings, and the steps, disk, memory and devices that they need."""
     data = None
     if workspace.storage.names(DATA):
         data = open_dataset(workspace)
@@ -44,33 +52,35 @@ def describe(config: Config, workspace: Workspace, processes: int) -> str:
     if config.train.init is not None:
         check_init_stays(config, workspace)
         origin = open_origin(config)
-    pictures = data or expected(config, origin.network.in_channels if origin else ASSUMED[0])
-    network = network_config(config, pictures)
-    begins = ""
+    images = data or expected_images(config, origin.network.in_channels if origin else ASSUMED[0])
+    network = network_config(config, images)
+    warm_start = ""
     if origin:
         network = network.with_details(origin.network)
         note = check_origin(origin, network, config)
-        begins = f", starts with the weights of {config.train.init}. {note}".rstrip()
+        warm_start = f", starts with the weights of {config.train.init}. {note}".rstrip()
     device = choose_device(config.device)
     execution = Execution.choose(config.train, device)
-    parameters = budget.count_parameters(config, pictures)
+    parameters = count_parameters(config, images)
+    snapshot, kept = disk_needed(config, parameters)
     lines = [
         yaml.safe_dump(config.record(), sort_keys=False).rstrip(),
         "---",
-        f"data        {_pictures(pictures)}",
-        f"network     {parameters:,} parameters{begins}",
+        f"data        {_described(images)}",
+        f"network     {parameters:,} parameters{warm_start}",
         f"diffusers   {exportable(UNet(network, device='meta'))}",
         f"steps       {config.train.steps} of {config.train.batch_size} images, "
         f"{_epochs(config, data)}",
-        *budget.lines(config, workspace, parameters, processes, device),
+        f"disk        {_size(snapshot)} per snapshot, up to {_size(kept)} in {workspace.uri}",
+        f"memory      {_memory(memory_needed(config, parameters, processes), device)}",
         f"devices     {processes} x {device.type}, precision {execution.precision}, "
         f"compile {'on' if execution.compile else 'off'}",
     ]
     return "\n".join(lines)
 
 
-def expected(config: Config, channels: int = ASSUMED[0]) -> Expected:
-    """What the settings say of the pictures to come; `channels` is assumed where they don't."""
+def expected_images(config: Config, channels: int = ASSUMED[0]) -> ExpectedImages:
+    """Return what the settings say about the images; assumes `channels` if they do not."""
     prepare, assumed = config.prepare, []
     known = KNOWN.get(prepare.source)
     channels, count = known or (channels, ASSUMED[1])
@@ -83,11 +93,11 @@ def expected(config: Config, channels: int = ASSUMED[0]) -> Expected:
     elif known is None and config.model.conditioning == "class":
         assumed.append(counted(count, "class"))
     names = [str(number) for number in range(count)]
-    return Expected(prepare.image_size, channels, names, " and ".join(assumed))
+    return ExpectedImages(prepare.image_size, channels, names, " and ".join(assumed))
 
 
 def exportable(network: UNet) -> str:
-    """Whether diffusers will take the trained network, or why not."""
+    """Return whether diffusers supports the network, or why not."""
     try:
         from_unet(network)
     except UserError as error:
@@ -95,15 +105,76 @@ def exportable(network: UNet) -> str:
     return "This network can be exported."
 
 
-def _pictures(found: PackedDataset | Expected) -> str:
-    shape = f"images of {found.image_size}x{found.image_size}x{found.channels}"
-    if isinstance(found, PackedDataset):
-        return f"{len(found)} {shape}, fingerprint {found.fingerprint}"
-    assumed = f", if they have {found.assumed}" if found.assumed else ""
-    return f"waits for `ddpm prepare`; below is for {shape}{assumed}"
+def count_parameters(config: Config, data: ImageShape) -> int:
+    """Return the number of weights of the network, without allocating them."""
+    model = UNet(network_config(config, data), device="meta")
+    return sum(p.numel() for p in model.parameters())
+
+
+def disk_needed(config: Config, parameters: int) -> tuple[int, int]:
+    """Return the bytes of one full snapshot, and of all that a run keeps at most."""
+    weights = 4 * parameters * (1 + len(config.train.ema))
+    full = weights + 8 * parameters
+    kept, milestones = kept_at_the_end(config.train)
+    # One more than `kept`, since a new snapshot is written before an old one is removed.
+    return full, (kept + 1) * full + milestones * weights
+
+
+def kept_at_the_end(train: Train) -> tuple[int, int]:
+    """Return how many full snapshots remain, and how many older milestones with weights only."""
+    every = train.snapshot_steps or 1  # snapshot_every may be a time, which is any number of steps
+    kept, oldest = 1, train.steps
+    while kept < train.keep and oldest > min(every, train.milestone_every):
+        oldest = max((oldest - 1) // each * each for each in (every, train.milestone_every))
+        kept += 1
+    return kept, (oldest - 1) // train.milestone_every
+
+
+def memory_needed(config: Config, parameters: int, processes: int) -> tuple[int, int]:
+    """Return the bytes of a worker on its device without activations, and of rank 0 on the host.
+
+    The device holds the weights, gradients, optimizer state and averages, the network of the grid,
+    and the summed gradients of all workers. The host holds a snapshot while it is written.
+    """
+    train = config.train
+    copies = 4 + len(train.ema) + (1 if train.grid else 0)
+    if train.reduction == "exact":
+        copies += 3  # 64-bit sums (2), and one sample's gradients or their mean (1)
+    elif processes > 1:
+        copies += 1
+    return 4 * parameters * copies, disk_needed(config, parameters)[0]
+
+
+def _described(images: PackedDataset | ExpectedImages) -> str:
+    shape = f"images of {images.image_size}x{images.image_size}x{images.channels}"
+    if isinstance(images, PackedDataset):
+        return f"{len(images)} {shape}, fingerprint {images.fingerprint}"
+    assumed = f", assuming {images.assumed}" if images.assumed else ""
+    return f"waits for `ddpm prepare`; the lines below are for {shape}{assumed}"
 
 
 def _epochs(config: Config, data: PackedDataset | None) -> str:
     if data is None:
-        return "how many epochs waits for `ddpm prepare`"
+        return "number of epochs known after `ddpm prepare`"
     return f"{config.train.steps * config.train.batch_size / len(data):,.1f} epochs"
+
+
+def _memory(needed: tuple[int, int], device: torch.device) -> str:
+    on_device, on_host = needed
+    if device.type == "cpu":
+        return (
+            f"per worker {_size(on_device + on_host)}, {_size(PROGRAM)} for the program itself, "
+            "and the activations of a batch"
+        )
+    return (
+        f"{_size(on_device)} and the activations of a batch per device; {_size(on_host)} on the "
+        "host"
+    )
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,21 +1,26 @@
-"""Which settings make a trained model what it is, and how two sets of them differ."""
+"""The settings that determine a trained model, and whether training with them is up to date.
+
+Nothing here imports torch, so that a process that waits for training stays small.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
+from ddpm_core.checkpoint import SETTINGS
 from ddpm_core.config import Config
 from ddpm_core.config.identity import deciding, flat, unlike
 from ddpm_core.config.paths import input_path
+from ddpm_core.data.dataset import data_fingerprint
 from ddpm_core.errors import UserError
 from ddpm_core.storage import MANIFEST
-from ddpm_core.storage.files import LARGEST_JSON, read_bytes
+from ddpm_core.storage.files import LARGEST_JSON, Schema, read_bytes
 from ddpm_core.storage.manifest import parse_manifest
-from ddpm_core.storage.workspace import fingerprint
+from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, fingerprint, snapshot_key
 
-# Settings of `train` that change speed, memory, checks or what is kept, never the weights.
-_FREE = {
+# Settings of `train` that change speed, memory, checks or what is kept, but never the weights.
+_IRRELEVANT = {
     "init_diffusion",
     "microbatches",
     "processes",
@@ -28,39 +33,45 @@ _FREE = {
     "grid",
 }
 
-INITIAL = "weights of train.init"
+INITIAL_WEIGHTS = "weights of train.init"
 
 
 def identity(config: Config, data_fingerprint: str) -> dict[str, Any]:
-    """The settings that a model depends on, by dotted name."""
+    """Return everything that a model depends on, by dotted name of the setting."""
     settings = deciding(_settings(config))
-    return {"seed": config.seed, "data": data_fingerprint, **settings, **_initial(config)}
+    return {"seed": config.seed, "data": data_fingerprint, **settings, **_initial_weights(config)}
 
 
 def train_fingerprint(config: Config, data_fingerprint: str) -> str:
-    """Of the settings alone: it stays when the folder of train.init is gone."""
+    """Return a hash of the identity without the weights of train.init.
+
+    It does not change when the folder of train.init is removed.
+    """
     settings = identity(config, data_fingerprint)
-    settings.pop(INITIAL, None)
+    settings.pop(INITIAL_WEIGHTS, None)
     return fingerprint(unlike(settings, _defaults()))
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """`name: old -> new` for every setting that is not the same; an absent one is its default."""
+    """Return `name: old -> new` for each setting in which two identities differ.
+
+    A missing setting has its default. The settings of a method that only one side uses are left
+    out, since the method itself is listed.
+    """
     before, after = (deciding({**_defaults(), **side}) for side in (old, new))
-    # What a method of one side alone uses differs with the method, which is told.
-    both = {*_defaults(), INITIAL}
+    only_if_both = {*_defaults(), INITIAL_WEIGHTS}
     return [
         f"{name}: {before.get(name)} -> {after.get(name)}"
         for name in sorted({*before, *after})
         if before.get(name) != after.get(name)
-        and (name not in both or (name in before and name in after))
+        and (name not in only_if_both or (name in before and name in after))
     ]
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """The settings of a network and its training, by dotted name."""
+    """Return the settings of a network and its training, by dotted name."""
     given = config.dump()
-    train = {name: value for name, value in given["train"].items() if name not in _FREE}
+    train = {name: value for name, value in given["train"].items() if name not in _IRRELEVANT}
     return flat({"model": given["model"], "diffusion": given["diffusion"], "train": train})
 
 
@@ -69,10 +80,10 @@ def _defaults() -> dict[str, Any]:
     return _settings(Config())
 
 
-def _initial(config: Config) -> dict[str, str]:
-    """A fingerprint of the weights of train.init, where that is a folder whose manifest tells.
+def _initial_weights(config: Config) -> dict[str, str]:
+    """Return a hash of the weights of train.init if that is a folder with a manifest, else {}.
 
-    It is compared where both sides know it: who has trained may remove what training began with.
+    It is compared only if both sides have it, so that the folder may be removed after training.
     """
     if config.train.init is None or config.train.init.startswith("models:/"):
         return {}
@@ -83,4 +94,29 @@ def _initial(config: Config) -> dict[str, str]:
     except (OSError, RuntimeError, UserError):
         return {}
     weights = {n: file.sha256 for n, file in files.items() if n.startswith(("model.", "ema-"))}
-    return {INITIAL: fingerprint(weights)}
+    return {INITIAL_WEIGHTS: fingerprint(weights)}
+
+
+class Identified(Schema):
+    """The part of config.json and run.json that names the run they belong to."""
+
+    identity: dict[str, Any]
+
+
+def stale(config: Config, workspace: Workspace) -> str | None:
+    """Return why `ddpm train` has work to do; None if it is up to date."""
+    data = data_fingerprint(workspace)
+    steps = workspace.steps(SNAPSHOTS)
+    if not steps:
+        return "nothing is trained yet"
+    newest = f"{snapshot_key(steps[-1])}/{SETTINGS}"
+    found = workspace.read_json(newest, Identified).get("identity")
+    if found is None:
+        return f"the snapshot of step {steps[-1]} is damaged"
+    if damage := workspace.damage(snapshot_key(steps[-1])):
+        return damage.rstrip(".")
+    if fields := differences(found, identity(config, data)):
+        return "settings differ: " + "; ".join(fields)
+    if steps[-1] != config.train.steps:
+        return f"at step {steps[-1]} of {config.train.steps}"
+    return None

@@ -1,30 +1,37 @@
-"""The network before its first step: drawn from the seed, or taken from another model."""
+"""The network before its first step: drawn from the seed, or a warm start by `train.init`."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ddpm_core import rng
+from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.config.paths import input_path
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import UserError
 from ddpm_core.models.norms import group_count
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.unet import DETAILS, UNet, UNetConfig
 from ddpm_core.rng import Purpose
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace
-from ddpm_core.training.warm_start import Origin, check_origin, open_origin, take_weights
+
+_CONDITION = "condition."  # starts the names of all weights that process a class or text
+_CLASS_VECTORS = "condition.embedding.weight"  # (classes + 1, width); the last row: no class
+# Fields of UNetConfig that may differ: the weights mean the same, or the difference is handled.
+_MAY_DIFFER = {"image_size", "dropout", "attention", "conditioning", "classes", *DETAILS}
 
 
-class Pictures(Protocol):
-    """What a network has to know of the images it is for; prepared data tell it."""
+class ImageShape(Protocol):
+    """The properties of the images that a network depends on; PackedDataset has them."""
 
     @property
     def image_size(self) -> int: ...
@@ -36,11 +43,11 @@ class Pictures(Protocol):
     def classes(self) -> list[str]: ...
 
 
-def network_config(config: Config, data: Pictures) -> UNetConfig:
-    """Return the network that the settings describe for this data, where nothing came before it.
+def network_config(config: Config, data: ImageShape) -> UNetConfig:
+    """Return the network that the settings describe for this data, before `train.init` applies.
 
-    All its norms have one number of groups, that of the first level: UNet2DModel can express no
-    other.
+    All its norms have the number of groups of the first level, since diffusers' UNet2DModel has
+    one number for all.
     """
     model = config.model
     return UNetConfig(
@@ -58,10 +65,10 @@ def network_config(config: Config, data: Pictures) -> UNetConfig:
     )
 
 
-def fresh_network(config: Config, data: Pictures) -> tuple[UNet, str]:
-    """Return the network of step 0, and a sentence on what was not taken from `train.init`.
+def fresh_network(config: Config, data: ImageShape) -> tuple[UNet, str]:
+    """Return the network of step 0, and a note on what `train.init` does not provide, or "".
 
-    What the settings leave open it has from the network of `train.init`.
+    Details of the network that no setting names come from `train.init`.
     """
     origin = None if config.train.init is None else open_origin(config)
     network = network_config(config, data)
@@ -72,10 +79,11 @@ def fresh_network(config: Config, data: Pictures) -> tuple[UNet, str]:
 def initial_weights(
     model: UNet, config: Config, classes: Sequence[str] = (), origin: Origin | None = None
 ) -> str:
-    """Set the weights: keyed by their names, so the same on every worker and device.
+    """Draw the weights from the seed, then replace those that `train.init` provides.
 
-    With `train.init` those of another network, `origin` where it is open already; then the result
-    says what they were not taken for. `classes` are those of the data.
+    Random numbers are keyed by the name of the weight, so every worker and device draws the same.
+    `classes` are those of the data; `origin` is the network of `train.init` if it is open already.
+    Returns a note on what `train.init` does not provide, or "".
     """
     key = rng.key(Purpose.INIT, config.seed)
 
@@ -91,30 +99,164 @@ def initial_weights(
     return " ".join(filter(None, notes))
 
 
+def check_data_fits(config: Config, data: PackedDataset) -> None:
+    """Raise UserError if the prepared data does not match the settings."""
+    if data.image_size != config.prepare.image_size:
+        raise UserError(
+            f"The prepared images are {data.image_size} pixels wide, but prepare.image_size is "
+            f"{config.prepare.image_size}. Run `ddpm prepare` again."
+        )
+    if config.model.conditioning == "class" and len(data.classes) < 2:
+        raise UserError(
+            "model.conditioning: got class, but the data has no classes. Put the images of each "
+            "class into its own folder, or set model.conditioning: none."
+        )
+    if config.model.conditioning == "text" and data.captions is None:
+        raise UserError(
+            "model.conditioning: got text, but the prepared data has no captions. Add captions and "
+            "run `ddpm prepare` again, or set model.conditioning: none."
+        )
+
+
+# Warm start
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The network of `train.init`."""
+
+    network: UNetConfig
+    diffusion: dict[str, Any]  # prediction, schedule and timesteps; {} if there is no scheduler
+    weights: dict[str, Tensor]
+    classes: Sequence[str]  # () if unknown
+
+
 def check_init_stays(config: Config, workspace: Workspace) -> None:
-    """Refuse a train.init that the new run moves to superseded/, and could not begin with again."""
+    """Raise UserError if `train.init` is a snapshot that the new run would move away."""
     origin, own = config.train.init, Path(workspace.uri, SNAPSHOTS)
     if origin is None or origin.startswith("models:/"):
         return
     if input_path(origin).resolve().is_relative_to(own.resolve()):
         raise UserError(
-            f"train.init: {origin} given, a snapshot of the very workspace, which the run that "
-            "begins with it sets aside. Copy that folder to another place and give the copy, or "
-            "give the new run another workspace with -w."
+            f"train.init: got {origin}, a snapshot in this workspace, which this run would move "
+            "away. Copy it elsewhere, or use another workspace (-w)."
         )
 
 
-def check_data_fits(config: Config, data: PackedDataset) -> None:
-    """Refuse data that the settings were not made for."""
-    if data.image_size != config.prepare.image_size:
+def open_origin(config: Config) -> Origin:
+    """Read the network of `train.init`. Raises UserError if there is none, or Corrupt."""
+    origin = config.train.init or ""
+    if origin.startswith("models:/"):
+        from ddpm_core.registry.models import download
+
+        return _from_checkpoint(download(config, origin))
+    folder = input_path(origin)
+    if not folder.is_dir():
         raise UserError(
-            f"The prepared images are {data.image_size} pixels wide, prepare.image_size is "
-            f"{config.prepare.image_size}. Run `ddpm prepare` again."
+            f"train.init: got {origin!r}, which is not a folder. Use the folder of a checkpoint or "
+            "of a diffusers pipeline, or a models:/ URI."
         )
-    if config.model.conditioning == "class" and len(data.classes) < 2:
+    if (folder / "config.json").exists() and (folder / "manifest.json").exists():
+        return _from_checkpoint(folder)
+    from ddpm_core.interop.diffusers import import_folder
+
+    found = import_folder(folder)
+    return Origin(found.network, found.diffusion, found.weights, ())
+
+
+def _from_checkpoint(folder: Path) -> Origin:
+    checkpoint = Checkpoint.open(folder)
+    model = checkpoint.load("auto", torch.device("cpu"))
+    diffusion = checkpoint.params.diffusion.model_dump()
+    return Origin(model.config, diffusion, dict(model.state_dict()), checkpoint.data["classes"])
+
+
+def check_origin(origin: Origin, network: UNetConfig, config: Config) -> str:
+    """Raise UserError if the settings give the weights of `train.init` another meaning.
+
+    Returns a note on differences that `train.init_diffusion: any` allows, or "".
+    """
+    structure = list(_network_differences(origin.network, network))
+    process = [
+        (f"diffusion.{name}", there, here)
+        for name, there in origin.diffusion.items()
+        if there != (here := getattr(config.diffusion, name))
+    ]
+    if config.train.init_diffusion == "any" and process:
+        allowed = ", ".join(_described(*difference) for difference in process)
+        process = []
+    else:
+        allowed = ""
+    if wrong := structure + process:
+        lines = "\n".join(f"  {_described(*difference)}" for difference in wrong)
+        options = " ".join(f"-S {shlex.quote(f'{name}={there}')}" for name, there, _ in wrong)
+        or_any = "; or allow the difference: -S train.init_diffusion=any" if not structure else ""
         raise UserError(
-            "model.conditioning is class, but the data has no classes: put the images of each "
-            "class in a folder of its own, or set conditioning to none."
+            f"train.init: the network in {config.train.init} has different settings:\n{lines}\n"
+            f"They must be equal. Use those of train.init: {options}{or_any}."
         )
-    if config.model.conditioning == "text" and data.captions is None:
-        raise UserError("model.conditioning is text, but the prepared data has no captions.")
+    return allowed and f"train.init: {allowed}. Training has to adapt the weights to it."
+
+
+def take_weights(model: UNet, origin: Origin, classes: Sequence[str]) -> str:
+    """Copy the weights of an origin that `check_origin` accepts into `model`.
+
+    `classes` are those of the data. Weights for a class or text that the origin does not have keep
+    their values. Returns a note on them, or "".
+    """
+    taken = {n: tensor for n, tensor in origin.weights.items() if not n.startswith(_CONDITION)}
+    there, here = origin.network.conditioning, model.config.conditioning
+    note = ""
+    if there != here:
+        rest = "" if here == "none" else "; the weights for it start from random values"
+        note = f"model.conditioning is {there} there, {here} here. All other weights are used{rest}"
+    elif here == "class":
+        own = model.state_dict()[_CLASS_VECTORS].clone()
+        taken[_CLASS_VECTORS], note = _class_vectors(origin, own, classes)
+    else:
+        taken = origin.weights
+    model.load_state_dict({**model.state_dict(), **taken})
+    return note and f"train.init: {note}."
+
+
+def _class_vectors(origin: Origin, own: Tensor, classes: Sequence[str]) -> tuple[Tensor, str]:
+    """Return the vectors of the classes, those of equal names from `origin`, and a note.
+
+    `own` holds the vectors of `model`, and is changed.
+    """
+    given = origin.weights[_CLASS_VECTORS]
+    same = set(origin.classes) & set(classes)
+    if len(given) == len(own) and (not same or list(origin.classes) == list(classes)):
+        renamed = origin.classes and not same
+        return given, "the classes have other names there; using them in order" if renamed else ""
+    for name in same:
+        own[classes.index(name)] = given[origin.classes.index(name)]
+    own[-1] = given[-1]
+    kept = f", except {', '.join(sorted(same))}" if same else ""
+    return own, (
+        f"{len(given) - 1} classes there, {len(own) - 1} here. The vectors of the classes start "
+        f"from random values{kept}"
+    )
+
+
+def _network_differences(there: UNetConfig, here: UNetConfig) -> Iterable[tuple[str, Any, Any]]:
+    """Yield each setting, with its two values, in which the weights have another meaning."""
+    for name in (field.name for field in fields(UNetConfig) if field.name not in _MAY_DIFFER):
+        setting = "prepare.channels" if name == "in_channels" else f"model.{name}"
+        theirs, ours = (_plain(getattr(network, name)) for network in (there, here))
+        if theirs != ours:
+            yield setting, theirs, ours
+    # Attention belongs to a level of the network; the size of that level may differ.
+    levels = [[size in network.attention for size in network.sizes] for network in (there, here)]
+    if levels[0] != levels[1]:
+        wanted = [size for size, has in zip(here.sizes, levels[0], strict=False) if has]
+        yield "model.attention", wanted, sorted(here.attention)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in the form that it has in a params file."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _described(setting: str, there: Any, here: Any) -> str:
+    return f"{setting} is {there} there, {here} here"

@@ -1,4 +1,4 @@
-"""log.jsonl: one line a logged step, the record that everything else about a run follows."""
+"""log.jsonl: one line per logged step, from which MLflow and the pods report progress."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ddpm_core.storage.staging import staged_file
 
 
 class RunLog:
-    """Rows with ascending `step`; a line half written by a killed process is no row.
+    """Appends rows with ascending `step`.
 
-    A resumed run does some steps again, with the same result: a row that is there stays, and is
-    not written twice, so that whoever follows the log has seen each row once. Rows that a full
-    disk refuses wait in memory for the next, or for the snapshot, which is not written before them.
+    A resumed run repeats some steps, with the same results. Rows that exist are not written again,
+    so a reader that follows the log sees each row once. If the disk is full, rows wait in memory
+    until the next row, or until the next snapshot, which is written only after them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,9 +31,9 @@ class RunLog:
         self._outage = Outage()
 
     def recover(self, end: int) -> None:
-        """Drop what a killed process left half written. Raises UserError.
+        """Remove lines that a killed process left incomplete. Raises UserError.
 
-        A damaged row of a step beyond `end`, the last of the run, keeps no later row out.
+        Rows beyond `end`, the last step of the run, do not keep later rows from being written.
         """
         rows = list(read_rows(self.path))
         self._last = max((row["step"] for row in rows if row["step"] <= end), default=0)
@@ -49,7 +49,7 @@ class RunLog:
             raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a row, unless there is one of its step or a later one."""
+        """Add a row, unless the log has one of this step or a later one."""
         if row["step"] <= self._last:
             return
         self._last = row["step"]
@@ -58,12 +58,14 @@ class RunLog:
         try:
             self.flush()
         except OSError as error:
-            self._outage.begins(f"Cannot write {self.path}: {error.strerror}. Its rows wait.")
+            self._outage.begins(
+                f"Cannot write {self.path}: {error.strerror}. Keeping rows in memory."
+            )
         else:
-            self._outage.ends(f"{self.path} is written again.")
+            self._outage.ends(f"Writing {self.path} again.")
 
     def flush(self) -> None:
-        """Write the rows that wait. Raises OSError, and leaves no part of a row."""
+        """Write the rows in memory. Raises OSError, and then leaves no part of a row."""
         with self._lock:
             if self._waiting:
                 _append(self.path, "".join(self._waiting).encode())
@@ -71,8 +73,8 @@ class RunLog:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """All of it, or nothing: a follower reads whole lines, and finds the same ones again."""
-    # A link would lead out of the workspace.
+    """Append all of the data, or nothing, so that readers see complete lines. Raises OSError."""
+    # O_NOFOLLOW: a symbolic link would lead out of the workspace.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     with os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0) as file:
         before = os.fstat(file.fileno()).st_size
@@ -85,10 +87,10 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole rows of a log, each step once.
+    """Yield the complete rows of a log, each step once, in ascending order.
 
-    The last segment of a run that lost its lease may hold steps that its follower made too. A row
-    of a later step than the next new one has is damaged.
+    The last segment of a run that lost its lease may contain steps that its successor logged too.
+    A row with a later step than the row after it is damaged, and is left out.
     """
     last, held = -1, None
     for row in _parsed(path):
@@ -103,7 +105,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parsed(path: Path) -> Iterator[dict[str, Any]]:
-    """Every line that is a row, in the order of the file."""
+    """Yield every line that is a row, in the order of the file."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""The methods that compete, by the names they have in params, each with its formula and source."""
+"""The selectable methods by params key and name, with formula and source: `ddpm methods`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METHODS: dict[str, Mapping[str, Any]] = {
 
 
 def describe() -> str:
-    """All methods as text: the params key, then each name with its docstring and settings."""
+    """Return all methods as text: each params key, then each name with docstring and settings."""
     parts = []
     for key, choices in METHODS.items():
         parts.append(key)

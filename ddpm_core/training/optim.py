@@ -1,4 +1,4 @@
-"""How the arithmetic of training is carried out: precision, compilation, optimizer, rate."""
+"""What turns gradients into weights: optimizer, learning rate, averages, and number format."""
 
 from __future__ import annotations
 
@@ -9,52 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ddpm_core import config
-from ddpm_core.runtime import compiling
+from ddpm_core.runtime import device as devices
 from ddpm_core.runtime.adam import Adam
-from ddpm_core.runtime.precision import autocast, choose
-
-
-@dataclass(frozen=True)
-class Execution:
-    """Precision ("fp32", "bf16", "fp16") and whether the network is compiled, both decided."""
-
-    precision: str
-    compile: bool
-
-    @classmethod
-    def choose(
-        cls, train: config.Train, device: torch.device, earlier: dict[str, Any] | None = None
-    ) -> Execution:
-        """What `auto` means here; for a run that goes on, what it meant when it began."""
-        earlier = earlier or {}
-        precision: str = train.precision
-        if precision == "auto":
-            precision = earlier.get("precision") or choose("auto", device)
-        compiled = train.compile
-        if compiled == "auto":
-            compiled = earlier.get("compile", compiling.pays(device))
-        return cls(precision, bool(compiled))
-
-    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        return autocast(self.precision, device)
-
-    def scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Loss scaling for fp16; for the others one that does nothing."""
-        return torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
 
 
 def make_optimizer(
-    settings: config.Optimizer, parameters: Iterable[torch.nn.Parameter], device: torch.device
+    settings: config.Optimizer, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> Adam:
-    """The one of OPTIMIZERS that the settings name, fused where it exists."""
+    """Return the optimizer of OPTIMIZERS that the settings name, fused where PyTorch has it."""
     return OPTIMIZERS[settings.name](settings, parameters, device)
 
 
 def adam(
     settings: config.Optimizer,
-    parameters: Iterable[torch.nn.Parameter],
+    parameters: Iterable[nn.Parameter],
     device: torch.device,
     decoupled: bool = False,
 ) -> Adam:
@@ -73,7 +44,7 @@ def adam(
 
 
 def adamw(
-    settings: config.Optimizer, parameters: Iterable[torch.nn.Parameter], device: torch.device
+    settings: config.Optimizer, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> Adam:
     """Adam of g alone, and w -= lr weight_decay w beside it.
 
@@ -86,7 +57,10 @@ OPTIMIZERS: dict[str, Callable[..., Adam]] = {"adam": adam, "adamw": adamw}
 
 
 def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
-    """The rate of step number `step` (the first is 1): linear warm-up, then RATE_SCHEDULES."""
+    """Return the learning rate of step number `step` (from 1) of `steps`.
+
+    It rises linearly during the warm-up, then follows the schedule.
+    """
     if step <= settings.warmup:
         return settings.lr * step / settings.warmup
     done = (step - settings.warmup) / max(1, steps - settings.warmup)
@@ -94,7 +68,7 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 
 
 def constant_rate(done: float) -> float:
-    """1: the rate stays as it is after the warm-up (Ho et al. 2020, appendix B)."""
+    """1: the learning rate stays constant after the warm-up (Ho et al. 2020, appendix B)."""
     return 1.0
 
 
@@ -111,3 +85,69 @@ RATE_SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": constant_rate,
     "cosine": cosine_rate,
 }
+
+
+class Ema:
+    """Exponential moving average of a network's weights.
+
+    After each step, average <- decay * average + (1 - decay) * weights; buffers are copied. The
+    average starts as the initial weights. With `warmup` the decay of step s is
+    min(decay, (1 + s) / (10 + s)).
+    """
+
+    def __init__(self, model: nn.Module, decay: float, warmup: bool) -> None:
+        self.decay = decay
+        self.warmup = warmup
+        self.tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}
+        weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        # Pairs of an average and the model's own tensor, which training updates in place.
+        self._weights = [(self.tensors[name], tensor) for name, tensor in weights.items()]
+        self._buffers = [
+            (average, buffers[name]) for name, average in self.tensors.items() if name in buffers
+        ]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Include the model's weights after step number `step` (from 1)."""
+        decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+        averages = [average for average, _ in self._weights]
+        torch._foreach_lerp_(averages, [weight.data for _, weight in self._weights], 1 - decay)
+        for average, buffer in self._buffers:
+            average.copy_(buffer)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Copy averages from a snapshot. Raises KeyError, or ValueError if a shape differs."""
+        for name, tensor in self.tensors.items():
+            if tensors[name].shape != tensor.shape:
+                raise ValueError(f"the average of {name} has shape {tuple(tensors[name].shape)}")
+            tensor.copy_(tensors[name])
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The number format ("fp32", "bf16", "fp16") and whether to compile, with `auto` resolved."""
+
+    precision: str
+    compile: bool
+
+    @classmethod
+    def choose(
+        cls, train: config.Train, device: torch.device, earlier: dict[str, Any] | None = None
+    ) -> Execution:
+        """Resolve `auto` for a device; a resumed run keeps what `earlier`, its snapshot, has."""
+        earlier = earlier or {}
+        precision: str = train.precision
+        if precision == "auto":
+            precision = earlier.get("precision") or devices.choose_precision("auto", device)
+        compiled = train.compile
+        if compiled == "auto":
+            compiled = earlier.get("compile", devices.compiles_training(device))
+        return cls(precision, bool(compiled))
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context in which the network computes."""
+        return devices.autocast(self.precision, device)
+
+    def scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        """Return the loss scaler: active for fp16, a no-op for fp32 and bf16."""
+        return torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")

@@ -1,4 +1,4 @@
-"""What a run leaves as it goes: its log, its snapshots, and MLflow's copy of both."""
+"""What a run records besides its state: its log, image grids, and MLflow's copy of both."""
 
 from __future__ import annotations
 
@@ -6,29 +6,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ddpm_core.config import Config
+import torch
+
+from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
+from ddpm_core.config import Config, Sample
 from ddpm_core.console import warn
 from ddpm_core.errors import Interrupted
+from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.sampling.images import enlarge, grid, png
+from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.storage import Mirror
 from ddpm_core.storage.lease import Lease
 from ddpm_core.storage.workspace import GRID, LOG, Workspace, snapshot_key, step_name
 from ddpm_core.tracking.tracker import Tracker
 from ddpm_core.training import snapshot
 from ddpm_core.training.log import RunLog
-from ddpm_core.training.pruning import prune
+
+PREVIEW_STEPS = 20  # of the sampler, for a milestone's grid
 
 
 @contextmanager
-def keeping_records(
+def keep_records(
     config: Config,
     workspace: Workspace,
     lease: Lease | None,
     settings: dict[str, Any],
-    begun: int,
+    resumed_from: int,
 ) -> Iterator[tuple[RunLog, snapshot.Writer]]:
-    """The log, the writer of snapshots, and on the first worker MLflow, which follows both.
+    """Open the log and the snapshot writer, and on rank 0 also MLflow; close them at the end.
 
-    `begun` is the step of the snapshot that the run resumes from; 0: none.
+    Rank 0 is the worker with the `lease`. `resumed_from` is the step of the snapshot that the run
+    resumes from; 0: none.
     """
     log = RunLog(workspace.storage.scratch() / LOG)
     mirror = tracker = None
@@ -42,19 +50,19 @@ def keeping_records(
         tracker.params(config.record())
 
     def may_write() -> None:
-        """The rows of the log come first: a run that resumes does not make them again."""
+        # The log is stored before the snapshot: a run that resumes from it never repeats its rows.
         if lease and mirror:
             lease.check(patient=True)
             log.flush()
             mirror.push()
 
     def written(step: int) -> None:
-        tidy(config, workspace)
+        snapshot.prune(workspace, config.train)
         grid = workspace.path(f"{snapshot_key(step)}/{GRID}")
         if tracker and grid.exists():
             tracker.artifact(grid, f"training/{step_name(step)}")
 
-    writer = snapshot.Writer(workspace, may_write, written, begun or None)
+    writer = snapshot.Writer(workspace, may_write, written, resumed_from or None)
     status = "FAILED"
     try:
         yield log, writer
@@ -65,19 +73,29 @@ def keeping_records(
     finally:
         writer.close()
         if mirror:
-            end(log, mirror)
+            _close_log(log, mirror)
         if tracker:
             tracker.close(status=status)
 
 
-def end(log: RunLog, mirror: Mirror) -> None:
-    """What the last snapshot stands on was written before it: a failure here loses nothing."""
+def _close_log(log: RunLog, mirror: Mirror) -> None:
+    """Store the last rows; a failure is a warning, since the last snapshot does not need them."""
     for action in (log.flush, mirror.close):
         try:
             action()
         except OSError as error:
-            warn(f"The last rows of the log could not be stored: {error.strerror}.")
+            warn(f"Cannot store the last rows of the log: {error.strerror}.")
 
 
-def tidy(config: Config, workspace: Workspace) -> None:
-    prune(workspace, config.train)
+def preview(
+    config: Config, device: torch.device, contents: snapshot.SnapshotContents
+) -> dict[str, bytes]:
+    """Draw `train.grid` images with a snapshot's first average, or its raw weights: grid.png."""
+    settings, ema = contents.documents[SETTINGS], config.train.ema
+    model = UNet(UNetConfig.from_dict(settings["network"]))
+    model.load_state_dict(dict(contents.tensors[ema_name(ema[0]) if ema else WEIGHTS]))
+    model = model.to(device).eval().requires_grad_(False)
+    count, steps = config.train.grid, min(PREVIEW_STEPS, config.diffusion.timesteps)
+    sample = Sample(count=count, batch_size=count, steps=steps)
+    sampler = ImageSampler(model, settings["data"], sample, config.diffusion)
+    return {GRID: png(enlarge(grid(sampler.images(range(count))), 512))}

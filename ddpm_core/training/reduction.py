@@ -1,4 +1,4 @@
-"""How the gradients of all samples become one: `train.reduction`."""
+"""Reduce the gradients of all samples and workers to one: `train.reduction`."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor, nn
 
 from ddpm_core.runtime.distributed import World
 
-FRACTION_BITS = 40  # of the fixed-point numbers: steps of 2^-40, sums up to 2^22
-_LARGEST = 2.0**62
-_SLICE = 2**20  # values that are made whole numbers at a time, so that no more are there twice
+FRACTION_BITS = 40  # fixed point with a resolution of 2^-40; sums of up to 2^22 fit
+_LARGEST = 2.0**62  # of a sum of 64-bit integers, with a bit to spare
+_SLICE = 2**20  # values converted to integers at a time, which bounds the extra memory
 
 
 class Reduction(Protocol):
-    """One step's way from the samples' losses to the gradient of the global mean."""
+    """Computes the gradient of the global mean loss of one step from the samples' losses."""
 
     def cut(self, samples: int) -> Iterable[Tensor]:
-        """The rows of a worker's share (int64), in the pieces that go through the network."""
+        """Yield the rows of a worker's share (int64) in the pieces that go through the network."""
         ...
 
     def add(self, loss: Tensor, scaled: Tensor) -> None:
-        """Take in a piece: its share of the mean loss, and the same times the loss scale."""
+        """Backpropagate a piece: its part of the mean loss, without and with the loss scale."""
         ...
 
-    def finish(self, stop_wish: Tensor) -> Tensor:
-        """Set every `grad` to the global one and sum `stop_wish`; the global mean loss."""
+    def finish(self, stop_flag: Tensor) -> Tensor:
+        """Set every `grad` to the global gradient, sum `stop_flag`, return the global mean loss."""
         ...
 
 
 class Flat:
-    """g = sum_m g_m in floating point: each worker adds up its pieces, one all-reduce the workers.
+    """g = sum_m g_m in floating point, over microbatches m and, by one all-reduce, workers.
 
-    Fast; another number of workers or microbatches rounds otherwise.
+    Fast; the result depends on the number of workers and microbatches, by rounding.
     """
 
     def __init__(
@@ -53,25 +53,25 @@ class Flat:
         scaled.backward()  # type: ignore[no-untyped-call]
         self._loss = self._loss + loss.detach()
 
-    def finish(self, stop_wish: Tensor) -> Tensor:
+    def finish(self, stop_flag: Tensor) -> Tensor:
         if self._world.size == 1:
             return self._loss
         tensors = _gradients(self._parameters)
-        ends = [self._loss.reshape(1), stop_wish.reshape(1)]
+        ends = [self._loss.reshape(1), stop_flag.reshape(1)]
         flat = torch.cat([*(t.reshape(-1) for t in tensors), *ends])
         self._world.all_reduce_(flat)
         _spread(flat[:-2], tensors)
-        stop_wish.copy_(flat[-1])
+        stop_flag.copy_(flat[-1])
         return flat[-2]
 
 
 class Exact:
-    """g = sum_i round(2^40 g_i B) / (2^40 B) over single samples i, in whole numbers of 64 bits.
+    """g = sum_i round(2^40 g_i B) / (2^40 B) over single samples i, in 64-bit integers.
 
-    Each sample goes through the network alone, so that its gradient is the same bits wherever it
-    is computed, and whole numbers have the same sum in any order: every number of workers and of
-    microbatches gives the same bits. It costs a pass through the network a sample. A sample whose
-    gradient or loss reaches 2^22 / B makes the loss NaN, which stops the run.
+    Bitwise the same for every number of workers and microbatches: each sample goes through the
+    network alone, which gives the same bits on every worker, and integers have the same sum in any
+    order. It costs one pass through the network per sample. A sample whose gradient or loss reaches
+    2^22 / B makes the loss NaN, which stops the run.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Exact:
         self._world, self._batch_size = world, batch_size
         self._parameters = [p for p in parameters if p.requires_grad]
         size = sum(p.numel() for p in self._parameters)
-        # After the gradients: the loss, how many values were too large, and the wish to stop.
+        # After the gradients: the loss, the number of values that overflowed, and the stop flag.
         self._sums = torch.zeros(size + 3, dtype=torch.int64, device=world.device)
 
     def cut(self, samples: int) -> Iterable[Tensor]:
@@ -99,14 +99,14 @@ class Exact:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def finish(self, stop_wish: Tensor) -> Tensor:
-        self._sums[-1] = stop_wish.to(torch.int64)
+    def finish(self, stop_flag: Tensor) -> Tensor:
+        self._sums[-1] = stop_flag.to(torch.int64)
         self._world.all_reduce_(self._sums)
         mean = torch.empty(len(self._sums) - 2, device=self._sums.device).copy_(self._sums[:-2])
         mean.mul_(2.0**-FRACTION_BITS).div_(self._batch_size)
         mean.masked_fill_(self._sums[-2] > 0, torch.nan)
         _spread(mean[:-1], _gradients(self._parameters))
-        stop_wish.copy_(self._sums[-1])
+        stop_flag.copy_(self._sums[-1])
         return mean[-1]
 
 
@@ -114,7 +114,7 @@ REDUCTIONS: dict[str, type[Flat] | type[Exact]] = {"flat": Flat, "exact": Exact}
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradient of each; zeros where a worker's share is empty or has not used it."""
+    """Return the gradients; zeros where a worker's share is empty or did not use a parameter."""
     gradients = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -124,5 +124,6 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def _spread(flat: Tensor, tensors: list[Tensor]) -> None:
+    """Copy the values of a flat tensor into `tensors`, in order."""
     parts = torch.split(flat, [t.numel() for t in tensors])
     torch._foreach_copy_(tensors, [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])

@@ -1,4 +1,4 @@
-"""Where a run begins: at its own newest whole snapshot, or at a fresh network."""
+"""Choose where a run begins: at its newest complete snapshot, or with a new network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpm_core.console import say, warn
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.models.unet import UNet, UNetConfig
-from ddpm_core.runtime import compiling
+from ddpm_core.runtime.device import compiler_hint
 from ddpm_core.runtime.distributed import World
 from ddpm_core.storage import Unreachable
 from ddpm_core.storage.workspace import RUN, SNAPSHOTS, Workspace, snapshot_key
@@ -24,20 +24,20 @@ from ddpm_core.training.optim import Execution
 from ddpm_core.training.snapshot import SnapshotContents
 from ddpm_core.training.state import TrainState, from_contents
 from ddpm_core.training.superseded import (
-    Others,
+    OtherRun,
     discard,
-    find_others,
+    find_other_run,
     find_superseded,
     set_aside,
     take_back,
 )
 
-MOST_CAPTIONS = 1000  # kept with a checkpoint, for sampling without the data
+MAX_CAPTIONS = 1000  # saved with a checkpoint, for sampling without the data
 
 
 @dataclass(frozen=True)
 class Policy:
-    """`strict` refuses to set another run's snapshots aside; `from_step` picks where to go on."""
+    """`strict` refuses to move another run away; `from_step` is the snapshot to resume from."""
 
     strict: bool = False
     from_step: int | None = None
@@ -45,14 +45,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins, the same on every worker."""
+    """Where a run begins; the same on every worker except `others`."""
 
-    settings: dict[str, Any]  # go with every snapshot, as config.json
-    state: TrainState | None  # None: all steps are done
-    step: int  # of the snapshot that it resumes from; 0: none
-    source: str  # of its weights, for messages; "": drawn from the seed
-    replaces: bool  # whether the workspace still holds a run with different settings
-    others: Others | None  # that run, on the first worker
+    settings: dict[str, Any]  # written to every snapshot as config.json
+    state: TrainState | None  # None: training is done
+    step: int  # of the snapshot to resume from; 0: none
+    source: str  # of the weights, for messages; "": drawn from the seed
+    replaces: bool  # the workspace still contains a run with different settings
+    others: OtherRun | None  # that run, on rank 0
 
 
 def start(
@@ -60,10 +60,10 @@ def start(
 ) -> Start:
     """Choose where to begin, and load or draw the weights.
 
-    A run with different settings stays where it is, unless the workspace also has one with these
-    settings, in superseded/, to take its place.
+    A run with different settings stays in the workspace for now, unless superseded/ contains one
+    with these settings to replace it.
     """
-    settings = settings_of(config, data)
+    settings = checkpoint_settings(config, data)
     at, others, contents = 0, None, None
     if world.rank == 0:
         others = settle(workspace, settings["identity"], policy)
@@ -76,31 +76,31 @@ def start(
     contents = snapshot.read(workspace.path(snapshot_key(at))) if at else None
     earlier = contents.documents[snapshot.STATE]["execution"] if contents else None
     execution = Execution.choose(config.train, world.device, earlier)
-    if world.rank == 0 and (lack := compiling.lacks(world.device, config.train.compile)):
-        warn(lack)
+    if world.rank == 0 and (hint := compiler_hint(world.device, config.train.compile)):
+        warn(hint)
     source = f"train.init {config.train.init}" if config.train.init else ""
     if contents is None:
-        model, told = fresh_network(config, data)
-        if told and world.rank == 0:
-            say(told)
+        model, note = fresh_network(config, data)
+        if note and world.rank == 0:
+            say(note)
     else:
-        model = continued_network(config, data, contents)
-    settings["network"] = asdict(model.config)  # that of an earlier version, or of train.init
+        model = resumed_network(config, data, contents)
+    settings["network"] = asdict(model.config)  # with details of the snapshot or of train.init
     state = TrainState.create(config, world, execution, model)
     if contents is not None:
         source = f"the snapshot of step {at}"
-        fit(state, contents, f"The snapshot of step {at}")
-        say(f"train: going on from step {at} of {config.train.steps}.")
+        restore(state, contents, f"The snapshot of step {at}")
+        say(f"train: resuming from step {at} of {config.train.steps}.")
     return Start(settings, state, at, source, replaces, others)
 
 
-def settle(workspace: Workspace, wanted: dict[str, Any], policy: Policy) -> Others | None:
-    """Make the run with these settings, if there is one, that of the workspace.
+def settle(workspace: Workspace, wanted: dict[str, Any], policy: Policy) -> OtherRun | None:
+    """Bring the run with the wanted settings into the workspace, if it exists.
 
-    Returns the run with different settings that is in its place; None: the workspace is this
-    run's. Raises UserError where `policy` forbids to move that run away.
+    Returns the run with different settings that the workspace still contains; None if there is
+    none. Raises UserError if `policy` forbids moving that run away.
     """
-    others = find_others(workspace, wanted)
+    others = find_other_run(workspace, wanted)
     if others and (policy.strict or policy.from_step is not None):
         given = "--resume=strict" if policy.strict else f"--from-step {policy.from_step}"
         raise UserError(
@@ -114,16 +114,16 @@ def settle(workspace: Workspace, wanted: dict[str, Any], policy: Policy) -> Othe
     return None
 
 
-def _has_snapshots(workspace: Workspace, wanted: dict[str, Any], others: Others) -> bool:
-    """Whether a run with the wanted settings has proved already that it can run."""
+def _has_snapshots(workspace: Workspace, wanted: dict[str, Any], others: OtherRun) -> bool:
+    """Return whether a run with the wanted settings has snapshots, which proves that it can run."""
     if set(workspace.steps(SNAPSHOTS)) - set(others.steps):
         return True
     place = find_superseded(workspace, wanted)
     return place is not None and bool(workspace.storage.names(f"{place}/{SNAPSHOTS}"))
 
 
-def replace(workspace: Workspace, others: Others | None, wanted: dict[str, Any]) -> None:
-    """Move a run with different settings away, and make the workspace that of the wanted run."""
+def replace(workspace: Workspace, others: OtherRun | None, wanted: dict[str, Any]) -> None:
+    """Move a run with different settings away, and give the workspace to the wanted run."""
     if others:
         set_aside(workspace, others)
     if place := find_superseded(workspace, wanted):
@@ -132,31 +132,32 @@ def replace(workspace: Workspace, others: Others | None, wanted: dict[str, Any])
         workspace.write_json(RUN, {**run, "identity": wanted})
 
 
-def continued_network(config: Config, data: PackedDataset, contents: SnapshotContents) -> UNet:
+def resumed_network(config: Config, data: PackedDataset, contents: SnapshotContents) -> UNet:
     """Return the network of a snapshot, without its weights. Raises Corrupt.
 
-    What the settings leave open is as it was when the run began, maybe with an earlier version.
+    Details that no setting names stay as they were when the run began, maybe with an earlier
+    version of ddpm.
     """
     try:
         there = UNetConfig.from_dict(contents.documents[SETTINGS]["network"])
         return UNet(network_config(config, data).with_details(there))
     except (TypeError, ValueError) as error:
-        raise Corrupt(f"The network in the {SETTINGS} of a snapshot is damaged: {error}") from error
+        raise Corrupt(f"The network in {SETTINGS} of a snapshot is invalid: {error}") from error
 
 
-def fit(state: TrainState, contents: SnapshotContents, name: str) -> None:
-    """Set the state to what a snapshot holds. Raises Corrupt where that is another's."""
+def restore(state: TrainState, contents: SnapshotContents, name: str) -> None:
+    """Restore the state from a snapshot. Raises Corrupt if they do not match."""
     try:
         from_contents(state, contents)
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise Corrupt(f"{name} does not fit its settings: {error!r:.300}.") from error
+        raise Corrupt(f"{name} does not match its settings: {error!r:.300}.") from error
 
 
-def settings_of(config: Config, data: PackedDataset) -> dict[str, Any]:
-    """What a checkpoint must know so that nobody needs the params file to use it."""
+def checkpoint_settings(config: Config, data: PackedDataset) -> dict[str, Any]:
+    """Return config.json of a checkpoint: all that is needed to use it without a params file."""
     captions: list[tuple[str, int]] = []
     if config.model.conditioning == "text":
-        captions = caption_counts(data)[:MOST_CAPTIONS]
+        captions = caption_counts(data)[:MAX_CAPTIONS]
     return {
         "ddpm": __version__,
         "params": config.record(),
@@ -177,7 +178,7 @@ def settings_of(config: Config, data: PackedDataset) -> dict[str, Any]:
 
 
 def caption_counts(data: PackedDataset) -> list[tuple[str, int]]:
-    """Captions with how often they occur, the most frequent first."""
+    """Return captions and how often they occur, the most frequent first."""
     counts: dict[str, int] = {}
     if data.captions is not None:
         for row in data.captions:
@@ -187,33 +188,36 @@ def caption_counts(data: PackedDataset) -> list[tuple[str, int]]:
 
 
 def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
-    """The step to go on from, 0 for a fresh start; later snapshots are moved to superseded/."""
+    """Return the step to resume from, 0 to start; moves unusable snapshots to superseded/.
+
+    Raises UserError if `policy` names a step that has no complete snapshot.
+    """
     picked = policy.from_step
     there = workspace.steps(SNAPSHOTS)
     if picked is not None and picked not in there:
         listed = ", ".join(map(str, there)) or "none"
-        raise UserError(f"--from-step {picked}: there is no such snapshot (there: {listed}).")
+        raise UserError(f"--from-step {picked}: there is no such snapshot. Snapshots: {listed}.")
     limit = config.train.steps if picked is None else picked
-    at, skipped = snapshot.newest_whole(workspace, limit, config.train.steps)
+    at, skipped = snapshot.newest_complete(workspace, limit, config.train.steps)
     for reason in skipped.values():
         warn(f"A snapshot was skipped: {reason}")
     if picked is not None and at != picked:
         raise UserError(
-            f"--from-step {picked}: that snapshot is damaged, or a milestone kept as weights "
-            "alone, from which training can't go on."
+            f"--from-step {picked}: this snapshot is damaged, or it is an old milestone, which has "
+            "no optimizer state to resume from. Use another step."
         )
     late = {step for step in there if step > limit} | set(damaged(workspace, there, at or 0))
     late |= skipped.keys()
     if late:
         place = discard(workspace, sorted(late))
-        say(f"Snapshots that don't belong to what follows were moved to {place}: {sorted(late)}")
+        say(f"Snapshots that are damaged or too late were moved to {place}: {sorted(late)}")
     if not at and (kept := sorted(set(there) - late)):
-        warn(f"The snapshots here, {kept}, are weights alone: training starts from step 0 again.")
+        warn(f"The snapshots of steps {kept} have no optimizer state. Training starts from step 0.")
     return at or 0
 
 
 def damaged(workspace: Workspace, steps: list[int], after: int) -> list[int]:
-    """The steps beyond `after` whose files are not whole."""
+    """Return the steps beyond `after` whose files are damaged or missing."""
     broken = []
     for step in steps:
         if step > after:

@@ -1,23 +1,26 @@
-"""Snapshots: what they are called, how they are written, found whole and read.
+"""Snapshots on disk: write them in the background, read them, and prune old ones.
 
-This file knows tensors and plain data; what they mean is the trainer's.
+This module handles tensors by name and plain data; state.py knows what they mean.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from queue import SimpleQueue
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 
 from ddpm_core.checkpoint import SETTINGS, Settings
+from ddpm_core.config import Train
 from ddpm_core.console import warn
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.storage import Unreachable, verify
+from ddpm_core.storage import MANIFEST, Unreachable, verify
 from ddpm_core.storage.files import (
     Count,
     Schema,
@@ -26,6 +29,7 @@ from ddpm_core.storage.files import (
     save_tensors,
     validated,
 )
+from ddpm_core.storage.manifest import Manifest
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, snapshot_key
 
 OPTIMIZER = "optimizer.safetensors"
@@ -35,14 +39,14 @@ STATE = "state.json"
 Tensors = Mapping[str, torch.Tensor]
 
 
-class Chosen(Schema):
-    """Fields of execution.Execution."""
+class SavedExecution(Schema):
+    """Fields of optim.Execution."""
 
     precision: Literal["fp32", "bf16", "fp16"]
     compile: bool
 
 
-class Sums(Schema):
+class SavedTotals(Schema):
     """Fields of state.Totals."""
 
     loss: float
@@ -53,29 +57,29 @@ class Sums(Schema):
 
 
 class State(Schema):
-    """All of state.json that is used."""
+    """The fields of state.json that are read."""
 
     step: Count
-    execution: Chosen
+    execution: SavedExecution
     scaler: dict[str, int | float]
-    totals: Sums
+    totals: SavedTotals
     history: list[float]
 
 
 @dataclass(frozen=True)
 class SnapshotContents:
-    """All of a snapshot, on the host: tensors by file, plain data by file, other files."""
+    """Everything in a snapshot, on the host, by file name."""
 
     tensors: Mapping[str, Tensors]
     documents: Mapping[str, Mapping[str, Any]]
     files: Mapping[str, bytes]
 
 
-Draw = Callable[[SnapshotContents], Mapping[str, bytes]]
+Draw = Callable[[SnapshotContents], Mapping[str, bytes]]  # returns files, by name
 
 
 def write(workspace: Workspace, step: int, contents: SnapshotContents) -> None:
-    """Write a snapshot; it is there whole, or not at all. Raises OSError."""
+    """Write a snapshot in full, or not at all. Raises OSError."""
     with workspace.storage.new_folder(snapshot_key(step), {"step": step}) as folder:
         for name, tensors in contents.tensors.items():
             save_tensors(tensors, folder / name)
@@ -86,11 +90,13 @@ def write(workspace: Workspace, step: int, contents: SnapshotContents) -> None:
     workspace.storage.forget(snapshot_key(step))
 
 
-def newest_whole(workspace: Workspace, limit: int, end: int) -> tuple[int | None, dict[int, str]]:
+def newest_complete(
+    workspace: Workspace, limit: int, end: int
+) -> tuple[int | None, dict[int, str]]:
     """Return the newest step up to `limit` to resume from, and why each newer one was skipped.
 
-    At `end` nothing is left to train, so a snapshot of weights alone will do. Each candidate is
-    read in full: its checksums hold for values that are not finite, too.
+    At step `end` training is done, so there a snapshot without its optimizer is enough. Each
+    candidate is read in full, since matching checksums do not rule out values that are not finite.
     """
     skipped: dict[int, str] = {}
     for step in reversed(workspace.steps(SNAPSHOTS)):
@@ -109,7 +115,7 @@ def newest_whole(workspace: Workspace, limit: int, end: int) -> tuple[int | None
 
 
 def read(folder: Path) -> SnapshotContents:
-    """The tensors and plain data of a snapshot: the files that were written, and no others.
+    """Read the tensors and plain data of a snapshot, and only files in its manifest.
 
     Raises Corrupt.
     """
@@ -117,26 +123,32 @@ def read(folder: Path) -> SnapshotContents:
     tensors = {n: read_tensors(folder / n) for n in files if n.endswith(".safetensors")}
     documents = {}
     for name, schema in ((STATE, State), (SETTINGS, Settings)):
-        told = f"{folder.name}/{name}"
+        label = f"{folder.name}/{name}"
         if name not in files:
-            raise Corrupt(f"{folder.name} has no {name} among the files that were written.")
-        documents[name] = validated(read_object(folder / name, told), schema, told)
+            raise Corrupt(f"{label} is missing from the snapshot's manifest.")
+        documents[name] = validated(read_object(folder / name, label), schema, label)
     return SnapshotContents(tensors, documents, {})
 
 
-def _drawn(step: int, contents: SnapshotContents, draw: Draw) -> Mapping[str, bytes]:
-    """What `draw` makes; nothing, and a warning, where it fails: a snapshot is worth more."""
-    try:
-        return draw(contents)
-    except Exception as error:
-        warn(f"The snapshot of step {step} has no images; they could not be drawn: {error}")
-        return {}
+# Writing in the background
+
+
+@dataclass
+class _Job:
+    """A snapshot to write, and what became of it."""
+
+    step: int
+    contents: SnapshotContents
+    draw: Draw | None
+    finished: threading.Event = field(default_factory=threading.Event)
+    written: bool = False
+    error: BaseException | None = None
 
 
 class Writer:
-    """The one background thread that writes snapshots; a second waits for the first.
+    """Writes snapshots in one background thread; a second snapshot waits for the first.
 
-    One failure is a warning, since the next snapshot may fit again; two in a row are the end.
+    One failure is a warning, since the next snapshot may fit again. A second one in a row raises.
     """
 
     def __init__(
@@ -146,47 +158,83 @@ class Writer:
         written: Callable[[int], None],
         newest: int | None,
     ) -> None:
-        """`may_write` is called before each snapshot, and raises where it must not be written;
-        `written` after it, with its step. `newest` is the one there is."""
+        """Start the thread.
+
+        Calls `may_write` before each snapshot, which raises if it must not be written, and
+        `written` after it, with its step. `newest` is the step of the newest snapshot on disk.
+        """
         self._workspace = workspace
         self._may_write = may_write
         self._written = written
-        self._pool = ThreadPoolExecutor(1, "snapshot")
-        self._pending: tuple[int, Future[None]] | None = None
-        self._failed: str | None = None
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._pending: _Job | None = None
+        self._failed = False  # whether the last snapshot could not be written
         self.newest = newest
+        # Starting a thread needs memory, so start it here, before training takes the most.
+        self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
+        self._thread.start()
 
     def submit(self, step: int, contents: SnapshotContents, draw: Draw | None = None) -> None:
-        """Start writing, with the files that `draw` makes of the contents, in the background.
+        """Start writing a snapshot, with the files that `draw` makes from its contents.
 
         Raises UserError if the last two could not be written.
         """
         self.wait(final=False)
-        self._pending = step, self._pool.submit(self._write, step, contents, draw)
+        self._pending = _Job(step, contents, draw)
+        self._jobs.put(self._pending)
 
     def wait(self, final: bool = True) -> None:
-        """Until all is on disk. Raises UserError where a final, or a second, snapshot failed."""
-        if self._pending is None:
+        """Wait until every snapshot is on disk.
+
+        Raises UserError if the snapshot could not be written and is the final one or the second
+        such in a row, or if the thread died; and any other error than OSError that the thread met.
+        """
+        job, self._pending = self._pending, None
+        if job is None:
             return
-        step, future = self._pending
-        self._pending = None
-        try:
-            future.result()
-        except OSError as error:
-            whole = f"that of step {self.newest} is whole" if self.newest else "none is written yet"
-            message = f"Cannot write the snapshot of step {step}: {error}; {whole}."
-            if final or self._failed:
-                away = isinstance(error, Unreachable)
-                mend = "Run" if away else "Make room or mend the disk, then run"
-                raise UserError(f"{message} {mend} the same command again.") from error
-            self._failed = message
-            warn(f"{message} Training goes on and tries the next one.")
+        # A thread that dies outside of its `try`, such as for lack of memory, sets no event.
+        while not job.finished.wait(timeout=1.0) and self._thread.is_alive():
+            pass
+        if job.written:
+            self._failed = False
+            self.newest = job.step
+        elif isinstance(job.error, OSError):
+            self._report(job.step, job.error, final)
+            self._failed = True
+        elif job.error:
+            raise job.error
         else:
-            self._failed = None
-            self.newest = step
+            raise UserError(
+                f"Cannot write the snapshot of step {job.step}: the thread that writes it died, "
+                "most likely because memory ran out. Run the same command again."
+            )
 
     def close(self) -> None:
-        self._pool.shutdown()
+        """Write what is pending, and end the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _report(self, step: int, error: OSError, final: bool) -> None:
+        """Warn about a snapshot that could not be written; raise if training should not go on."""
+        if self.newest:
+            complete = f"the newest complete snapshot is that of step {self.newest}"
+        else:
+            complete = "there is no complete snapshot yet"
+        message = f"Cannot write the snapshot of step {step}: {error}; {complete}."
+        if final or self._failed:
+            remedy = "Run" if isinstance(error, Unreachable) else "Free or repair the disk and run"
+            raise UserError(f"{message} {remedy} the same command again.") from error
+        warn(f"{message} Training continues and tries the next one.")
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._write(job.step, job.contents, job.draw)
+                job.written = True
+            except BaseException as error:
+                job.error = error
+            finally:
+                job.finished.set()
 
     def _write(self, step: int, contents: SnapshotContents, draw: Draw | None) -> None:
         if draw:
@@ -194,3 +242,81 @@ class Writer:
         self._may_write()
         write(self._workspace, step, contents)
         self._written(step)
+
+
+def _drawn(step: int, contents: SnapshotContents, draw: Draw) -> Mapping[str, bytes]:
+    """Return what `draw` makes; if it fails, warn and return nothing, so the snapshot is kept."""
+    try:
+        return draw(contents)
+    except Exception as error:
+        warn(f"Cannot draw the images of the snapshot of step {step}: {error}")
+        return {}
+
+
+# Pruning
+
+
+class SavedTrain(Schema):
+    """The field of `train` in a snapshot's settings that pruning reads."""
+
+    milestone_every: Annotated[int, Field(ge=1)]
+
+
+class SavedParams(Schema):
+    """The section of a snapshot's params that pruning reads."""
+
+    train: SavedTrain
+
+
+class SavedSettings(Schema):
+    """The part of config.json that pruning reads."""
+
+    params: SavedParams
+
+
+def prunable(steps: Iterable[int], train: Train) -> tuple[list[int], list[int]]:
+    """Return the steps to remove, and the milestones to reduce to their weights.
+
+    The newest `train.keep` snapshots stay as they are; of older ones only milestones stay.
+    """
+    older = sorted(steps)[: -train.keep]
+    milestones = [step for step in older if train.is_milestone(step)]
+    return [step for step in older if step not in milestones], milestones
+
+
+def prune(workspace: Workspace, train: Train) -> None:
+    """Delete what `prunable` names. A failed deletion is a warning.
+
+    Milestones of an earlier `train.milestone_every` stay: changing the setting deletes nothing.
+    """
+    remove, reduce = prunable(workspace.steps(SNAPSHOTS), train)
+    for step in sorted([*remove, *reduce]):
+        try:
+            if step in reduce or _was_milestone(workspace, step):
+                _remove_optimizer(workspace, step)
+            else:
+                workspace.storage.remove(snapshot_key(step))
+        except OSError as error:
+            warn(f"Cannot prune the snapshot of step {step}: {error.strerror}.")
+
+
+def _was_milestone(workspace: Workspace, step: int) -> bool:
+    """Return whether a snapshot was a milestone by its own settings, or was reduced to weights."""
+    key = snapshot_key(step)
+    files = workspace.read_json(f"{key}/{MANIFEST}", Manifest).get("files", {OPTIMIZER: None})
+    saved = workspace.read_json(f"{key}/{SETTINGS}", SavedSettings)
+    milestone = bool(saved) and step % saved["params"]["train"]["milestone_every"] == 0
+    return milestone or OPTIMIZER not in files
+
+
+def _remove_optimizer(workspace: Workspace, step: int) -> None:
+    """Remove the optimizer from a snapshot.
+
+    The manifest is rewritten first: if the process dies in between, the snapshot is still complete.
+    """
+    key = snapshot_key(step)
+    manifest = workspace.read_json(f"{key}/{MANIFEST}")
+    if OPTIMIZER in manifest.get("files", {}):
+        del manifest["files"][OPTIMIZER]
+        workspace.write_json(f"{key}/{MANIFEST}", manifest)
+    workspace.storage.remove(f"{key}/{OPTIMIZER}")

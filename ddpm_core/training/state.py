@@ -1,4 +1,4 @@
-"""Everything that training changes: all that a snapshot must hold, to and from its files."""
+"""Everything that training changes, and its conversion to and from a snapshot."""
 
 from __future__ import annotations
 
@@ -10,56 +10,53 @@ from torch import Tensor, nn
 
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
 from ddpm_core.config import Config
-from ddpm_core.diffusion.noise_levels import (
-    NoiseLevels,
-    NoiseLevelSettings,
-    make_noise_levels,
-)
+from ddpm_core.diffusion.noise_levels import NoiseLevels, NoiseLevelSettings, make_noise_levels
 from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.models.execution import prepare_model
 from ddpm_core.models.unet import UNet
 from ddpm_core.runtime.adam import Adam
 from ddpm_core.runtime.distributed import World
-from ddpm_core.training.ema import Ema
-from ddpm_core.training.optim import Execution, make_optimizer
+from ddpm_core.training.optim import Ema, Execution, make_optimizer
 from ddpm_core.training.snapshot import NOISE_LEVELS, OPTIMIZER, STATE, SnapshotContents
 from ddpm_core.training.throughput import Stopwatch
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """float64 where a device has it; MPS, for one, has not."""
+    """Return float64 if the device supports it, else float32 (on MPS)."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
 @dataclass
 class Totals:
-    """Sums since the last logged row, on the device, as wide as it has numbers."""
+    """Sums since the last row of the log, on the device."""
 
     loss: Tensor
     grad_norm: Tensor
     clipped: Tensor
-    skipped: Tensor  # steps that fp16's loss scale made too large: they change nothing
+    skipped: Tensor  # steps whose gradients overflowed fp16; they do not change the weights
     steps: int = 0
 
     @classmethod
     def zero(cls, device: torch.device) -> Totals:
+        """Return totals of no step, in the widest dtype of the device."""
         loss, grad_norm, clipped, skipped = torch.zeros(4, dtype=widest(device), device=device)
         return cls(loss, grad_norm, clipped, skipped)
 
     def values(self) -> dict[str, float]:
+        """Read the sums from the device."""
         names = ("loss", "grad_norm", "clipped", "skipped")
         return {name: float(getattr(self, name)) for name in names}
 
 
 @dataclass
 class TrainState:
-    """The network, its averages, the optimizer, and how far they are."""
+    """The network, its averages, the optimizer, and the step they have reached."""
 
     config: Config
     world: World
     execution: Execution
     model: UNet
-    parameters: list[nn.Parameter]  # the model's: to find them anew takes a step's time on a CPU
+    parameters: list[nn.Parameter]  # listing them in each step is slow on a CPU
     noise_levels: NoiseLevels
     alphas_bar: Tensor
     optimizer: Adam
@@ -68,13 +65,13 @@ class TrainState:
     totals: Totals
     bad_step: Tensor  # the first step whose loss was not finite; 0: none
     step: int = 0
-    history: list[float] = field(default_factory=list)  # the losses of the last rows
-    forward: Any = None
+    history: list[float] = field(default_factory=list)  # losses of the last 100 rows of the log
+    forward: Any = None  # the model, compiled or not
     watch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
 
     @classmethod
     def create(cls, config: Config, world: World, execution: Execution, model: UNet) -> TrainState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         device = world.device
         model = prepare_model(model, device, execution.precision, training=True).train()
         schedule = make_schedule(config.diffusion.schedule, config.diffusion.timesteps)
@@ -102,7 +99,7 @@ class TrainState:
 
 
 def to_contents(state: TrainState, settings: dict[str, Any]) -> SnapshotContents:
-    """A copy of the state on the host, as a snapshot keeps it."""
+    """Copy the state to the host, in the form of a snapshot with these settings."""
     names = {id(p): name for name, p in state.model.named_parameters()}
     optimizer = {
         f"{key}/{names[id(parameter)]}": value
@@ -126,7 +123,7 @@ def to_contents(state: TrainState, settings: dict[str, Any]) -> SnapshotContents
 
 
 def from_contents(state: TrainState, contents: SnapshotContents) -> None:
-    """Set the state to what a snapshot holds."""
+    """Restore the state from a snapshot. Raises LookupError, TypeError or ValueError."""
     document = contents.documents[STATE]
     state.model.load_state_dict(dict(contents.tensors[WEIGHTS]))
     _load_optimizer(state, contents.tensors[OPTIMIZER])
@@ -150,7 +147,7 @@ def _load_optimizer(state: TrainState, tensors: Any) -> None:
         by_parameter.setdefault(parameter, {})[key] = tensor
     parameters = dict(state.model.named_parameters())
     if by_parameter.keys() != parameters.keys():
-        raise ValueError("the optimizer's state is of other parameters")
+        raise ValueError("the optimizer state does not match the parameters of the network")
     for name, parameter in parameters.items():
         state.optimizer.restore(parameter, by_parameter[name])
 

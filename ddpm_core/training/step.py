@@ -1,59 +1,95 @@
-"""One optimizer step on the global batch.
+"""One training step: read a batch, compute the loss, reduce the gradients, update the weights.
 
-Nothing here reads a value back from the device or writes a file, so that a GPU never waits. Every
-random number is keyed by the step and the sample's place in the global batch: how the batch is cut
-over workers and microbatches changes rounding, nothing else.
+Nothing here reads a value back from the device or writes a file, so a GPU never waits. Every random
+number is keyed by the step and by the sample's place in the global batch. So the number of workers
+and of microbatches changes rounding only.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpm_core import rng
 from ddpm_core.config import Config
+from ddpm_core.data.dataset import PackedDataset
+from ddpm_core.data.order import batch_indices
 from ddpm_core.diffusion.losses import LOSSES
 from ddpm_core.diffusion.noise_levels import Statistics
 from ddpm_core.diffusion.process import q_sample, target
 from ddpm_core.rng import Purpose
+from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling.images import to_model
-from ddpm_core.training.batches import Batch
 from ddpm_core.training.optim import learning_rate
 from ddpm_core.training.reduction import REDUCTIONS
 from ddpm_core.training.state import TrainState
 
 
-def step(state: TrainState, batch: Batch, stop_wish: Tensor) -> None:
-    """One optimizer step on the global batch; `stop_wish` is summed over all workers on the way."""
+@dataclass(frozen=True)
+class Batch:
+    """A worker's share of the global batch, on its device."""
+
+    pixels: Tensor  # uint8 (b, H, W, C)
+    condition: Tensor | None  # classes, int64 (b,), or captions, uint8 (b, 64)
+    index: Tensor  # int64 (b,): places in the global batch, which key every random number
+
+
+def next_batch(config: Config, data: PackedDataset, world: World, step: int) -> Batch:
+    """Return this worker's share of the batch that follows step number `step`."""
+    size, device = config.train.batch_size, world.device
+    share = world.share(size)
+    everyone = batch_indices(config.seed, len(data), step, size)
+    mine = everyone[share.start : share.stop]
+    condition = None
+    if config.model.conditioning == "class":
+        condition = _to_device(data.labels[mine], device)
+    elif config.model.conditioning == "text" and data.captions is not None:
+        condition = _to_device(data.captions[mine], device)
+    pixels = _to_device(data.take(mine), device)
+    return Batch(pixels, condition, torch.arange(share.start, share.stop, device=device))
+
+
+def _to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to the device; a GPU copies from pinned memory while it still computes."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def step(state: TrainState, batch: Batch, stop_flag: Tensor) -> None:
+    """Take one optimizer step on the global batch; sums `stop_flag` over all workers in place."""
     state.step += 1
     state.optimizer.zero_grad(set_to_none=True)
     train = state.config.train
     reduction = REDUCTIONS[train.reduction](
         state.parameters, state.world, train.microbatches, train.batch_size
     )
-    # A tensor: to a compiled network a number is a constant, and another one compiles it anew.
+    # As a Python number the step would be a constant to torch.compile, which would recompile.
     at = torch.full((), state.step, dtype=torch.int64, device=state.world.device)
-    errors = torch.zeros(train.batch_size, device=state.world.device)  # of each of all samples
+    errors = torch.zeros(train.batch_size, device=state.world.device)  # one per sample
     for rows in reduction.cut(len(batch.index)):
         loss = _loss(state, batch, rows, at, errors)
         reduction.add(loss, state.scaler.scale(loss))
     state.watch.mark("compute")
-    loss = reduction.finish(stop_wish)
+    loss = reduction.finish(stop_flag)
     if state.noise_levels.adaptive:
-        _learn(state, errors, at)
+        _update_noise_levels(state, errors, at)
     state.watch.mark("reduce")
-    _update(state, loss)
+    _update_weights(state, loss)
     for ema in state.emas:
         ema.update(state.step)
     state.watch.mark("optimizer")
 
 
 def _loss(state: TrainState, batch: Batch, rows: Tensor, at: Tensor, errors: Tensor) -> Tensor:
-    """The share of some rows of the batch in the global mean loss of step `at`.
+    """Return the part of the global mean loss of step `at` that some rows of the batch contribute.
 
-    Adaptive noise levels find the rows' errors, without their weights, in `errors`, float32 (B,).
+    For adaptive noise levels, writes the unweighted loss of each row to `errors`, float32 (B,).
     """
     config, index = state.config, batch.index[rows]
     x0 = _flipped(config, to_model(batch.pixels[rows]), index, at)
@@ -75,19 +111,22 @@ def _loss(state: TrainState, batch: Batch, rows: Tensor, at: Tensor, errors: Ten
     return (state.noise_levels.weight(t) * error).sum() / config.train.batch_size
 
 
-def _learn(state: TrainState, errors: Tensor, at: Tensor) -> None:
-    """Tell the noise levels what step `at` learned; the same on every worker."""
-    state.world.all_reduce_(errors)  # each sample is one worker's, and zero with the others
+def _update_noise_levels(state: TrainState, errors: Tensor, at: Tensor) -> None:
+    """Pass the losses of step `at` to the noise levels, the same on every worker."""
+    # Each worker has set its own samples and left those of the others at zero.
+    state.world.all_reduce_(errors)
     everyone = torch.arange(len(errors), device=errors.device)
     t = state.noise_levels.draw(_uniform(state.config, Purpose.TIMESTEP, everyone, at))
     state.noise_levels.update(Statistics(t, errors))
 
 
 def _uniform(config: Config, purpose: Purpose, index: Tensor, step: Tensor) -> Tensor:
+    """Draw a uniform number in [0, 1) for each sample: (b,)."""
     return rng.uniform(rng.key(purpose, config.seed), index, (), step)
 
 
 def _flipped(config: Config, x0: Tensor, index: Tensor, step: Tensor) -> Tensor:
+    """Mirror half of the images, drawn at random, if `train.flip` is on."""
     if not config.train.flip:
         return x0
     chosen = _uniform(config, Purpose.FLIP, index, step) < 0.5
@@ -95,7 +134,7 @@ def _flipped(config: Config, x0: Tensor, index: Tensor, step: Tensor) -> Tensor:
 
 
 def _dropout(config: Config, index: Tensor, step: Tensor) -> Any:
-    """Dropout of the network's layers, keyed by layer, step and place in the global batch."""
+    """Return the network's dropout function; its masks are keyed by layer, step and sample."""
     rate = config.model.dropout
     if rate == 0.0:
         return None
@@ -107,20 +146,21 @@ def _dropout(config: Config, index: Tensor, step: Tensor) -> Any:
     return apply
 
 
-def _update(state: TrainState, loss: Tensor) -> None:
-    """Clip, and step the optimizer, at the rate of this step."""
+def _update_weights(state: TrainState, loss: Tensor) -> None:
+    """Clip the gradients, take the optimizer step, and add to the totals of the log row."""
     train = state.config.train
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(train.optimizer, state.step, train.steps)
     state.scaler.unscale_(state.optimizer)
     limit = train.optimizer.clip or float("inf")
     norm = torch.nn.utils.clip_grad_norm_(state.parameters, limit)
+    # fp16 may overflow in the gradients: the scaler then skips the step and lowers its scale.
     finite = loss.isfinite() & (norm.isfinite() | state.scaler.is_enabled())
     state.bad_step += torch.where((state.bad_step == 0) & ~finite, state.step, 0)
     state.scaler.step(state.optimizer)
     state.scaler.update()
     totals = state.totals
-    # The sums end before the first step that is not finite, so that its row can still be written.
+    # The sums stop at the first step that is not finite, so that the row before it can be logged.
     counted, fits = state.bad_step == 0, norm.isfinite()
     totals.loss += torch.where(counted, loss, 0.0)
     totals.grad_norm += torch.where(counted & fits, norm, 0.0)

@@ -1,13 +1,12 @@
-"""Runs with other settings than the present ones: moved to superseded/, and taken back.
+"""Move a run with different settings to superseded/, and take it back later.
 
-A run lies in superseded/NNN with its snapshots, its log, and its run.json, which says what run it
-is. A folder there without run.json holds single snapshots that were discarded: it is never taken
-back.
+superseded/NNN contains a run's snapshots, its log, and its run.json, which holds its settings. A
+folder without run.json contains single snapshots that were discarded; it is never taken back.
 
-Both ways can be cut short at any moment. run.json is written to superseded/NNN before anything is
-moved there and removed last of all; in the workspace itself it names the owner of the log. So the
-next start finds both halves of a run: one with the same settings joins them, and one with other
-settings moves the rest to the same folder.
+A move may be interrupted at any moment. To superseded/NNN, run.json is written before anything is
+moved, and from there it is removed last; in the workspace, run.json names the owner of the log. So
+the next start finds both parts of a run. If its settings are those of the run, it joins the parts;
+if not, it moves the rest to the same folder.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from ddpm_core.storage.workspace import (
     snapshot_key,
     step_name,
 )
-from ddpm_core.training.freshness import Identified
-from ddpm_core.training.identity import differences
+from ddpm_core.training.identity import Identified, differences
 
 
 @dataclass(frozen=True)
-class Others:
-    """What a workspace holds of a run with other settings or data."""
+class OtherRun:
+    """A run in the workspace with different settings or data."""
 
-    identity: dict[str, Any]  # the settings of that run
-    steps: list[int]  # its snapshots
-    fields: list[str]  # what differs
+    identity: dict[str, Any]  # its settings
+    steps: list[int]  # of its snapshots
+    fields: list[str]  # how its settings differ, one line each
 
     def listed(self) -> str:
+        """Return the differences as indented lines."""
         return "\n".join(f"  {field}" for field in self.fields)
 
 
-def find_others(workspace: Workspace, wanted: dict[str, Any]) -> Others | None:
-    """Return what was made with other settings than `wanted`, an identity; None: nothing.
+def find_other_run(workspace: Workspace, wanted: dict[str, Any]) -> OtherRun | None:
+    """Return the run in the workspace whose identity is not `wanted`; None if there is none.
 
-    A run that ended before its first snapshot has left a log; run.json says of which settings.
+    A run that ended before its first snapshot has only a log, and its settings in run.json.
     """
     found: dict[int, tuple[dict[str, Any], list[str]]] = {}
     for at in workspace.steps(SNAPSHOTS):
@@ -54,16 +53,16 @@ def find_others(workspace: Workspace, wanted: dict[str, Any]) -> Others | None:
             found[at] = theirs, fields
     if found:
         theirs, fields = found[max(found)]
-        return Others(theirs, list(found), fields)
+        return OtherRun(theirs, list(found), fields)
     begun = _identity(workspace, RUN)
     if begun is not None and workspace.storage.exists(LOG):
         fields = differences(begun, wanted)
-        return Others(begun, [], fields) if fields else None
+        return OtherRun(begun, [], fields) if fields else None
     return None
 
 
-def set_aside(workspace: Workspace, found: Others) -> None:
-    """Move a run to superseded/, and print what differs."""
+def set_aside(workspace: Workspace, found: OtherRun) -> None:
+    """Move a run to superseded/, and print how its settings differ."""
     place = find_superseded(workspace, found.identity) or _new_place(workspace)
     run = workspace.read_json(RUN)
     workspace.write_json(f"{place}/{RUN}", {**run, "identity": found.identity})
@@ -79,7 +78,7 @@ def set_aside(workspace: Workspace, found: Others) -> None:
 
 
 def find_superseded(workspace: Workspace, wanted: dict[str, Any]) -> str | None:
-    """Return the key of the superseded run with these settings, the newest one; None: none."""
+    """Return the key of the newest superseded run with these settings; None if there is none."""
     for name in sorted(_numbers(workspace), reverse=True):
         place = f"{SUPERSEDED}/{name:03d}"
         identity = _identity(workspace, f"{place}/{RUN}")
@@ -89,9 +88,9 @@ def find_superseded(workspace: Workspace, wanted: dict[str, Any]) -> str | None:
 
 
 def take_back(workspace: Workspace, place: str, wanted: dict[str, Any]) -> None:
-    """Move a superseded run into the workspace, which holds no snapshot of other settings.
+    """Move a superseded run into the workspace, which has no snapshot with other settings.
 
-    Snapshots that are there already, after a move that was cut short, stay as they are.
+    Snapshots that an interrupted move has left in the workspace stay there.
     """
     begun = _identity(workspace, RUN)
     if begun is None or differences(begun, wanted):
@@ -102,7 +101,7 @@ def take_back(workspace: Workspace, place: str, wanted: dict[str, Any]) -> None:
         theirs = _identity(workspace, f"{key}/{SETTINGS}")
         if step not in there and theirs is not None and not differences(theirs, wanted):
             workspace.storage.move(key, snapshot_key(step))
-    if workspace.storage.exists(f"{place}/{LOG}"):  # in S3, maybe with some of its parts here
+    if workspace.storage.exists(f"{place}/{LOG}"):  # on S3 some of its parts may be moved already
         workspace.storage.move(f"{place}/{LOG}", LOG)
     workspace.storage.remove(f"{place}/{RUN}")
     if not workspace.storage.names(f"{place}/{SNAPSHOTS}"):
@@ -111,7 +110,7 @@ def take_back(workspace: Workspace, place: str, wanted: dict[str, Any]) -> None:
 
 
 def discard(workspace: Workspace, steps: list[int]) -> str:
-    """Move single snapshots to a new folder of superseded/; its key."""
+    """Move single snapshots to a new folder in superseded/, and return its key."""
     place = _new_place(workspace)
     for step in steps:
         _move_snapshot(workspace, step, place)
@@ -119,7 +118,7 @@ def discard(workspace: Workspace, steps: list[int]) -> str:
 
 
 def _identity(workspace: Workspace, key: str) -> dict[str, Any] | None:
-    """The settings that a JSON file names as those of a run; None where it names none."""
+    """Return the identity of a run from its JSON file; None if the file has none."""
     found: dict[str, Any] | None = workspace.read_json(key, Identified).get("identity")
     return found
 

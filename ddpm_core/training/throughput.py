@@ -1,4 +1,4 @@
-"""Where the time of training goes, by phase and by worker."""
+"""Where the time of training goes, per phase and worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BUSY = [list(PHASES).index(phase) for phase in ("data", "compute", "optimizer")
 
 
 class Stopwatch:
-    """One worker's seconds by phase; on CUDA those of the device, which never waits for it."""
+    """Measures the seconds of each phase on one worker; on CUDA by events, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,7 +30,7 @@ class Stopwatch:
         self._last = self._now()
 
     def mark(self, phase: str) -> None:
-        """What happened since the last mark was this phase."""
+        """Count the time since the last mark as this phase."""
         now = self._now()
         if self._device.type == "cuda":
             self._events.append((phase, self._last, now))
@@ -39,7 +39,7 @@ class Stopwatch:
         self._last = now
 
     def take(self) -> Tensor:
-        """Seconds of each phase since the last call, float64 (phases,) on the CPU."""
+        """Return the seconds of each phase since the last call: float64 (phases,), on the CPU."""
         if self._events:
             self._events[-1][2].synchronize()
         for phase, begin, end in self._events:
@@ -57,18 +57,18 @@ class Stopwatch:
 
 
 class Throughput:
-    """The seconds of all workers, since the last row and since the run began."""
+    """Adds up the seconds and images of all workers since the run began."""
 
     def __init__(self, workers: int) -> None:
         self._seconds = torch.zeros(workers, len(PHASES), dtype=torch.float64)
         self._images = [0] * workers
 
     def row(self, seconds: Tensor, images: Sequence[int]) -> dict[str, float]:
-        """What a row of the log says of (workers, phases) seconds and each worker's images.
+        """Return the fields of a log row for seconds (workers, phases) and images per worker.
 
-        `share/PHASE` is the first worker's; with several, `worker-N/share/PHASE` are everybody's,
-        `slowest_worker` is the one that the others wait for, and `slowest_ratio` how many times
-        as long as the fastest it works on a batch.
+        `share/PHASE` is the share of rank 0. With several workers, `worker-N/share/PHASE` is that
+        of each, `slowest_worker` the rank that the others wait for, and `slowest_ratio` its time
+        for a batch divided by that of the fastest worker.
         """
         self._seconds += seconds
         self._images = [have + new for have, new in zip(self._images, images, strict=True)]
@@ -86,9 +86,9 @@ class Throughput:
         return row
 
     def summary(self) -> list[str]:
-        """A line on each worker: its images a second while it does not wait, and its shares.
+        """Return one line per worker: images/s while it does not wait, and the shares.
 
-        None of them before the first row of the log.
+        Empty before the first row of the log.
         """
         if not self._seconds.any():
             return []

@@ -1,4 +1,4 @@
-"""The story of training: set up, resume, then report, snapshot, leave or step, until it is done."""
+"""Train: resume or start, then step, log and snapshot until the last step or a request to stop."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from ddpm_core.config import Config, Train
 from ddpm_core.console import progress, say, warn
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import Interrupted, UserError
+from ddpm_core.runtime import memory
+from ddpm_core.runtime.device import translate_compile_errors
 from ddpm_core.runtime.distributed import WorkerLost, World
-from ddpm_core.runtime.stopping import ASKED, StopRequest
+from ddpm_core.runtime.stopping import STOP_STATUS, StopRequest
 from ddpm_core.storage.lease import Lease, hold
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.tracking.tracker import Tracker
-from ddpm_core.training import finite, resume, snapshot
-from ddpm_core.training.agreement import check_agreement
-from ddpm_core.training.batches import next_batch
-from ddpm_core.training.explain import translate_errors
+from ddpm_core.training import checks, resume, snapshot
 from ddpm_core.training.init import check_data_fits, check_init_stays
 from ddpm_core.training.log import RunLog
 from ddpm_core.training.optim import learning_rate
-from ddpm_core.training.preview import preview
-from ddpm_core.training.records import keeping_records
+from ddpm_core.training.records import keep_records, preview
 from ddpm_core.training.state import Totals, TrainState, to_contents, widest
-from ddpm_core.training.step import step
+from ddpm_core.training.step import next_batch, step
 from ddpm_core.training.throughput import Throughput
 
 
 @dataclass
 class Run:
-    """What the loop works with: the state, its data, and where the results go."""
+    """A training run in progress: its state, its data, and where its results go."""
 
     config: Config
     workspace: Workspace
@@ -48,12 +46,12 @@ class Run:
     writer: snapshot.Writer
     log: RunLog
     lease: Lease | None
-    written: int  # the step of the newest snapshot
-    since: float  # when the last row was logged
-    before: int  # steps of the coming row that were taken before this process began
-    snapshot_at: float  # when the newest snapshot was taken
-    overdue: bool = False  # `snapshot_every` is a time, and it is over
-    advance: Callable[..., None] = lambda *_, **__: None
+    written: int  # step of the newest snapshot
+    row_time: float  # when the last row was logged
+    earlier_steps: int  # steps of the coming row that a previous process took
+    snapshot_time: float  # when the newest snapshot was taken
+    overdue: bool = False  # `snapshot_every` is a time, and it has passed
+    advance: Callable[..., None] = lambda *_, **__: None  # moves the progress bar
     throughput: Throughput = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,18 +65,19 @@ def train(
     world: World,
     policy: resume.Policy,
 ) -> None:
-    """Train to `train.steps`, from the newest whole snapshot of the same settings if there is one.
+    """Train up to `train.steps`, resuming from the newest complete snapshot of the same settings.
 
-    Raises Interrupted after a request to stop, with everything saved, and UserError for what is
-    the user's to mend.
+    Raises:
+        Interrupted: a request to stop arrived; everything is saved.
+        UserError: the settings, the data or the machine need a change by the user.
     """
     check_data_fits(config, data)
     check_init_stays(config, workspace)
     with (
         translate_errors(config),
-        leaving_together(world),
-        hold_first(workspace, world) as lease,
-        StopRequest(world) as stop,  # who waits for the lease has nothing to save, and ends at once
+        leave_together(world),
+        hold_on_rank_0(workspace, world) as lease,
+        StopRequest(world) as stop,  # after the lease: a signal ends a worker that waits for it
     ):
         start = resume.start(config, workspace, world, data, policy)
         settings, state = start.settings, start.state
@@ -86,13 +85,13 @@ def train(
             if world.rank == 0:
                 Tracker.catch_up(config, workspace, identity=settings["train_fingerprint"])
             return
-        now, before = time.perf_counter(), state.totals.steps
+        now, earlier_steps = time.perf_counter(), state.totals.steps
         if start.replaces:
-            prove(state, data, stop, start)
+            take_trial_step(state, data, stop, start)
             if lease:
                 lease.check(patient=True)
                 resume.replace(workspace, start.others, settings["identity"])
-        with keeping_records(config, workspace, lease, settings, start.step) as (log, writer):
+        with keep_records(config, workspace, lease, settings, start.step) as (log, writer):
             run = Run(
                 config,
                 workspace,
@@ -105,55 +104,42 @@ def train(
                 log,
                 lease,
                 written=start.step,
-                since=now,
-                before=before,
-                snapshot_at=now,
+                row_time=now,
+                earlier_steps=earlier_steps,
+                snapshot_time=now,
             )
             with progress("train", config.train.steps, "steps", state.step) as advance:
                 run.advance = advance if world.rank == 0 else run.advance
                 loop(run)
 
 
-def prove(state: TrainState, data: PackedDataset, stop: StopRequest, start: resume.Start) -> None:
-    """Take the first step of a run that moves another one away: settings that can't run move none.
+def take_trial_step(
+    state: TrainState, data: PackedDataset, stop: StopRequest, start: resume.Start
+) -> None:
+    """Take the first step of a run that replaces another one in the workspace.
 
-    Returns once all workers have taken it. Raises UserError where it is not finite.
+    Only after it succeeds on all workers is the other run moved away, so settings that cannot run
+    move nothing. Raises UserError if a value is not finite.
     """
     take_step(state, data, stop)
     stop.settle()
-    if what := finite.problem(state) or finite.weights_problem(state):
+    if problem := checks.loss_problem(state) or checks.weights_problem(state):
         raise UserError(
-            f"{what}. The run with different settings in this workspace stays as it is. "
-            f"{finite.explanation(state, start.step, start.source)}"
+            f"{problem}. The run with different settings in this workspace stays as it is. "
+            f"{checks.explanation(state, start.step, start.source)}"
         )
     state.world.barrier()
 
 
-@contextmanager
-def leaving_together(world: World) -> Iterator[None]:
-    """After a request to stop, workers wait for the first, which has records to close.
-
-    torchrun signals those that remain as soon as one has ended; for a worker that was asked to
-    stop before, that is the second signal, which ends it at once, in the middle of its snapshot.
-    """
-    try:
-        yield
-    except WorkerLost:
-        raise
-    except Interrupted:
-        world.barrier()
-        raise
-
-
 def loop(run: Run) -> None:
-    """Everything that is written is written between steps, when the state is whole."""
+    """Alternate steps with log rows and snapshots, until the last step or a request to stop."""
     state, train = run.state, run.config.train
     while True:
         done = state.step >= train.steps
         stopping = run.stop.agreed(state.step)
         if state.totals.steps and (state.step % train.log_every == 0 or done):
             run.stop.settle()
-            report(run)
+            log_row(run)
         due = run.overdue or snapshot_due(train, state.step)
         if state.step > run.written and (due or done or stopping):
             take_snapshot(run)
@@ -166,11 +152,11 @@ def loop(run: Run) -> None:
         for line in run.throughput.summary():
             say(f"train: {line}")
     if not done:
-        kept = ", with its snapshot written" if run.written else ": nothing is written yet"
+        saved = " after writing a snapshot" if run.written else "; there is no snapshot yet"
         raise Interrupted(
-            f"Stopped at step {state.step} of {train.steps}{kept}. "
-            "The same command goes on from there.",
-            run.stop.status or ASKED,  # the wish may have been another worker's
+            f"Stopped at step {state.step} of {train.steps}{saved}. "
+            "To resume, run the same command again.",
+            run.stop.status or STOP_STATUS,  # the signal may have reached another worker only
         )
 
 
@@ -178,32 +164,29 @@ def take_step(state: TrainState, data: PackedDataset, stop: StopRequest) -> None
     """Train on the next batch."""
     batch = next_batch(state.config, data, state.world, state.step)
     state.watch.mark("data")
-    step(state, batch, stop.wish())
+    step(state, batch, stop.flag())
     stop.note(state.step)
 
 
-def snapshot_due(train: Train, at: int) -> bool:
-    """Whether step number `at` is one to keep."""
-    every = train.snapshot_steps
-    return (every is not None and at % every == 0) or train.is_milestone(at)
+# A row of the log
 
 
-def report(run: Run) -> None:
-    """One row of log.jsonl: means since the last one. Here values are read from the device."""
+def log_row(run: Run) -> None:
+    """Append the means since the last row to log.jsonl; reads values from the device."""
     state, totals = run.state, run.state.totals
-    if what := finite.problem(state):
-        fail(run, what)
+    if problem := checks.loss_problem(state):
+        fail(run, problem)
     if run.lease:
         run.lease.check()
-    values, now, done = totals.values(), time.perf_counter(), totals.steps - run.before
+    values, now, done = totals.values(), time.perf_counter(), totals.steps - run.earlier_steps
     row = {
         **means(run, values, state.step, totals.steps),
-        "images_per_second": done * run.config.train.batch_size / (now - run.since),
+        "images_per_second": done * run.config.train.batch_size / (now - run.row_time),
         "world_size": run.world.size,
-        **time_of_all(run, now),
+        **gather_times(run, now),
         "time": time.time(),
     }
-    run.since, run.before = now, 0
+    run.row_time, run.earlier_steps = now, 0
     state.history = [*state.history, row["loss"]][-100:]
     state.totals = Totals.zero(run.world.device)
     if run.world.rank == 0:
@@ -213,7 +196,7 @@ def report(run: Run) -> None:
 
 
 def means(run: Run, values: dict[str, float], at: int, steps: int) -> dict[str, float]:
-    """Return the part of a row that `values`, the totals of `steps` steps up to `at`, give."""
+    """Return the part of a row that follows from `values`, totals of `steps` steps up to `at`."""
     train, scaler = run.config.train, run.state.scaler
     scaled = {"skip_rate": values["skipped"] / steps, "loss_scale": scaler.get_scale()}
     taken = max(1.0, steps - values["skipped"])
@@ -228,45 +211,51 @@ def means(run: Run, values: dict[str, float], at: int, steps: int) -> dict[str, 
     }
 
 
-def time_of_all(run: Run, now: float) -> dict[str, float]:
-    """Where each worker's time went since the last row; and on the first one's clock, what is due.
+def gather_times(run: Run, now: float) -> dict[str, float]:
+    """Return where each worker's time went since the last row, for the row.
 
-    One small exchange for both: all workers take a snapshot at the same step.
+    The same exchange tells all workers whether a snapshot is overdue by the clock of rank 0, so
+    that they take it at the same step.
     """
     world, limit = run.world, run.config.train.snapshot_seconds
-    overdue = limit is not None and now - run.snapshot_at >= limit
+    overdue = limit is not None and now - run.snapshot_time >= limit
     mine = torch.cat([run.state.watch.take(), torch.tensor([overdue])])
     everyone = world.all_gather(mine.to(world.device, widest(world.device))).cpu().double()
     run.overdue = bool(everyone[0, -1])
-    size, steps = run.config.train.batch_size, run.state.totals.steps - run.before
+    size, steps = run.config.train.batch_size, run.state.totals.steps - run.earlier_steps
     images = [steps * len(replace(world, rank=rank).share(size)) for rank in range(world.size)]
     return run.throughput.row(everyone[:, :-1], images)
 
 
-def fail(run: Run, what: str) -> NoReturn:
-    """Log the steps before a failure, and raise UserError; nothing else of it is written."""
-    state = run.state
-    bad = int(state.bad_step)
-    last = bad - 1 if bad else state.step
-    if (steps := state.totals.steps - (state.step - last)) > 0:
-        row = means(run, state.totals.values(), last, steps)
-        state.history.append(row["loss"])
-        if run.world.rank == 0:
-            run.log.append({**row, "world_size": run.world.size, "time": time.time()})
-    if before := ", ".join(f"{loss:.3g}" for loss in state.history[-5:]):
-        what += f", after rows of {before}"
-    newest = newest_snapshot(run)
-    kept = f"The snapshot of step {newest} is whole. " if newest else "There is no snapshot yet. "
-    if newest and bad == newest + 1 == run.start.step + 1:
-        kept = ""  # that snapshot is the likely cause
-    raise UserError(
-        f"{what}. {kept}Nothing of the failure was saved. "
-        f"{finite.explanation(state, run.start.step, run.start.source)}"
-    )
+# A snapshot
+
+
+def snapshot_due(train: Train, at: int) -> bool:
+    """Return whether the settings ask for a snapshot of step number `at`."""
+    every = train.snapshot_steps
+    return (every is not None and at % every == 0) or train.is_milestone(at)
+
+
+def take_snapshot(run: Run) -> None:
+    """Check the state and copy it to the host; the writer's thread puts it on disk."""
+    run.stop.settle()
+    if problem := checks.loss_problem(run.state):
+        fail(run, problem)
+    checks.check_agreement(run.state, partial(newest_snapshot, run))
+    if problem := checks.weights_problem(run.state):  # the same on all workers, as they agree
+        fail(run, problem)
+    run.written, run.overdue, run.snapshot_time = run.state.step, False, time.perf_counter()
+    if run.world.rank == 0:
+        train, at = run.config.train, run.state.step
+        drawn = train.is_milestone(at) and train.grid
+        draw = partial(preview, run.config, run.world.device) if drawn else None
+        run.writer.wait(final=False)  # before the copy, so that memory never holds two
+        run.writer.submit(at, to_contents(run.state, {**run.start.settings, "step": at}), draw)
+    run.state.watch.mark("snapshot")
 
 
 def newest_snapshot(run: Run) -> int:
-    """Return the step of the newest snapshot on disk, for all workers; 0: none.
+    """Return the step of the newest snapshot on disk, on all workers; 0 if there is none.
 
     Waits for one that is being written.
     """
@@ -278,24 +267,62 @@ def newest_snapshot(run: Run) -> int:
     return run.world.broadcast(run.writer.newest or 0)
 
 
-def take_snapshot(run: Run) -> None:
-    """Copy the state to the host; the writer's thread puts it on disk, with a milestone's grid."""
-    run.stop.settle()
-    if what := finite.problem(run.state):
-        fail(run, what)
-    check_agreement(run.state, partial(newest_snapshot, run))
-    if what := finite.weights_problem(run.state):  # on all workers alike
-        fail(run, what)
-    run.written, run.overdue, run.snapshot_at = run.state.step, False, time.perf_counter()
-    if run.world.rank == 0:
-        train, at = run.config.train, run.state.step
-        drawn = train.is_milestone(at) and train.grid
-        draw = partial(preview, run.config, run.world.device) if drawn else None
-        run.writer.wait(final=False)  # before the copy, so that there are never two
-        run.writer.submit(at, to_contents(run.state, {**run.start.settings, "step": at}), draw)
-    run.state.watch.mark("snapshot")
+# Errors
 
 
-def hold_first(workspace: Workspace, world: World) -> AbstractContextManager[Lease | None]:
-    """The first worker holds the lease for all."""
+def fail(run: Run, problem: str) -> NoReturn:
+    """Log the steps before a value that is not finite, save nothing else, and raise UserError."""
+    state = run.state
+    bad = int(state.bad_step)
+    last = bad - 1 if bad else state.step
+    if (steps := state.totals.steps - (state.step - last)) > 0:
+        row = means(run, state.totals.values(), last, steps)
+        state.history.append(row["loss"])
+        if run.world.rank == 0:
+            run.log.append({**row, "world_size": run.world.size, "time": time.time()})
+    if losses := ", ".join(f"{loss:.3g}" for loss in state.history[-5:]):
+        problem += f", after logged losses of {losses}"
+    newest = newest_snapshot(run)
+    kept = (
+        f"The snapshot of step {newest} is complete. " if newest else "There is no snapshot yet. "
+    )
+    if newest and bad == newest + 1 == run.start.step + 1:
+        kept = ""  # that snapshot is the likely cause
+    raise UserError(
+        f"{problem}. {kept}Nothing of the failure was saved. "
+        f"{checks.explanation(state, run.start.step, run.start.source)}"
+    )
+
+
+@contextmanager
+def translate_errors(config: Config) -> Iterator[None]:
+    """Raise UserError in place of an error of memory or of torch.compile."""
+    train, model = config.train, config.model
+    advice = (
+        f"train.batch_size {train.batch_size} in train.microbatches {train.microbatches}, "
+        f"model.channels {model.channels} times {list(model.multipliers)}: raise microbatches "
+        "(the result stays the same to rounding), or lower batch_size or channels."
+    )
+    with memory.translate_errors(advice), translate_compile_errors("train.compile"):
+        yield
+
+
+@contextmanager
+def leave_together(world: World) -> Iterator[None]:
+    """After a request to stop, let the other workers wait until rank 0 has closed its records.
+
+    torchrun sends SIGTERM to the remaining workers as soon as one has ended. For a worker that
+    already got a signal this is the second one, which would end it in the middle of its snapshot.
+    """
+    try:
+        yield
+    except WorkerLost:
+        raise
+    except Interrupted:
+        world.barrier()
+        raise
+
+
+def hold_on_rank_0(workspace: Workspace, world: World) -> AbstractContextManager[Lease | None]:
+    """Hold the lease of the workspace on rank 0, for all workers."""
     return hold(workspace) if world.rank == 0 else nullcontext()

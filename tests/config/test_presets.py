@@ -15,7 +15,7 @@ from ddpm_core.config import Config
 from ddpm_core.config import load as params
 from ddpm_core.config.template import presets, template
 from ddpm_core.models.unet import UNet
-from ddpm_core.runtime.precision import choose
+from ddpm_core.runtime.device import choose_precision
 from ddpm_core.training.init import network_config
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +103,7 @@ def test_cifar10_computes_and_is_compared_as_the_published_runs() -> None:
     """fp32 on every device, and precision and recall of 3 neighbours as in tqch/ddpm-torch."""
     config = params.load(FOLDER / "cifar10.yaml")
     for setting in (config.train.precision, config.sample.precision):
-        assert choose(setting, torch.device("cuda")) == "fp32"
+        assert choose_precision(setting, torch.device("cuda")) == "fp32"
     assert config.evaluate.neighbours == 3
 
 

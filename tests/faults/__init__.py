@@ -1,6 +1,6 @@
-"""Faults, drawn from a seed and done to real training runs on several workers.
+"""Faults, drawn from a seed, that hit real training runs on several workers.
 
-`schedule` draws what happens and when, `attempt` starts workers and finds them, `faults` does what
-a schedule says, `judge` compares the end with a run that nobody disturbed, `play` is the whole.
-From the command line: `python tests/faults --seed 17`.
+`schedule` draws the kind of a fault and its time, `attempt` starts workers and finds their
+processes, `faults` applies the fault, `judge` compares the end with an undisturbed run, and `play`
+does all of it. On the command line: `python tests/faults --seed 17`.
 """

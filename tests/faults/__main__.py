@@ -1,4 +1,4 @@
-"""python tests/faults: play schedules of faults, and say how each ended."""
+"""python tests/faults: play schedules of faults, and report how each ended."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # tests/, as pytest has it
-# Workers are forked from a process that has loaded torch by then, so it has to be said before.
+sys.path.insert(0, str(Path(__file__).parent.parent))  # tests/, as in pytest
+# Workers are forked from this process, so set it before torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from faults.play import Stage, play
@@ -32,7 +32,7 @@ def main() -> int:
     if given.list:
         print(*schedules, sep="\n")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is cleaned up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which runs the clean-up
     stage, failed = Stage(Path(tempfile.mkdtemp(prefix="ddpm-faults-"))), 0
     for schedule in schedules:
         print(schedule, flush=True)

@@ -1,8 +1,8 @@
-"""One start of a training run on several workers, as a user starts it, and its processes.
+"""Start a training run on several workers, as a user does, and control its processes.
 
-`torchrun` and `ddpm` are the real command lines. `forked` is torchrun's agent in a process that is
-forked with torch imported, and so are its workers: the same agent and the same rendezvous, without
-the seconds that each import takes.
+`torchrun` and `ddpm` are the real command lines. `forked` runs torchrun's agent and its workers in
+processes forked from one that has imported torch: the same agent and rendezvous, without the
+seconds that each import takes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from support.program import Program, environment
 
 RESTARTS = 3
 STARTS = "starts"  # a forked worker notes its process id in starts/RANK
-# So that a node that was killed is missed in seconds; torchrun's own are 15 and 30.
+# Detects a killed node within seconds; torchrun's own values are larger.
 RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "last_call_timeout": 1}
 
 
 class Attempt:
-    """A run that was started; `folder` has its params.yaml."""
+    """A started run; `folder` contains its params.yaml."""
 
     def __init__(
         self,
@@ -44,8 +44,10 @@ class Attempt:
         beside: Callable[[], None] | None = None,
         arguments: tuple[str, ...] = ("train",),
     ) -> None:
-        """`endpoint` is where nodes meet, `node` which one this is; `beside` is called in each
-        forked worker before it begins; `arguments` are what forked workers are told."""
+        """Start node number `node` of a run whose nodes connect at `endpoint`.
+
+        Each forked worker calls `beside` before it begins, and runs `ddpm ARGUMENTS`.
+        """
         self.folder, self.start, self.size, self.node = folder, start, size, node
         self._seen: set[int] = set()
         if start == "forked":
@@ -70,7 +72,7 @@ class Attempt:
         return bool(self._program.wait(limit))
 
     def workers(self) -> dict[int, int]:
-        """The process of each local rank that is running."""
+        """Return the process ID of each local rank that is running."""
         found = self._forked() if self.start == "forked" else _children(self.pid)
         self._seen |= set(found.values())
         return found
@@ -80,7 +82,7 @@ class Attempt:
             os.kill(pid, number)
 
     def kill_all(self) -> None:
-        """The agent first, so that it starts nobody again."""
+        """Kill all processes, the agent first, so that it restarts no worker."""
         workers = self.workers()
         for pid in (self.pid, *workers.values()):
             self.kill(signal.SIGKILL, pid)
@@ -88,11 +90,11 @@ class Attempt:
         until(lambda: not self.left(), "the killed workers are gone")
 
     def left(self) -> list[int]:
-        """Workers that were seen, and are still there."""
+        """Return the known workers that are still running."""
         return [pid for pid in self._seen if running(pid)]
 
     def close(self) -> None:
-        """Leave no process, whatever happened."""
+        """Kill every process that is left."""
         with contextlib.suppress(OSError):
             self.workers()
         for pid in (self.pid, *self._seen):
@@ -110,7 +112,7 @@ class Attempt:
 
 
 def together(folder: Path, size: int, *arguments: str) -> str:
-    """Run `torchrun --nproc-per-node=SIZE -m ddpm_core.cli ARGUMENTS`, forked; what it says."""
+    """Run `ddpm ARGUMENTS` on `size` forked workers of torchrun, and return the output."""
     attempt = Attempt(folder, "forked", size, restarts=0, arguments=arguments)
     try:
         assert attempt.wait(120), f"not ended within 120 s:\n{attempt.said()}"
@@ -121,7 +123,7 @@ def together(folder: Path, size: int, *arguments: str) -> str:
 
 
 class _Started:
-    """A command line's process, with what tests ask of a forked one."""
+    """The process of a command line, with the interface of a forked one."""
 
     def __init__(self, folder: Path, command: list[str]) -> None:
         self._output = folder.parent / f".said-{time.monotonic_ns()}"
@@ -171,7 +173,7 @@ def _agent(
     size, endpoint, node, restarts, *rest = arguments
     _move_in(folder, output)
     os.setsid()
-    # This process has the fork server of the tests; a child does not notice, and starts another.
+    # This process inherits the fork server of the tests, and must not start another.
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore
     if endpoint:  # see docs/elastic.md
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -231,7 +233,7 @@ def _move_in(folder: Path, output: Path) -> None:
 
 
 def _children(agent: int) -> dict[int, int]:
-    """The workers among the agent's children: those with a rank in their environment."""
+    """Return the agent's children that have a rank in their environment."""
     found = {}
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{agent}/task").iterdir():
@@ -245,7 +247,7 @@ def _children(agent: int) -> dict[int, int]:
 
 
 def running(pid: int) -> bool:
-    """Whether a process is there, and not only waits for its parent to hear that it ended."""
+    """Return whether a process is running; False for a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (OSError, IndexError):
@@ -255,7 +257,7 @@ def running(pid: int) -> bool:
 def until(
     condition: Callable[[], object], what: str, limit: float = 60.0, pause: float = 0.01
 ) -> None:
-    """Ask every `pause` seconds until it is true; AssertionError after `limit` seconds."""
+    """Check every `pause` seconds until it is true. Raises AssertionError after `limit` seconds."""
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {limit:g} s"

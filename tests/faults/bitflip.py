@@ -1,6 +1,6 @@
-"""One bit of one weight flips in a worker's memory while it trains, as a faulty device flips it.
+"""Flip one bit of one weight in a worker's memory while it trains, as a faulty device might.
 
-Training is the program's own; a thread beside it finds the tensor among the process's objects.
+Training runs unchanged; a thread beside it finds the tensor among the objects of the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TENSOR = "conv_in.weight"
 
 
 def begin(rank: int, step: int, average: bool) -> None:
-    """In the worker of `rank`, flip a bit of the weights, or of their average, after `step`."""
+    """On `rank`, flip a bit of the weights, or of their average, after `step`."""
     if os.environ["RANK"] == str(rank):
         threading.Thread(target=_flip, args=(step, average), daemon=True).start()
 
@@ -30,6 +30,6 @@ def _flip(step: int, average: bool) -> None:
         time.sleep(0.001)
     (state,) = [thing for thing in gc.get_objects() if type(thing) is TrainState]
     tensors = state.emas[0].tensors if average else state.model.state_dict()
-    # NumPy changes memory unknown to PyTorch, which would refuse to use what changed in a step.
+    # Write through NumPy: autograd would refuse a tensor that PyTorch saw change within a step.
     bits = tensors[TENSOR].detach().numpy().view(np.int32)
-    bits[(0,) * bits.ndim] ^= 1 << 22  # the highest bit of the fraction
+    bits[(0,) * bits.ndim] ^= 1 << 22  # the highest bit of the mantissa

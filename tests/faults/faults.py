@@ -1,4 +1,4 @@
-"""What each kind of fault does to a run: a function a kind, which returns the worlds to expect."""
+"""The kinds of faults: one function each, which returns the world sizes to expect in the log."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from .play import Playing, Worlds
 
 
 def kill(run: Playing) -> Worlds:
-    """kill -9 of one worker: the others notice, and torchrun starts all again."""
+    """Kill one worker: the others notice, and torchrun restarts all."""
     attempt = run.under_way()
     run.hit(signal.SIGKILL, attempt)
     return _started_again(run, attempt)
 
 
 def term_one(run: Playing) -> Worlds:
-    """SIGTERM to one worker: all save at the same step and leave, and all start again."""
+    """Send SIGTERM to one worker: all save at the same step and exit, and torchrun restarts all."""
     attempt = run.under_way()
     run.hit(signal.SIGTERM, attempt)
     worlds = _started_again(run, attempt)
-    assert "with its snapshot written" in attempt.said(), "no snapshot after SIGTERM"
+    assert "after writing a snapshot" in attempt.said(), "no snapshot after SIGTERM"
     return worlds
 
 
 def hang(run: Playing) -> Worlds:
-    """SIGSTOP: the others say so and leave; the one that hung goes on too late, and leaves too."""
+    """Stop one worker: the others time out and exit; it continues too late, and exits as well."""
     attempt = run.under_way()
     pid = run.hit(signal.SIGSTOP, attempt)
-    until(lambda: "did not answer within 5 s" in attempt.said(), "the others notice", 20)
+    until(lambda: "timed out after 5 s waiting" in attempt.said(), "the others notice", 20)
     attempt.kill(signal.SIGCONT, pid)
     return _started_again(run, attempt)
 
 
 def hang_for_good(run: Playing) -> Worlds:
-    """SIGSTOP alone: torchrun kills, after its 30 seconds, who does not leave when told to."""
+    """Stop one worker for good: torchrun kills it 30 seconds after SIGTERM."""
     attempt = run.under_way()
     run.hit(signal.SIGSTOP, attempt)
     worlds = _started_again(run, attempt)
-    assert "did not answer within 5 s" in attempt.said(), "nobody noticed"
+    assert "timed out after 5 s waiting" in attempt.said(), "no worker timed out"
     return worlds
 
 
 def kill_in_snapshot(run: Playing) -> Worlds:
-    """kill -9 of the first worker while a snapshot is half written: it is no snapshot."""
+    """Kill rank 0 while it writes a snapshot: the incomplete snapshot is not used."""
     attempt = run.under_way()
 
     def writing() -> bool:
@@ -66,21 +66,21 @@ def kill_in_snapshot(run: Playing) -> Worlds:
 
 
 def kill_agent(run: Playing) -> Worlds:
-    """kill -9 of torchrun alone: its workers notice, save and leave; a new start goes on."""
+    """Kill torchrun alone: its workers notice, save and exit; a new start resumes."""
     first, second = run.schedule.worlds
     attempt = run.under_way()
     attempt.workers()
     attempt.kill(signal.SIGKILL, attempt.pid)
-    until(lambda: not attempt.left(), "the workers that nobody watches leave", 30)
-    assert "torchrun is gone" in attempt.said(), "the workers did not say why they left"
+    until(lambda: not attempt.left(), "the workers without torchrun exit", 30)
+    assert "torchrun is gone" in attempt.said(), "the workers did not report why they exited"
     newest = max(run.snapshots())
-    run.finish(run.begin(second, start="forked"))  # whoever starts it: what is left counts
-    assert f"going on from step {int(newest.partition('-')[2])}" in run.said()
+    run.finish(run.begin(second, start="forked"))  # may differ from the first start
+    assert f"resuming from step {int(newest.partition('-')[2])}" in run.said()
     return {first, second}
 
 
 def resize(run: Playing) -> Worlds:
-    """kill -9 of everything; the run goes on with another number of workers."""
+    """Kill everything; the run resumes with another number of workers."""
     first, second = run.schedule.worlds
     attempt = run.under_way()
     attempt.kill_all()
@@ -89,7 +89,7 @@ def resize(run: Playing) -> Worlds:
 
 
 def damage(run: Playing) -> Worlds:
-    """The newest snapshot is damaged between two attempts: the one before is used, and said so."""
+    """Damage the newest snapshot between two attempts: the run resumes from the one before."""
     first, second = run.schedule.worlds
     attempt = run.under_way()
     until(lambda: len(run.snapshots()) > 1, "two snapshots")
@@ -98,25 +98,25 @@ def damage(run: Playing) -> Worlds:
     _damage(run, run.workspace / "snapshots" / newest)
     run.finish(run.begin(second))
     said = run.attempts[-1].said()
-    assert "A snapshot was skipped" in said, "the damage was not told"
+    assert "A snapshot was skipped" in said, "the damage was not reported"
     assert newest in said, f"{newest} was not named"
-    assert f"going on from step {int(before.partition('-')[2])}" in said
+    assert f"resuming from step {int(before.partition('-')[2])}" in said
     return {first, second}
 
 
 def disk_full(run: Playing) -> Worlds:
-    """The workspace's disk is full: training ends and says so; with room again it goes on."""
+    """Fill the workspace's disk: training ends with an error, and resumes once there is space."""
     first, second = run.schedule.worlds
     if not _own_disk(run):
         return _file_limit(run)
     attempt = run.under_way(restarts=1)
     filler = run.workspace / "filler"
     _fill(filler, spare=int(run.schedule.chance * 100_000))
-    assert attempt.wait(120), "it goes on for ever on a full disk"
-    assert attempt.returncode not in (0, None), "it ended well on a full disk"
-    assert "No space left on device" in attempt.said(), "the full disk was not named"
-    # torchrun's agent logs tracebacks of its own, behind a prefix.
-    assert "\nTraceback" not in attempt.said(), "a full disk is no bug of the program"
+    assert attempt.wait(120), "it does not end on a full disk"
+    assert attempt.returncode not in (0, None), "it ended with status 0 on a full disk"
+    assert "No space left on device" in attempt.said(), "the full disk was not reported"
+    # torchrun's agent logs its own tracebacks, with a prefix.
+    assert "\nTraceback" not in attempt.said(), "a full disk must not print a traceback"
     until(lambda: not attempt.left(), "all workers are gone", 20)
     filler.unlink()
     run.finish(run.begin(second))
@@ -124,7 +124,7 @@ def disk_full(run: Playing) -> Worlds:
 
 
 def nodes(run: Playing) -> Worlds:
-    """A second node joins a running torchrun and is killed again: the world grows and shrinks."""
+    """A second node joins a running torchrun and is killed: the world grows and shrinks."""
     first, second = run.schedule.worlds
     endpoint = f"localhost:{free_port()}"
     stays = run.under_way(endpoint=endpoint)
@@ -136,7 +136,7 @@ def nodes(run: Playing) -> Worlds:
 
 
 def _grown(run: Playing, stays: Attempt, size: int) -> bool:
-    """Whether all train together; if not, hold those that train: they would be done by then."""
+    """Return whether all nodes train together; if not, pause the first, which would finish."""
     if run.rows()[-1]["world_size"] == size:
         return True
     workers = stays.workers().values()
@@ -169,12 +169,12 @@ FAULTS: dict[str, Callable[[Playing], Worlds]] = {
 
 def _started_again(run: Playing, attempt: Attempt) -> Worlds:
     run.finish(attempt)
-    assert run.starts() > 1, "the fault came too late: the workers were not started again"
+    assert run.starts() > 1, "the fault came too late: the workers were not restarted"
     return {run.schedule.worlds[0]}
 
 
 def _damage(run: Playing, folder: Path) -> None:
-    """Cut, flip one bit of, or remove a file that the schedule's chance picks."""
+    """Truncate, flip one bit of, or remove a file that the schedule's chance selects."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     file = files[int(run.schedule.chance * len(files))]
     content = file.read_bytes()
@@ -189,7 +189,7 @@ def _damage(run: Playing, folder: Path) -> None:
 
 
 def _own_disk(run: Playing) -> bool:
-    """Give the workspace a small disk of its own, where this user may mount one."""
+    """Mount a small disk as the workspace; False if this user may not."""
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(run.workspace)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         return False
@@ -210,7 +210,7 @@ def _fill(filler: Path, spare: int) -> None:
 
 
 def _file_limit(run: Playing) -> Worlds:
-    """Without a disk of its own: no file of the first worker may grow beyond a few kB."""
+    """Instead of a full disk, limit the size of every file that rank 0 writes."""
     attempt = run.under_way()
     limit = 1000 + int(run.schedule.chance * 100_000)
     with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Whether a disturbed run ended as one that nobody disturbed."""
+"""Compare the end of a disturbed run with that of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from support.runs import rows as run_rows
 from .play import Playing, Worlds
 from .schedule import STEPS
 
-TOLERANCE = 1e-3  # of the movement from the start, where the world changed
+TOLERANCE = 1e-3  # relative to the distance from the start, if the world size changed
 
 
 def judge(run: Playing, worlds: Worlds) -> None:
-    """Raises AssertionError unless weights, averages, optimizer and log are as they should be.
+    """Raise AssertionError if weights, averages, optimizer or log differ from an undisturbed run.
 
-    With one world size they are bitwise those of the undisturbed run of that size; with several,
-    weights and averages differ by rounding.
+    With one world size they must be bitwise the same as with that size undisturbed. With several
+    sizes, weights and averages may differ by rounding.
     """
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(2, STEPS + 1, 2)), "rows are not in order"
@@ -43,7 +43,7 @@ def curve(rows: list[dict[str, float]]) -> list[tuple[float, ...]]:
 
 
 def check_mlflow(run: Playing, rows: list[dict[str, float]]) -> None:
-    """The server's history of every metric is log.jsonl, row for row."""
+    """Raise AssertionError unless MLflow's history of every metric equals log.jsonl."""
     from mlflow import MlflowClient
 
     client = MlflowClient(run.stage.server().uri)

@@ -1,4 +1,4 @@
-"""A schedule from its start to its judgement, in a run of its own on shared data."""
+"""Play a schedule from start to judgement, in its own run on shared data."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ PARAMS = (
     .replace("milestone_every: 6", f"milestone_every: {STEPS // 2}")
     .replace("attention: [8]}", "attention: [8], dropout: 0.1, conditioning: class}")
     .replace("ema: [0.9]", "ema: [0.9]\n  flip: true")
-    # Adam's first steps have the gradient's sign: where that is next to nothing, rounding chooses
-    # it, and at the full rate one weight that goes the other way is 0.001 of so short a run.
+    # Adam's first steps follow the sign of the gradient, which rounding decides if the gradient is
+    # tiny. At the full learning rate one such weight is 0.001 of the distance of so short a run.
     .replace("warmup: 2", "warmup: 20")
 )
 
-Worlds = set[int]  # world sizes that a run's log must show
+Worlds = set[int]  # world sizes that the log of a run must contain
 
 
 class Stage:
-    """What schedules share below `root`: data, undisturbed runs, an MLflow server."""
+    """What schedules share below `root`: data, undisturbed runs, and an MLflow server."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -39,7 +39,7 @@ class Stage:
         self._undisturbed: dict[int, Path] = {}
 
     def new_run(self, name: str, tracking: str = "") -> Path:
-        """A folder with params and an own workspace on the shared data."""
+        """Return a folder with params and its own workspace on the shared data."""
         if not self._prepared.exists():
             self._prepared.mkdir(parents=True)
             write_params(self._prepared, PARAMS)
@@ -54,7 +54,7 @@ class Stage:
         (folder / "workspace" / "data").symlink_to(self._prepared / "workspace" / "data")
 
     def undisturbed(self, size: int) -> Path:
-        """The folder of a run of `size` workers that nobody disturbed; 0: after no step at all."""
+        """Return the folder of an undisturbed run of `size` workers; 0: before its first step."""
         if size not in self._undisturbed:
             folder = self.new_run(f"undisturbed-{size}")
             if size == 0:
@@ -71,7 +71,7 @@ class Stage:
 
 
 class Playing:
-    """A run that a schedule is done to."""
+    """A run to which a schedule is applied."""
 
     def __init__(self, schedule: Schedule, stage: Stage, tracking: str = "") -> None:
         self.schedule, self.stage = schedule, stage
@@ -81,20 +81,20 @@ class Playing:
         self.undo: list[Callable[[], object]] = []
 
     def begin(self, size: int, start: str = "", **more: object) -> Attempt:
-        """Start the run, or start it again."""
+        """Start the run, or restart it."""
         start = start or self.schedule.start
         attempt = Attempt(self.folder, start, size, **more)  # type: ignore[arg-type]
         self.attempts.append(attempt)
         return attempt
 
     def under_way(self, **more: object) -> Attempt:
-        """Start the run, and wait until the schedule's first moment."""
+        """Start the run, and wait until the time of the fault."""
         attempt = self.begin(self.schedule.worlds[0], **more)
         self.after(self.schedule.at[0], attempt)
         return attempt
 
     def after(self, step: int, attempt: Attempt) -> None:
-        """Wait until a row of `step` or later is logged, and then the schedule's delay."""
+        """Wait until a row of `step` or later is logged, then for the delay of the schedule."""
 
         def came() -> bool:
             assert attempt.returncode is None, f"it ended before step {step}"
@@ -104,13 +104,13 @@ class Playing:
         time.sleep(self.schedule.delay)
 
     def hit(self, number: int, attempt: Attempt) -> int:
-        """Send a signal to the schedule's victim; its process."""
+        """Send a signal to the victim of the schedule; return its process ID."""
         pid = attempt.workers()[self.schedule.victim]
         attempt.kill(number, pid)
         return pid
 
     def finish(self, attempt: Attempt, limit: float = 150) -> None:
-        """Wait until training is done; all its processes must be gone."""
+        """Wait until training is done and all its processes are gone."""
         attempt.workers()
         assert attempt.wait(limit), f"not ended within {limit:g} s"
         assert attempt.returncode == 0, f"it ended with status {attempt.returncode}"
@@ -129,15 +129,15 @@ class Playing:
         return int(rows[-1]["step"]) if rows else 0
 
     def starts(self) -> int:
-        """How often the first worker began: each takes the workspace's lease, numbered."""
+        """Return how often rank 0 started, from the number of the workspace's lease."""
         return int(json.loads((self.workspace / "lease.json").read_text())["fence"])
 
     def snapshots(self) -> list[str]:
-        """Folders of whole snapshots."""
+        """Return the folders of complete snapshots."""
         return [name for name in self._folders() if not name.startswith(".")]
 
     def staged(self) -> list[str]:
-        """What is being written, or a killed writer left."""
+        """Return the folders that are being written, or that a killed writer left."""
         return [name for name in self._folders() if name.startswith(".")]
 
     def _folders(self) -> list[str]:
@@ -156,9 +156,9 @@ class Playing:
 
 
 def play(schedule: Schedule, stage: Stage) -> None:
-    """Play a schedule. Raises AssertionError with the schedule, what went wrong, and what was said.
+    """Play a schedule. Raises AssertionError with the schedule, the failure and the output.
 
-    What it wrote is removed where it went well, else left for a look.
+    Removes its files if it succeeds.
     """
     from .faults import FAULTS
     from .judge import judge

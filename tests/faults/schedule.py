@@ -1,4 +1,4 @@
-"""What happens in a schedule, and when: all drawn from its seed, so that it can be replayed."""
+"""Draw a fault and its time from a seed, so that it can be replayed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 STEPS = 40
 SNAPSHOT_EVERY = 5
 
-# Kinds whose run is started again by torchrun's agent, with as many workers.
+# Kinds after which torchrun's agent restarts the run with as many workers.
 ELASTIC = ("kill-worker", "kill-first", "term-one", "hang", "hang-for-good", "kill-in-snapshot")
-# Kinds whose run ends, and is started again with as many workers or another number.
+# Kinds after which the run ends, and a new start may use another number of workers.
 ENDED = ("kill-agent", "resize", "truncated", "flipped", "missing", "disk-full")
-# Kinds that training goes on through.
+# Kinds that do not interrupt training.
 SERVERS = ("mlflow-down", "s3-down")
 KINDS = (*ELASTIC, *ENDED, *SERVERS, "nodes")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One run and what is done to it.
+    """One run and its fault.
 
-    `worlds` are the workers at first and after the run is started again; `at` the logged steps
-    after which something happens, `delay` the seconds that pass then; `victim` the rank it
-    happens to; `chance` a number in [0, 1) for what else a kind has to choose.
+    `worlds` are the numbers of workers before and after a new start. The fault hits rank `victim`,
+    `delay` seconds after a step of `at` is logged. `chance`, in [0, 1), is for other choices of a
+    kind.
     """
 
     seed: int
@@ -51,17 +51,17 @@ class Schedule:
 
 
 def draw(seed: int, kind: str | None = None) -> Schedule:
-    """The schedule of a seed; without a kind, kinds come in turn so that all are played."""
+    """Return the schedule of a seed; by default the seed also determines the kind, in turn."""
     kind = kind or KINDS[seed % len(KINDS)]
     dice = random.Random(f"{kind} {seed}")
     first = dice.choice((1, 2, 2, 2, 3, 3, 4))
-    if kind in ("hang", "hang-for-good"):  # one worker alone has nobody who could notice
+    if kind in ("hang", "hang-for-good"):  # it takes a second worker to notice
         first = max(2, first)
     second = first
     if kind == "resize" or (kind in ENDED and dice.random() < 0.5):
         second = dice.choice([n for n in (1, 2, 3, 4) if n != first])
     start = dice.choices(("forked", "torchrun", "ddpm"), (12, 1, 1))[0]
-    if kind == "kill-agent":  # only workers that the agent itself forked can miss it
+    if kind == "kill-agent":  # forked workers have another parent and would not notice
         start = dice.choice(("torchrun", "ddpm"))
     if kind == "s3-down":
         start = "forked"

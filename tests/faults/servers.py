@@ -1,4 +1,4 @@
-"""Servers that a run depends on go away for a while."""
+"""Servers that a run depends on become unavailable for a while."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .play import Playing, Worlds
 
 
 def mlflow_down(run: Playing) -> Worlds:
-    """The MLflow server freezes, or is killed and comes back: it gets each row once."""
+    """Freeze the MLflow server, or kill and restart it: it receives each row once."""
     server, size = run.stage.server(), run.schedule.worlds[0]
     run.undo.append(server.running)
     attempt = run.under_way()
@@ -35,12 +35,12 @@ def mlflow_down(run: Playing) -> Worlds:
         server.kill()
         run.finish(attempt)
         server.start()
-        run.finish(run.begin(1))  # it is done, and sends what the server lacks
+        run.finish(run.begin(1))  # training is done; this sends the missing rows
     return {size}
 
 
 def s3_down(run: Playing) -> Worlds:
-    """The workspace is in S3, whose server is away for seconds: a delay, and no difference."""
+    """Make S3 unavailable for seconds: the run is delayed, and its result does not change."""
     size = run.schedule.worlds[0]
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # moto's requests
     with s3_server.server() as environment:
@@ -67,13 +67,13 @@ def s3_down(run: Playing) -> Worlds:
 
 
 def _enter(environment: dict[str, str]) -> None:
-    """In a worker: find the server, and keep copies where its TMPDIR says."""
+    """In a worker, set the address of the server and the folder of local copies."""
     os.environ.update(environment)
     tempfile.tempdir = None
 
 
 def _copy(bucket: s3_server.Bucket, workspace: Path) -> None:
-    """What is in S3, as a workspace on disk."""
+    """Copy the workspace from S3 to disk."""
     for key in bucket.keys("run/"):
         if not key.startswith("run/data/"):
             path = workspace / key.removeprefix("run/")

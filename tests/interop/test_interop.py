@@ -24,7 +24,7 @@ from ddpm_core.interop.checkpoints import import_checkpoint
 from ddpm_core.interop.diffusers import WEIGHTS, Imported, export_folder, import_folder
 from ddpm_core.interop.fields import Fields
 from ddpm_core.models.unet import UNet, UNetConfig
-from ddpm_core.training.dry_run import expected
+from ddpm_core.training.dry_run import expected_images
 from ddpm_core.training.init import network_config
 
 PRESETS = Path(params.__file__).parent / "presets"
@@ -303,7 +303,7 @@ def test_the_networks_of_params_and_presets_are_exported_equal(
     tmp_path: Path, preset: str | None
 ) -> None:
     config = params.load(PRESETS / f"{preset}.yaml" if preset else None)
-    whole = UNet(network_config(config, expected(config)), device="meta")
+    whole = UNet(network_config(config, expected_images(config)), device="meta")
     with torch.device("meta"):
         their = UNet2DModel(**constructor(unet2d.from_unet(whole)))
     tensors.to_weights(whole, their.state_dict())  # all of its tensors, in their shapes
@@ -312,7 +312,7 @@ def test_the_networks_of_params_and_presets_are_exported_equal(
     sections["model"] |= {"channels": 16, "attention": [2]}
     sections["prepare"] |= {"image_size": 8}
     small = params.validate(sections)
-    own = randomised(UNet(network_config(small, expected(small))))
+    own = randomised(UNet(network_config(small, expected_images(small))))
     process = config.diffusion
     export_folder(own, process.schedule, process.timesteps, process.prediction, tmp_path / "new")
     pipeline = DDPMPipeline.from_pretrained(tmp_path / "new")

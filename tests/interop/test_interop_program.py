@@ -86,7 +86,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_its_network(tmp_path: Path) ->
     (folder / "config.json").write_text(json.dumps(settings))
     (folder / "manifest.json").unlink()
     seal(folder)
-    assert "going on from step 1" in ddpm(tmp_path, "train", "-S", "train.steps=2")
+    assert "resuming from step 1" in ddpm(tmp_path, "train", "-S", "train.steps=2")
     assert network(tmp_path, 2)["norm_num_groups"] is None
     ddpm(tmp_path, "sample", "-S", "sample.checkpoints=latest", "-S", "train.steps=2")
     assert "can't be exported" in ddpm(tmp_path, "export-diffusers", "out", status=1)

@@ -173,7 +173,7 @@ def test_a_killed_repro_goes_on_where_it_stopped(clone: Repository) -> None:
     clone.kill_once(["dvc", "repro"], "workspace/snapshots/step-00000008")
     told = clone.dvc("repro", "evaluate")
     assert "Stage 'prepare' didn't change, skipping" in told
-    assert "train: going on from step" in told
+    assert "train: resuming from step" in told
     lines = (clone.folder / "workspace/log.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(2, 41, 2))
 

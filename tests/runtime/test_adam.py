@@ -1,4 +1,4 @@
-"""Our Adam is PyTorch's, to the last bit, and its state goes over into another."""
+"""Our Adam equals PyTorch's bit by bit, and its state can be restored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def start() -> list[Tensor]:
 
 
 def advance(optimizer: torch.optim.Optimizer, weights: list[Tensor], steps: range) -> None:
-    """Steps on a loss of which the last weight is no part."""
+    """Take steps on a loss that does not depend on the last weight."""
     for step in steps:
         optimizer.zero_grad()
         sum((weight * (step + 1)).sin().sum() for weight in weights[:-1]).backward()
@@ -28,7 +28,7 @@ def advance(optimizer: torch.optim.Optimizer, weights: list[Tensor], steps: rang
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_steps_are_those_of_pytorch(decoupled: bool, fused: bool) -> None:
+def test_steps_equal_those_of_torch_optim(decoupled: bool, fused: bool) -> None:
     ours, theirs = start(), start()
     settings = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
     advance(Adam(ours, decoupled=decoupled, fused=fused, **settings), ours, range(9))
@@ -38,7 +38,7 @@ def test_steps_are_those_of_pytorch(decoupled: bool, fused: bool) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_step_with_infinite_gradients_changes_nothing_under_a_scaler() -> None:
+def test_scaler_skips_a_step_with_infinite_gradients() -> None:
     weights = start()
     optimizer = Adam(weights, lr=0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -53,7 +53,7 @@ def test_a_step_with_infinite_gradients_changes_nothing_under_a_scaler() -> None
     assert optimizer.state[weights[0]]["step"] == 1
 
 
-def test_a_restored_state_goes_on_as_if_it_had_never_stopped() -> None:
+def test_restored_state_continues_bit_by_bit() -> None:
     whole, parts = start(), start()
     advance(Adam(whole, lr=0.1), whole, range(6))
     first, second = Adam(parts, lr=0.1), Adam(parts, lr=0.1)
@@ -64,7 +64,7 @@ def test_a_restored_state_goes_on_as_if_it_had_never_stopped() -> None:
     assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
 
 
-def test_a_state_of_another_shape_is_refused() -> None:
+def test_restore_refuses_another_shape() -> None:
     weights = start()
     optimizer = Adam(weights, lr=0.1)
     advance(optimizer, weights, range(1))
@@ -72,7 +72,7 @@ def test_a_state_of_another_shape_is_refused() -> None:
         optimizer.restore(weights[0], optimizer.state[weights[1]])
 
 
-def test_making_a_network_and_training_it_import_no_compiler() -> None:
+def test_network_and_optimizer_do_not_import_torch_dynamo() -> None:
     code = """
 import sys, torch
 from ddpm_core.runtime.adam import Adam

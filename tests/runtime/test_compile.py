@@ -1,4 +1,4 @@
-"""torch.compile: what the network computes stays, and it is compiled once, not at each step."""
+"""torch.compile does not change results, and compiles once instead of at each step."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from support.models import write_checkpoint
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
 from ddpm_core.models.unet import UNet, UNetConfig
-from ddpm_core.runtime import compiling
+from ddpm_core.runtime import device as devices
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling import gather
 from ddpm_core.sampling.run import sample, stale
 from ddpm_core.storage.workspace import Workspace, snapshot_key
-from ddpm_core.training.batches import Batch
 from ddpm_core.training.init import initial_weights
 from ddpm_core.training.optim import Execution
 from ddpm_core.training.state import TrainState
-from ddpm_core.training.step import step
+from ddpm_core.training.step import Batch, step
 
 HERE = World(0, 1, torch.device("cpu"))
 NETWORK: dict[str, Any] = {
@@ -40,7 +39,7 @@ NETWORK: dict[str, Any] = {
 
 
 def trained(root: Path, *, compiled: bool, steps: int = 4) -> TrainState:
-    """A state after some steps with all that is drawn at random."""
+    """Return the state after some steps that use every kind of random number."""
     config = make_config(
         root,
         prepare={"image_size": 8},
@@ -50,7 +49,7 @@ def trained(root: Path, *, compiled: bool, steps: int = 4) -> TrainState:
     model = UNet(UNetConfig(image_size=8, in_channels=1, classes=10, **NETWORK))
     initial_weights(model, config)
     state = TrainState.create(config, HERE, Execution("fp32", compile=False), model)
-    if compiled:  # without the C++ compiler, which takes a minute
+    if compiled:  # this backend needs no C++ compiler, which takes a minute
         state.forward = torch.compile(state.model, backend="aot_eager", fullgraph=True)
     images, labels = digits(8)
     for number in range(steps):
@@ -64,13 +63,13 @@ def trained(root: Path, *, compiled: bool, steps: int = 4) -> TrainState:
 
 @pytest.fixture
 def once() -> Iterator[None]:
-    """A second compilation, which costs minutes with the real compiler, is an error."""
+    """Raise an error at a second compilation, which would take minutes in practice."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
 
 
-def test_a_network_is_compiled_once_for_all_steps(tmp_path: Path, once: None) -> None:
+def test_network_is_compiled_once_for_all_steps(tmp_path: Path, once: None) -> None:
     compiled, eager = trained(tmp_path, compiled=True), trained(tmp_path, compiled=False)
     for ours, theirs in zip(compiled.parameters, eager.parameters, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -84,13 +83,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, once: None) -> None:
-    """What is compiled is followed and cut out, and then run as it is."""
+    """Compile with a backend that traces the network and then runs it unchanged."""
     quick = functools.partial(torch.compile, backend="eager", fullgraph=True)
     monkeypatch.setattr(torch, "compile", quick)
 
 
 def drawn(root: Path, **settings: Any) -> tuple[dict[int, np.ndarray], Config]:
-    """37 images of each of two checkpoints, in batches of 10."""
+    """Draw 37 images from each of two checkpoints, in batches of 10."""
     workspace = Workspace.open(str(root / "run"))
     given: dict[str, Any] = {"count": 37, "batch_size": 10, "steps": 3, **settings}
     given |= {"guidance": 2.0, "precision": "fp32"}
@@ -102,42 +101,44 @@ def drawn(root: Path, **settings: Any) -> tuple[dict[int, np.ndarray], Config]:
     return {s: np.array(gather.open_samples(workspace, s).images) for s in (200, 400)}, config
 
 
-def test_compiled_networks_draw_the_same_images_to_rounding(tmp_path: Path, compiler: None) -> None:
+def test_compiled_networks_draw_equal_images_up_to_rounding(tmp_path: Path, compiler: None) -> None:
     compiled, asked = drawn(tmp_path, compile=True)
     workspace = Workspace.open(str(tmp_path / "run"))
     assert stale(asked, workspace) is None
     eager, _ = drawn(tmp_path, compile=False)
-    assert "samples" in str(stale(asked, workspace))  # another rounding: the two are never mixed
+    assert "samples" in str(stale(asked, workspace))  # never mixed: they round differently
     for at, images in eager.items():
         apart = np.abs(images.astype(int) - compiled[at])
         assert len(images) == 37 and apart.max() <= 1 and (apart > 0).mean() < 0.01
 
 
-def test_what_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "can_build", lambda: True)
-    many = compiling.MANY
-    assert compiling.wanted("auto", GPU, many) and compiling.pays(GPU)
-    assert not compiling.wanted("auto", GPU, many - 1)
-    assert not compiling.wanted("auto", CPU, many) and not compiling.pays(CPU)
-    assert compiling.wanted(True, CPU, 1) and not compiling.wanted(False, GPU, many)
+def test_auto_compiles_on_gpus_if_it_pays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "has_compiler", lambda: True)
+    many = devices.MIN_EVALUATIONS
+    assert devices.compiles_sampling("auto", GPU, many) and devices.compiles_training(GPU)
+    assert not devices.compiles_sampling("auto", GPU, many - 1)
+    assert not devices.compiles_sampling("auto", CPU, many) and not devices.compiles_training(CPU)
+    assert devices.compiles_sampling(True, CPU, 1) and not devices.compiles_sampling(
+        False, GPU, many
+    )
 
 
-def test_a_gpu_without_a_c_compiler_trains_without_compiling_and_says_so(
+def test_gpu_without_a_c_compiler_trains_uncompiled_with_a_hint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Triton begins with one; without it each training of a GPU would end at its first step."""
+    """Triton needs one; without this check, training would fail at its first step."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
     train = params.load().train.model_copy(update={"precision": "fp32"})
     assert not Execution.choose(train, GPU).compile
-    assert not compiling.wanted("auto", GPU, compiling.MANY)
-    assert "gcc" in str(compiling.lacks(GPU, "auto"))
-    assert compiling.lacks(CPU, "auto") is None and compiling.lacks(GPU, False) is None
-    # Who asked for it, or began with it, hears what is missing instead.
+    assert not devices.compiles_sampling("auto", GPU, devices.MIN_EVALUATIONS)
+    assert "gcc" in str(devices.compiler_hint(GPU, "auto"))
+    assert devices.compiler_hint(CPU, "auto") is None and devices.compiler_hint(GPU, False) is None
+    # If the user asks for it, or the run began with it, the error of the compiler is shown.
     assert Execution.choose(train.model_copy(update={"compile": True}), GPU).compile
     assert Execution.choose(train, GPU, {"compile": True}).compile
     (tmp_path / "gcc").touch(mode=0o755)
-    assert not Execution.choose(train, GPU).compile  # a distribution's Python may have no headers
+    assert not Execution.choose(train, GPU).compile  # Python's headers may be missing
     (tmp_path / "Python.h").touch()
-    assert Execution.choose(train, GPU).compile and compiling.lacks(GPU, "auto") is None
+    assert Execution.choose(train, GPU).compile and devices.compiler_hint(GPU, "auto") is None

@@ -1,4 +1,4 @@
-"""On a real GPU: the CPU's results, the same bits after a resume, errors in plain words.
+"""On a real GPU: results equal the CPU's, resuming is bitwise, and errors are readable.
 
 `make test-gpu` runs these.
 """
@@ -16,10 +16,10 @@ import pytest
 from support.program import GPU, TINY, ddpm, environment, new_run, prepare_run, settings
 from support.runs import at_start, bits, distance, final, of_file
 
-from ddpm_core.runtime import compiling
+from ddpm_core.runtime.device import has_compiler
 
 pytestmark = pytest.mark.cuda
-on_gpu_only = pytest.mark.skipif(GPU == "cpu", reason="takes too long, or too much, on a CPU")
+on_gpu_only = pytest.mark.skipif(GPU == "cpu", reason="takes too much time or memory on a CPU")
 
 SETTINGS = (
     TINY.replace("attention: [8]}", "attention: [8], dropout: 0.2, conditioning: class}")
@@ -59,11 +59,11 @@ def apart(one: Path, other: Path, start: Path) -> float:
     return distance(*models, of_file(at_start(start)))
 
 
-def test_the_model_is_that_of_the_cpu(here: Path, there: Path, start: Path) -> None:
+def test_model_equals_that_of_the_cpu(here: Path, there: Path, start: Path) -> None:
     assert apart(there, here, start) < 1e-3
 
 
-def test_the_images_are_those_of_the_cpu(here: Path, there: Path) -> None:
+def test_images_equal_those_of_the_cpu(here: Path, there: Path) -> None:
     ddpm(here, "sample", *settings("device=cpu"))
     ddpm(there, "sample", *settings(f"device={GPU}"))
     files = sorted((here / "workspace" / "samples").rglob("shard-*.npy"))
@@ -83,14 +83,14 @@ def test_resumed_equals_uninterrupted(begun: Path, precision: str) -> None:
 
 
 @on_gpu_only
-@pytest.mark.skipif(not compiling.can_build(), reason="no C compiler, or no headers of Python")
-def test_a_compiled_network_trains_to_the_same_model(begun: Path, there: Path, start: Path) -> None:
+@pytest.mark.skipif(not has_compiler(), reason="requires a C compiler and Python's headers")
+def test_compiled_network_trains_the_same_model(begun: Path, there: Path, start: Path) -> None:
     compiled = trained(begun, "compiled", GPU, "train.compile=true")
     assert apart(compiled, there, start) < 1e-3
 
 
 @on_gpu_only
-def test_too_little_memory_names_the_settings_that_help(begun: Path) -> None:
+def test_out_of_memory_names_the_settings_to_change(begun: Path) -> None:
     folder = new_run(begun, "too-large", SETTINGS)
     given = ("model.channels=512", f"train.batch_size={2**18}", f"device={GPU}")
     said = ddpm(folder, "train", *settings(*given), status=None)
@@ -98,12 +98,12 @@ def test_too_little_memory_names_the_settings_that_help(begun: Path) -> None:
     assert "Traceback" not in said
 
 
-def test_workers_meet_and_reduce_by_nccl() -> None:
+def test_workers_connect_and_reduce_with_nccl() -> None:
     code = """
         import sys, torch, torch.distributed as dist
-        from ddpm_core.runtime.distributed import World, _meet
+        from ddpm_core.runtime.distributed import World, _connect
         device = torch.device(sys.argv[1])
-        group = _meet(device, World(0, 1, device, 60.0), 30.0)
+        group = _connect(device, World(0, 1, device, 60.0), 30.0)
         assert dist.get_backend(group) == ("nccl" if device.type == "cuda" else "gloo")
         rows = torch.arange(4.0, device=device)
         dist.all_reduce(rows, group=group)

@@ -1,4 +1,4 @@
-"""A device that is not the CPU: all is computed there, no step waits for it, the result stays."""
+"""On a device other than the CPU, no step waits for it, and results equal the CPU's."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from support.runs import at_start, bits, distance, final, of_file, rows
 from ddpm_core.errors import UserError
 from ddpm_core.runtime import device as devices
 from ddpm_core.runtime import distributed, stopping
-from ddpm_core.runtime.device import choose_device, processes
-from ddpm_core.runtime.distributed import LOST, WorkerLost, World, world
+from ddpm_core.runtime.device import choose_device, worker_count
+from ddpm_core.runtime.distributed import WORKER_LOST_STATUS, WorkerLost, World, world
 from ddpm_core.runtime.stopping import StopRequest
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.training import launch as launcher
@@ -41,7 +41,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def here(begun: Path) -> Path:
-    """The chain on the CPU, as far as it is compared."""
+    """Training and sampling on the CPU, to compare with."""
     folder = new_run(begun, "here", SETTINGS)
     for verb in ("train", "sample"):
         ddpm(folder, verb)
@@ -50,12 +50,12 @@ def here(begun: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def apart(begun: Path) -> tuple[Path, dict[str, Record]]:
-    """The chain on the device, and where each verb waited for it."""
+    """The verbs on the device, and where each of them waited for it."""
     folder = new_run(begun, "apart", SETTINGS)
     return folder, {verb: ddpm_apart(folder, verb) for verb in ("train", "sample", "evaluate")}
 
 
-def test_the_model_is_the_cpus_to_rounding(
+def test_model_equals_that_of_the_cpu_up_to_rounding(
     begun: Path, here: Path, apart: tuple[Path, dict[str, Record]]
 ) -> None:
     start = of_file(at_start(new_run(begun, "start", SETTINGS)))
@@ -65,7 +65,7 @@ def test_the_model_is_the_cpus_to_rounding(
         assert distance(theirs, ours, begun_with) < 1e-4
 
 
-def test_resumed_equals_uninterrupted_there_too(
+def test_resumed_equals_uninterrupted_on_a_device(
     begun: Path, apart: tuple[Path, dict[str, Record]]
 ) -> None:
     folder = new_run(begun, "resumed", SETTINGS)
@@ -74,7 +74,7 @@ def test_resumed_equals_uninterrupted_there_too(
     assert bits(final(folder, 12)) == bits(final(apart[0], 12))
 
 
-def test_workers_tell_each_other_what_lies_on_their_devices(begun: Path, here: Path) -> None:
+def test_two_workers_exchange_tensors_of_their_devices(begun: Path, here: Path) -> None:
     folder = new_run(begun, "together", SETTINGS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
@@ -97,7 +97,7 @@ def test_workers_tell_each_other_what_lies_on_their_devices(begun: Path, here: P
     assert distance(theirs, ours, start) < 1e-4
 
 
-def test_the_images_are_the_cpus_to_rounding(
+def test_images_equal_those_of_the_cpu_up_to_rounding(
     here: Path, apart: tuple[Path, dict[str, Record]]
 ) -> None:
     files = sorted((here / "workspace" / "samples").rglob("shard-*.npy"))
@@ -112,12 +112,12 @@ def test_the_images_are_the_cpus_to_rounding(
 def test_no_step_waits_for_the_device(apart: tuple[Path, dict[str, Record]]) -> None:
     train, sample, evaluate = apart[1].values()
     assert set(train.waits) <= {
-        "training/state.py:_host",  # a snapshot's copy
-        "training/state.py:values",  # and the rest once a logged row
-        "training/finite.py:problem",
-        "training/finite.py:weights_problem",
-        "training/trainer.py:time_of_all",
-        "sampling/sampler.py:images",  # a milestone's grid
+        "training/state.py:_host",  # the copy for a snapshot
+        "training/state.py:values",  # this and the next: once per logged row
+        "training/checks.py:loss_problem",
+        "training/checks.py:weights_problem",
+        "training/trainer.py:gather_times",
+        "sampling/sampler.py:images",  # the grid of a milestone
         "sampling/sampler.py:_draw",
     }
     assert train.waits["training/state.py:_host"] > 0
@@ -126,8 +126,8 @@ def test_no_step_waits_for_the_device(apart: tuple[Path, dict[str, Record]]) -> 
     assert all(place.startswith("evaluation/") for place in evaluate.waits)
 
 
-def test_a_device_without_float64_is_enough(apart: tuple[Path, dict[str, Record]]) -> None:
-    """MPS has none, and refuses to make one."""
+def test_device_without_float64_is_supported(apart: tuple[Path, dict[str, Record]]) -> None:
+    """MPS has no float64, and raises an error for it."""
     for record in apart[1].values():
         assert not record.wide
 
@@ -144,7 +144,7 @@ def test_a_device_without_float64_is_enough(apart: tuple[Path, dict[str, Record]
         (2, True, "cpu", 0, "cpu"),
     ],
 )
-def test_the_device_is_the_fastest_there_is_or_the_one_asked_for(
+def test_choose_device_prefers_the_fastest(
     monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, setting: str, rank: int, chosen: str
 ) -> None:
     has(monkeypatch, gpus, mps)
@@ -152,11 +152,9 @@ def test_the_device_is_the_fastest_there_is_or_the_one_asked_for(
 
 
 @pytest.mark.parametrize("setting", ["cuda", "cuda:0", "mps"])
-def test_a_device_that_is_not_there_is_refused(
-    monkeypatch: pytest.MonkeyPatch, setting: str
-) -> None:
+def test_missing_device_is_refused(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     has(monkeypatch, 0, mps=False)
-    with pytest.raises(UserError, match="this machine has none that PyTorch can use"):
+    with pytest.raises(UserError, match="no such device on this machine"):
         choose_device(setting)
 
 
@@ -164,15 +162,15 @@ def test_a_device_that_is_not_there_is_refused(
     ("gpus", "mps", "setting", "count"),
     [(4, False, "auto", 4), (4, False, "cuda:1", 1), (0, True, "auto", 1), (0, False, "cpu", 1)],
 )
-def test_there_is_a_worker_a_gpu_and_one_where_it_can_not_be_shared(
+def test_worker_count_is_one_per_gpu(
     monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, setting: str, count: int
 ) -> None:
     has(monkeypatch, gpus, mps)
-    assert processes("auto", setting) == count
+    assert worker_count("auto", setting) == count
     if setting == "cuda:1" or mps:
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         with (
-            pytest.raises(UserError, match="which they can't share"),
+            pytest.raises(UserError, match="workers cannot share"),
             world(setting, {"WORLD_SIZE": "2"}),
         ):
             pass
@@ -180,31 +178,31 @@ def test_there_is_a_worker_a_gpu_and_one_where_it_can_not_be_shared(
 
 def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, 2, mps=False)
-    assert [processes(2, "auto"), processes(4, "cpu")] == [2, 4]
-    with pytest.raises(UserError, match="there are 2 GPUs, and each takes one"):
-        processes(3, "auto")
+    assert [worker_count(2, "auto"), worker_count(4, "cpu")] == [2, 4]
+    with pytest.raises(UserError, match="Got 3 workers for 2 GPUs"):
+        worker_count(3, "auto")
 
 
-def test_a_worker_that_was_started_does_not_ask_how_many_there_should_be(
+def test_started_worker_ignores_train_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in a pod with one GPU, by params that say more processes."""
+    """As in a pod with one GPU whose params ask for more processes."""
     has(monkeypatch, 1, mps=False)
     config = make_config(tmp_path, device="auto", train={"processes": 4})
     images, labels = digits(16)
     put_data(Workspace.open(config.workspace), images, labels)
     launcher.train(config, {"WORLD_SIZE": "2"}, ["train"], dry_run=True)
     assert "2 x cuda" in capsys.readouterr().out
-    with pytest.raises(UserError, match="4 workers given; there are 1 GPUs"):
+    with pytest.raises(UserError, match="Got 4 workers for 1 GPUs"):
         launcher.train(config, {}, ["train"], dry_run=True)
 
 
-def test_kernels_of_a_gpu_are_those_that_give_the_same_bits_each_time() -> None:
+def test_make_deterministic_sets_every_switch() -> None:
     code = """
         import os, torch
-        from ddpm_core.runtime.device import make_repeatable
+        from ddpm_core.runtime.device import make_deterministic
         assert torch.backends.cudnn.allow_tf32
-        make_repeatable()
+        make_deterministic()
         import torch._inductor.config as inductor
         assert torch.are_deterministic_algorithms_enabled() and inductor.deterministic
         assert torch.is_deterministic_algorithms_warn_only_enabled()
@@ -215,24 +213,24 @@ def test_kernels_of_a_gpu_are_those_that_give_the_same_bits_each_time() -> None:
 
 
 class Never:
-    """An event that a device does not come to, as the other worker has died."""
+    """An event that the device never reaches, since another worker has died."""
 
     def query(self) -> bool:
         return False
 
 
-def test_who_waits_for_a_gpu_hears_a_signal_and_gives_up_a_step_that_never_ends(
+def test_signal_ends_the_wait_for_a_step_that_never_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stopping, "GRACE", 0.1)
-    # A worker of one of two GPUs, with the step's event as `note` keeps it.
+    # A worker with one of two GPUs, and the event of a step as `note` keeps it.
     stop = StopRequest(World(0, 2, torch.device("cuda")))
-    stop._wishes[1] = torch.ones(()), Never()
+    stop._flags[1] = torch.ones(()), Never()
     with stop:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with pytest.raises(WorkerLost, match=r"not end within 0\.1 s of the signal") as lost:
             stop.agreed(1 + stopping.LAG)
-    assert lost.value.status == LOST and stop.status == stopping.ASKED
+    assert lost.value.status == WORKER_LOST_STATUS and stop.status == stopping.STOP_STATUS
 
 
 @pytest.mark.parametrize(
@@ -243,14 +241,14 @@ def test_who_waits_for_a_gpu_hears_a_signal_and_gives_up_a_step_that_never_ends(
         ("cuda", None, True),
     ],
 )
-def test_a_worker_that_fails_alone_does_not_wait_for_the_others(
+def test_failing_worker_does_not_wait_for_the_others(
     monkeypatch: pytest.MonkeyPatch, device: str, error: Exception | None, closed: bool
 ) -> None:
-    """NCCL's closing waits for a reduction to which this worker does not come."""
+    """Closing NCCL would wait for a collective that this worker never joins."""
     has(monkeypatch, 2 if device == "cuda" else 0, mps=False)
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(distributed, "_meet", lambda *_: None)
+    monkeypatch.setattr(distributed, "_connect", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: done.append("closed"))
     try:
         with world(device, {"WORLD_SIZE": "2"}):
@@ -261,11 +259,11 @@ def test_a_worker_that_fails_alone_does_not_wait_for_the_others(
     assert bool(done) is closed
 
 
-def test_a_gpu_that_pytorch_was_not_built_for_is_told_and_not_used(
+def test_gpu_that_pytorch_does_not_support_is_not_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     has(monkeypatch, 2, mps=False, capability=(6, 1))
-    told = "GTX 1080 has compute capability 6.1 and is not used: this PyTorch was built for 7.5"
+    told = "GTX 1080 has compute capability 6.1, but this PyTorch build supports 7.5"
     assert choose_device("auto").type == choose_device("auto").type == "cpu"
     assert capsys.readouterr().err.count(told) == 1
     with pytest.raises(UserError, match=told.replace(".", r"\.")):
@@ -275,12 +273,12 @@ def test_a_gpu_that_pytorch_was_not_built_for_is_told_and_not_used(
 def has(
     monkeypatch: pytest.MonkeyPatch, gpus: int, mps: bool, capability: tuple[int, int] = (9, 0)
 ) -> None:
-    """What PyTorch says of the machine."""
+    """Set what PyTorch reports about the machine."""
     devices._too_old.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
-    monkeypatch.setattr(devices, "make_repeatable", lambda: None)  # of the whole process
+    monkeypatch.setattr(devices, "make_deterministic", lambda: None)  # it changes the whole process
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)

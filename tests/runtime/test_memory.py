@@ -1,4 +1,4 @@
-"""Where memory is short, that is what the message says, whatever the library made of it."""
+"""Out-of-memory errors are reported as such, whichever exception a library raises."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ with telling("ddpm evaluate"):
 
 
 def limited(module: str, more: int) -> subprocess.CompletedProcess[str]:
-    """Import a module in a process that may take `more` bytes beside what it has."""
+    """Import a module in a process that may allocate only `more` bytes."""
     arguments = [sys.executable, "-c", LIMITED, str(more), module]
     return subprocess.run(arguments, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("module", ["scipy.linalg", "torch"])
-def test_a_library_that_does_not_fit_is_reported_as_memory(module: str) -> None:
+def test_library_that_does_not_fit_is_reported_as_memory(module: str) -> None:
     done = limited(module, 20 * 2**20)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.startswith("ddpm evaluate: Out of memory with what this process may use: ")
+    assert done.stderr.startswith(
+        "ddpm evaluate: Out of memory with the memory limit of this process: "
+    )
     assert "not installed" not in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_a_package_that_is_broken_is_not_called_missing(tmp_path: Path) -> None:
+def test_broken_package_is_not_reported_as_missing(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("from json import nothing_of_this_name\n")
     script = (
         f"import sys; sys.path.append({str(tmp_path)!r})\n"
@@ -61,7 +63,7 @@ def test_a_package_that_is_broken_is_not_called_missing(tmp_path: Path) -> None:
         ImportError("libx.so: failed to map segment from shared object"),
     ],
 )
-def test_errors_that_mean_memory_are_told_as_one_message(error: Exception) -> None:
+def test_memory_errors_become_one_message(error: Exception) -> None:
     advice = "sample.batch_size 8: lower it."
     expected = r"^Out of memory with sample\.batch_size 8: lower it\. \("
     with pytest.raises(OutOfMemory, match=expected), translate_errors(advice):
@@ -70,7 +72,7 @@ def test_errors_that_mean_memory_are_told_as_one_message(error: Exception) -> No
         raise Corrupt("step-00000012 is damaged.") from error
 
 
-def test_the_nearest_advice_stays() -> None:
+def test_innermost_advice_is_kept() -> None:
     with (
         pytest.raises(OutOfMemory, match="with less"),
         translate_errors(),
@@ -88,7 +90,7 @@ def test_the_nearest_advice_stays() -> None:
         UserError("The file 'out of memory.txt' is missing."),
     ],
 )
-def test_other_errors_stay_as_they_are(error: Exception) -> None:
+def test_other_errors_are_not_translated(error: Exception) -> None:
     assert shortage(error) is None
     with pytest.raises(type(error)), translate_errors():
         raise error

@@ -94,7 +94,7 @@ def test_run_killed_twice_in_s3_equals_a_run_on_disk(run: Run, local: Path) -> N
     *_, before, newest = run.sealed()
     run.bucket.delete(f"{run.prefix}/snapshots/step-{newest:08d}/manifest.json")  # unfinished
     said = run.ddpm("train")
-    assert f"going on from step {before}" in said
+    assert f"resuming from step {before}" in said
     assert run.weights() == bits(final(local.parent, STEPS))
     assert run.steps_logged() == list(range(2, STEPS + 1, 2))
     assert not run.keys("snapshots/step-00000005/")
@@ -108,7 +108,7 @@ def test_changed_snapshot_is_named_and_not_resumed(run: Run, local: Path) -> Non
     run.bucket.put(key, bytes(content))
     said = run.ddpm("train")
     assert "A snapshot was skipped: snapshots/step-00000015/optimizer.safetensors was" in said
-    assert "going on from step 10" in said
+    assert "resuming from step 10" in said
     assert run.weights() == bits(final(local.parent, STEPS))
 
 
@@ -153,7 +153,7 @@ def test_workers_without_a_shared_disk_equal_those_with_one(run: Run, local: Pat
     (together / "workspace" / "data").symlink_to(local / "data")
     write_params(together, PARAMS)
     workers(lambda **which: run.bucket.start(together, "train", place=together, **which))
-    for steps, told in ((10, ""), (STEPS, "going on from step 10")):
+    for steps, told in ((10, ""), (STEPS, "resuming from step 10")):
         command = ("train", "-S", f"train.steps={steps}")
         for said in workers(lambda **which: run.start(*command, **which)):  # noqa: B023
             assert told in said

@@ -32,7 +32,7 @@ from ddpm_core.storage import Tagged
 from ddpm_core.storage.lease import LEASE, read
 from ddpm_core.storage.workspace import LOG, RESULTS, Workspace, samples_key, snapshot_key
 from ddpm_core.tracking.logtail import Log
-from ddpm_core.training import freshness, resume, snapshot
+from ddpm_core.training import identity, resume, snapshot
 from ddpm_core.training.init import initial_weights, network_config
 from ddpm_core.training.log import read_rows
 from ddpm_core.training.optim import Execution
@@ -94,7 +94,7 @@ class Strangers:
         self.train = open_dataset(self.workspace)
         self.held = open_dataset(self.workspace, "holdout")
         self.state = new_state(self.config, self.train)
-        settings = resume.settings_of(self.config, self.train)
+        settings = resume.checkpoint_settings(self.config, self.train)
         settings["step"] = self.state.step
         snapshot.write(self.workspace, STEP, to_contents(self.state, settings))
         sample(self.config, self.workspace, ALONE)
@@ -119,8 +119,8 @@ class Strangers:
             assert isinstance(checkpoint, Checkpoint) and isinstance(checkpoint.params, Config)
             model = checkpoint.load("auto", CPU)
             assert all(weight.dtype == torch.float32 for weight in model.parameters())
-            resume.fit(self.state, snapshot.read(folder), "it")
-            assert freshness.stale(self.config, self.workspace) is not False
+            resume.restore(self.state, snapshot.read(folder), "it")
+            assert identity.stale(self.config, self.workspace) is not False
 
         return Target("snapshot", files(folder), read, folder)
 

@@ -1,4 +1,4 @@
-"""Noise levels that learn from the loss: the same on every worker, and in every snapshot."""
+"""Noise levels that adapt to the loss are the same on every worker and in every snapshot."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SecondMoment(NoiseLevels):
 
 
 class Astray(SecondMoment):
-    """The second worker's memory is at fault."""
+    """Simulates a memory fault of the second worker."""
 
     def update(self, statistics: Statistics) -> None:
         super().update(statistics)
@@ -83,7 +83,7 @@ def alone(folder: Path, *given: str) -> None:
 
 
 def both(folder: Path, beside: Callable[[], None], status: int = 0) -> str:
-    """What two workers say."""
+    """Train on two workers, and return their output."""
     attempt = Attempt(folder, "forked", 2, restarts=0, beside=beside)
     try:
         assert attempt.wait(120), attempt.said()
@@ -98,7 +98,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_run(tmp_path_factory.mktemp("adaptive"), SETTINGS)
 
 
-def test_two_workers_that_go_on_learn_what_one_uninterrupted_does(prepared: Path) -> None:
+def test_noise_levels_are_the_same_after_resuming_on_two_workers(prepared: Path) -> None:
     one, two = (new_run(prepared, name, SETTINGS) for name in ("one", "two"))
     alone(one)
     alone(two, "train.steps=7")
@@ -108,12 +108,12 @@ def test_two_workers_that_go_on_learn_what_one_uninterrupted_does(prepared: Path
     assert bits(final(one, 12)) == bits(final(two, 12))
 
 
-def test_levels_that_differ_between_workers_end_the_run(prepared: Path) -> None:
+def test_noise_levels_that_differ_between_workers_stop_the_run(prepared: Path) -> None:
     said = both(new_run(prepared, "astray", SETTINGS), astray, status=1)
     assert "(noise_levels.safetensors)" in said and "ranks 0 against 1" in said
 
 
-def test_tables_are_filled_in_place_and_drawn_from() -> None:
+def test_noise_level_tables_are_updated_in_place() -> None:
     levels = NoiseLevels(torch.full((4,), 0.25), torch.ones(4))
     tables = levels.state_dict()
     levels.set_tables_(torch.tensor([0.0, 0.0, 3.0, 1.0]), torch.arange(4.0))

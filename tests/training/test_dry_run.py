@@ -1,4 +1,4 @@
-"""A dry run says what training will take, before the data are there too."""
+"""A dry run reports what training needs, also before the data is prepared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpm_core.config import load as params
 from ddpm_core.config.template import PRESETS, presets
 from ddpm_core.errors import UserError
 from ddpm_core.storage.workspace import Workspace
-from ddpm_core.training.dry_run import describe, expected
+from ddpm_core.training.dry_run import describe, expected_images
 
 
 def said(workspace: Path, *overrides: str, preset: str | None = None) -> str:
@@ -22,10 +22,10 @@ def said(workspace: Path, *overrides: str, preset: str | None = None) -> str:
 
 
 @pytest.mark.parametrize("preset", presets())
-def test_a_preset_is_told_before_its_data_are_prepared(preset: str, tmp_path: Path) -> None:
+def test_dry_run_describes_a_preset_without_prepared_data(preset: str, tmp_path: Path) -> None:
     told = said(tmp_path / "run", preset=preset)
-    assert "data        waits for `ddpm prepare`; below is for images of " in told
-    assert "how many epochs waits for `ddpm prepare`" in told
+    assert "data        waits for `ddpm prepare`; the lines below are for images of " in told
+    assert "number of epochs known after `ddpm prepare`" in told
     for line in ("network     ", "disk        ", "memory      ", "devices     1 x cpu"):
         assert f"\n{line}" in told
     assert not (tmp_path / "run").exists()
@@ -41,20 +41,20 @@ def test_a_preset_is_told_before_its_data_are_prepared(preset: str, tmp_path: Pa
         (["prepare.source=photos", "model.conditioning=class"], 3, 10, "3 channels and 10 classes"),
     ],
 )
-def test_what_the_settings_do_not_say_of_the_pictures_is_assumed_and_told(
+def test_dry_run_names_what_it_assumes_about_the_images(
     overrides: list[str], channels: int, classes: int, assumed: str
 ) -> None:
-    found = expected(params.load(None, overrides))
+    found = expected_images(params.load(None, overrides))
     assert (found.channels, len(found.classes), found.assumed) == (channels, classes, assumed)
 
 
-def test_whether_diffusers_will_take_the_network_is_told_before_training(tmp_path: Path) -> None:
+def test_dry_run_reports_whether_diffusers_supports_the_network(tmp_path: Path) -> None:
     assert "diffusers   This network can be exported." in said(tmp_path, preset="dtd")
     told = said(tmp_path, "model.conditioning=text")
     assert "diffusers   A network conditioned on text can't be exported" in told
 
 
-def test_data_that_training_would_refuse_are_refused(tmp_path: Path) -> None:
+def test_dry_run_refuses_data_that_training_would_refuse(tmp_path: Path) -> None:
     put_data(Workspace.open(str(tmp_path)), *digits(8))
     with pytest.raises(UserError, match=r"prepare.image_size is 16\. Run `ddpm prepare` again"):
         said(tmp_path)

@@ -1,4 +1,4 @@
-"""Another number of workers gives the same bits, where `train.reduction` is exact."""
+"""With `train.reduction: exact`, every number of workers gives the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXACT = (
 )
 
 
-def test_one_two_and_three_workers_agree_bit_by_bit(tmp_path: Path) -> None:
+def test_one_to_three_workers_give_the_same_bits(tmp_path: Path) -> None:
     prepare_run(tmp_path, EXACT)
     runs = {1: (), 2: (), 3: ("train.microbatches=2",)}
     results = {}
@@ -37,7 +37,7 @@ def test_one_two_and_three_workers_agree_bit_by_bit(tmp_path: Path) -> None:
     assert results[1] == results[2] == results[3]
 
 
-def test_the_exact_sum_is_the_mean_and_tells_what_it_cannot_hold() -> None:
+def test_exact_reduction_is_the_mean_and_nan_on_overflow() -> None:
     layer, world = nn.Linear(1, 1, bias=False), World(0, 1, torch.device("cpu"))
 
     def mean(values: list[float]) -> tuple[float, float]:
@@ -55,7 +55,7 @@ def test_the_exact_sum_is_the_mean_and_tells_what_it_cannot_hold() -> None:
     assert all(value != value for value in mean([1.0, float("inf")]))
 
 
-def test_the_reduction_is_part_of_what_a_run_is() -> None:
+def test_reduction_is_part_of_the_identity() -> None:
     flat = identity(params.load(), "data")
     exact = identity(params.load(None, ["train.reduction=exact"]), "data")
     assert differences(flat, exact) == ["train.reduction: flat -> exact"]

@@ -1,4 +1,4 @@
-"""Killed and resumed equals uninterrupted, whenever it is killed and however."""
+"""A run that is killed and resumed equals an uninterrupted one, bit by bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ddpm_core.training import log as runlog
 from ddpm_core.training import trainer
 
 STEPS = 120  # room for twenty kills
-SOON = ("-S", "train.steps=30")  # where few steps after a resumption show whether it is one
+SOON = ("-S", "train.steps=30")  # enough to show whether a run resumed correctly
 LONG = (
     TINY.replace("steps: 12", f"steps: {STEPS}")
     .replace("snapshot_every: 4", "snapshot_every: 5")
@@ -61,14 +61,14 @@ def soon(prepared: Path) -> dict[str, bytes]:
 
 
 def train(prepared: Path, name: str, *arguments: str, status: int | None = 0) -> Path:
-    """A run in a workspace of its own on the same data."""
+    """Train in a new workspace on the same data."""
     folder = new_run(prepared, name, LONG)
     ddpm(folder, "train", *arguments, status=status)
     return folder
 
 
 def final_weights(folder: Path, step: int = 30) -> dict[str, bytes]:
-    """Every tensor of the last snapshot, bit by bit."""
+    """Return every tensor of the last snapshot as bytes."""
     return bits(final(folder, step))
 
 
@@ -76,7 +76,7 @@ def snapshot_names(folder: Path) -> set[str]:
     return {path.name for path in (folder / "workspace" / "snapshots").glob("*")}
 
 
-def test_killed_twenty_times_at_random_moments_equals_uninterrupted(
+def test_run_killed_twenty_times_equals_uninterrupted(
     prepared: Path, undisturbed: dict[str, bytes]
 ) -> None:
     chance = random.Random(7)
@@ -110,7 +110,7 @@ def test_killed_twenty_times_at_random_moments_equals_uninterrupted(
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
-def test_a_signal_saves_and_says_where_it_stopped(
+def test_signal_saves_a_snapshot_and_reports_the_step(
     prepared: Path, soon: dict[str, bytes], name: str
 ) -> None:
     folder = new_run(prepared, name, LONG)
@@ -121,12 +121,12 @@ def test_a_signal_saves_and_says_where_it_stopped(
     process.send_signal(number)
     said = process.ended()
     assert process.returncode == 128 + number
-    assert "with its snapshot written. The same command goes on from there." in said
-    assert "going on from step" in ddpm(folder, "train", *SOON)
+    assert "after writing a snapshot. To resume, run the same command again." in said
+    assert "resuming from step" in ddpm(folder, "train", *SOON)
     assert final_weights(folder) == soon
 
 
-def test_who_waits_for_a_dead_owners_lease_is_stopped_at_once(prepared: Path) -> None:
+def test_signal_stops_a_process_that_waits_for_a_lease(prepared: Path) -> None:
     folder = new_run(prepared, "waiting", LONG)
     dead = {"id": "x", "fence": 1, "renewed": time.time(), "boot": "another", "pid": 1, "host": "h"}
     (folder / "workspace/lease.json").write_text(json.dumps(dead))
@@ -138,16 +138,16 @@ def test_who_waits_for_a_dead_owners_lease_is_stopped_at_once(prepared: Path) ->
     assert "Stopped" not in process.said()
 
 
-def test_a_stop_before_the_first_step_claims_no_snapshot(prepared: Path) -> None:
+def test_stop_before_the_first_step_reports_no_snapshot(prepared: Path) -> None:
     folder = new_run(prepared, "unbegun", LONG)
     program = Program(folder, ("train", *SOON), run_stopped)
     said = program.ended()
     assert program.returncode == 128 + signal.SIGTERM
-    assert "Stopped at step 0 of 30: nothing is written yet." in said
+    assert "Stopped at step 0 of 30; there is no snapshot yet." in said
 
 
 def run_stopped(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    """The signal comes before the first step."""
+    """Run with a signal before the first step."""
     loop = trainer.loop
 
     def asked(run: trainer.Run) -> None:
@@ -158,8 +158,8 @@ def run_stopped(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
     run_in({}, folder, arguments, output)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="to be the first process takes root's rights")
-def test_a_second_signal_ends_the_first_process_of_a_container(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="unshare --pid requires root")
+def test_second_signal_ends_the_first_process_of_a_container(tmp_path: Path) -> None:
     code = (
         "import os, signal, torch\n"
         "from ddpm_core.runtime.distributed import World\n"
@@ -176,7 +176,7 @@ def test_a_second_signal_ends_the_first_process_of_a_container(tmp_path: Path) -
     assert ended.returncode == 128 + signal.SIGTERM
 
 
-def test_the_log_of_a_resumed_run_is_that_of_one_that_never_stopped(prepared: Path) -> None:
+def test_log_of_a_resumed_run_equals_uninterrupted(prepared: Path) -> None:
     def curve(name: str) -> list[tuple[float, float, float]]:
         return [(r["step"], r["loss"], r["grad_norm"]) for r in rows(prepared / name)]
 
@@ -185,7 +185,7 @@ def test_the_log_of_a_resumed_run_is_that_of_one_that_never_stopped(prepared: Pa
 
 
 @pytest.mark.parametrize("damage", ["truncated", "bit", "missing", "manifest"])
-def test_a_damaged_snapshot_is_skipped_and_named(
+def test_damaged_snapshot_is_skipped_and_named(
     prepared: Path, soon: dict[str, bytes], damage: str
 ) -> None:
     folder = new_run(prepared, f"damaged-{damage}", LONG)
@@ -204,30 +204,30 @@ def test_a_damaged_snapshot_is_skipped_and_named(
     said = ddpm(folder, "train", *SOON)
     assert "A snapshot was skipped" in said
     assert "step-00000015" in said
-    assert "going on from step 10" in said
+    assert "resuming from step 10" in said
     assert final_weights(folder) == soon
 
 
-def test_settings_that_change_no_weights_change_nothing(
+def test_resume_ignores_settings_that_do_not_affect_weights(
     prepared: Path, soon: dict[str, bytes]
 ) -> None:
     folder = new_run(prepared, "free", LONG)
     ddpm(folder, "train", "-S", "train.steps=10", "-S", "train.snapshot_every=3")
     said = ddpm(folder, "train", *SOON, "-S", "train.log_every=7")
-    assert "going on from step 10" in said
+    assert "resuming from step 10" in said
     assert final_weights(folder) == soon
 
 
-def test_a_step_can_be_picked_to_go_on_from(prepared: Path, soon: dict[str, bytes]) -> None:
+def test_from_step_resumes_from_that_snapshot(prepared: Path, soon: dict[str, bytes]) -> None:
     folder = new_run(prepared, "picked", LONG)
     ddpm(folder, "train", "-S", "train.steps=20")
     said = ddpm(folder, "train", *SOON, "--from-step", "15")
-    assert "going on from step 15" in said
+    assert "resuming from step 15" in said
     assert final_weights(folder) == soon
     assert "there is no such snapshot" in ddpm(folder, "train", *SOON, "--from-step", "7", status=1)
 
 
-def test_a_second_run_is_refused_with_the_owner_named(prepared: Path) -> None:
+def test_second_run_in_a_workspace_is_refused(prepared: Path) -> None:
     folder = new_run(prepared, "twice", LONG)
     process = start(folder, "train", "-S", "train.steps=100000")
     try:
@@ -244,7 +244,7 @@ def test_a_second_run_is_refused_with_the_owner_named(prepared: Path) -> None:
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_old_snapshots_go_and_milestones_stay_as_weights(prepared: Path) -> None:
+def test_old_snapshots_are_pruned_and_milestones_kept(prepared: Path) -> None:
     folder = prepared / "undisturbed"
     assert snapshot_names(folder) == {"step-00000060", "step-00000115", "step-00000120"}
     milestone = folder / "workspace/snapshots/step-00000060"
@@ -253,9 +253,7 @@ def test_old_snapshots_go_and_milestones_stay_as_weights(prepared: Path) -> None
     assert (milestone / "grid.png").exists()
 
 
-def test_a_full_disk_keeps_the_previous_snapshot_whole(
-    prepared: Path, soon: dict[str, bytes]
-) -> None:
+def test_full_disk_keeps_the_previous_snapshot(prepared: Path, soon: dict[str, bytes]) -> None:
     folder = new_run(prepared, "full", LONG)
     ddpm(folder, "train", "-S", "train.steps=5")
     largest = max(file.stat().st_size for file in (folder / "workspace/snapshots").rglob("*"))
@@ -263,7 +261,7 @@ def test_a_full_disk_keeps_the_previous_snapshot_whole(
     said = limited.ended()
     assert limited.returncode == 1, said
     assert "Cannot write the snapshot of step 15" in said
-    assert "that of step 5 is whole" in said
+    assert "the newest complete snapshot is that of step 5" in said
     assert "Traceback" not in said
     assert snapshot_names(folder) == {"step-00000005"}
     ddpm(folder, "train", *SOON)
@@ -271,26 +269,24 @@ def test_a_full_disk_keeps_the_previous_snapshot_whole(
 
 
 def run_limited(size: int, folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    """No file may be longer: a disk that is full makes a write fail in the middle like this."""
+    """Run with a limit on file sizes, which makes a write fail halfway, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     run_in({}, folder, arguments, output)
 
 
-def test_a_log_that_can_not_be_written_for_a_while_lacks_no_row(
-    prepared: Path, soon: dict[str, bytes]
-) -> None:
+def test_log_has_every_row_after_a_disk_was_full(prepared: Path, soon: dict[str, bytes]) -> None:
     folder = new_run(prepared, "unlogged", LONG)
     program = Program(folder, ("train", *SOON), run_unlogged)
     said = program.ended()
     assert program.returncode == 0, said
-    assert "Cannot write the snapshot of step 5: " in said  # its rows come first
-    assert "Training goes on and tries the next one." in said
+    assert "Cannot write the snapshot of step 5: " in said  # the rows come first
+    assert "Training continues and tries the next one." in said
     assert [row["step"] for row in rows(folder)] == list(range(2, 31, 2))
     assert final_weights(folder) == soon
 
 
 def run_unlogged(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    """A disk that has room again after step 7."""
+    """Run with a disk that has space again after step 7."""
     append = runlog._append
 
     def refused(path: Path, data: bytes) -> None:
@@ -303,17 +299,17 @@ def run_unlogged(folder: Path, arguments: tuple[str, ...], output: Path) -> None
     run_in({}, folder, arguments, output)
 
 
-def test_a_snapshot_is_worth_more_than_its_images(prepared: Path) -> None:
+def test_snapshot_is_written_if_its_grid_fails(prepared: Path) -> None:
     folder = new_run(prepared, "unseen", LONG)
     program = Program(folder, ("train", "-S", "train.steps=5"), run_blind)
     said = program.ended()
     assert program.returncode == 0, said
-    assert "The snapshot of step 5 has no images; they could not be drawn: out of memory" in said
+    assert "Cannot draw the images of the snapshot of step 5: out of memory" in said
     assert final_weights(folder, 5)
 
 
 def run_blind(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    """A device that is full has no room for a second network."""
+    """Run with a device that has no memory for a second network."""
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
@@ -322,7 +318,7 @@ def run_blind(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
     run_in({}, folder, arguments, output)
 
 
-def test_a_loss_that_is_not_finite_stops_before_it_is_saved(prepared: Path) -> None:
+def test_non_finite_loss_stops_the_run_and_is_not_saved(prepared: Path) -> None:
     folder = new_run(prepared, "nan", LONG)
     text = LONG.replace("optimizer: {warmup: 2}", "optimizer: {warmup: 0, lr: 1e30, clip: 0}")
     write_params(folder, text)

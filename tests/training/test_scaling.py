@@ -1,4 +1,4 @@
-"""`ddpm bench scaling` measures real runs and leaves the user's workspace alone."""
+"""`ddpm bench scaling` measures real runs and does not touch the user's workspace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from support.program import TINY, ddpm, write_params
 
 
-def test_one_and_two_workers_are_measured_by_training(tmp_path: Path) -> None:
+def test_bench_measures_one_and_two_workers(tmp_path: Path) -> None:
     write_params(tmp_path, TINY)
     arguments = ("bench", "scaling", "--workers", "2", "--steps", "6", "--json", "scaling.json")
     said = ddpm(tmp_path, *arguments)
@@ -24,17 +24,17 @@ def test_one_and_two_workers_are_measured_by_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
-        (("--workers", "9"), "--workers 9: from 1 to train.batch_size, 8, are possible."),
-        (("--steps", "1"), "--steps 1: at least 2 are needed"),
+        (("--workers", "9"), "--workers: got 9; must be from 1 to train.batch_size (8)."),
+        (("--steps", "1"), "--steps: got 1; must be at least 2"),
         (("-S", "prepare.source=nowhere"), "nowhere"),
     ],
 )
-def test_what_cannot_be_measured_is_told(
-    tmp_path: Path, arguments: tuple[str, ...], sentence: str
+def test_bench_refuses_invalid_arguments(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     write_params(tmp_path, TINY)
     said = ddpm(tmp_path, "bench", "scaling", *arguments, status=1)
-    assert sentence in said
+    assert message in said
     assert "Traceback" not in said

@@ -1,4 +1,4 @@
-"""What was made of other settings is moved aside, whole, before training starts afresh."""
+"""A run with different settings moves to superseded/ before training starts from step 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begun(prepared: Path, name: str, steps: int) -> Path:
-    """A run of some steps, with a snapshot at each fourth and at the last."""
+    """Train some steps, with a snapshot after every fourth and after the last."""
     folder = new_run(prepared, name, TINY)
     ddpm(folder, "train", *settings(f"train.steps={steps}"))
     return folder
@@ -27,7 +27,7 @@ def steps_of(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in folder.glob("snapshots/*"))
 
 
-def test_other_settings_start_afresh_and_keep_the_old(prepared: Path) -> None:
+def test_new_settings_start_from_step_0_and_keep_the_old_run(prepared: Path) -> None:
     folder = begun(prepared, "other", 10)
     workspace = folder / "workspace"
     said = ddpm(folder, "train", *OTHER, *settings("train.steps=5"))
@@ -38,9 +38,7 @@ def test_other_settings_start_afresh_and_keep_the_old(prepared: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [("--resume", "strict"), ("--from-step", "8")])
-def test_who_asks_for_what_is_there_is_refused_and_nothing_moves(
-    prepared: Path, given: tuple[str, str]
-) -> None:
+def test_strict_resume_and_from_step_move_nothing(prepared: Path, given: tuple[str, str]) -> None:
     folder = begun(prepared, f"refused{given[0]}", 10)
     said = ddpm(folder, "train", *given, *OTHER, status=1)
     assert "train.optimizer.lr: 0.001 -> 0.002" in said
@@ -50,24 +48,24 @@ def test_who_asks_for_what_is_there_is_refused_and_nothing_moves(
     assert not (folder / "workspace/superseded").exists()
 
 
-def test_what_can_not_be_made_moves_nothing(prepared: Path) -> None:
+def test_invalid_train_init_moves_nothing(prepared: Path) -> None:
     folder = begun(prepared, "unmade", 10)
     said = ddpm(folder, "train", *settings("train.init=absent"), status=1)
-    assert "it is no folder and no models:/ URI" in said
+    assert "'absent', which is not a folder" in said
     assert steps_of(folder / "workspace") == [6, 8, 10]
     assert "up to date" in ddpm(folder, "train", *settings("train.steps=10"))
 
 
-def test_a_run_does_not_begin_with_what_it_sets_aside(prepared: Path) -> None:
+def test_train_init_in_the_own_workspace_is_refused(prepared: Path) -> None:
     folder = begun(prepared, "own", 10)
     given = settings("train.init=workspace/snapshots/step-00000010")
     said = ddpm(folder, "train", *OTHER, *given, status=1)
-    assert "Copy that folder to another place" in said
+    assert "Copy it elsewhere" in said
     assert steps_of(folder / "workspace") == [6, 8, 10]
     assert not (folder / "workspace/superseded").exists()
 
 
-def test_a_damaged_newest_snapshot_is_told_and_trained_again(prepared: Path) -> None:
+def test_damaged_newest_snapshot_is_reported_and_replaced(prepared: Path) -> None:
     folder = begun(prepared, "stale", 10)
     for damage in (lambda file: file.write_bytes(b"cut"), lambda file: file.unlink()):
         damage(folder / "workspace/snapshots/step-00000010/model.safetensors")
@@ -77,12 +75,12 @@ def test_a_damaged_newest_snapshot_is_told_and_trained_again(prepared: Path) -> 
         assert "up to date" in said
 
 
-def test_the_log_of_a_run_without_a_snapshot_goes_with_its_settings(prepared: Path) -> None:
-    # The advice that this failure gives is to lower the rate, which is another setting.
+def test_log_of_a_run_without_snapshots_is_moved_away(prepared: Path) -> None:
+    # The error advises a lower learning rate, which is a different setting.
     folder = new_run(prepared, "burst", TINY)
     wild = settings("train.optimizer.lr=1e30", "train.optimizer.clip=0", "train.log_every=1")
     told = ddpm(folder, "train", *wild, status=1)
-    assert "is not finite, after rows of " in told
+    assert "is not finite, after logged losses of " in told
     assert f"{rows(folder)[-1]['loss']:.3g}" in told
     said = ddpm(folder, "train", *settings("train.log_every=1"))
     assert "train.optimizer.lr: 1e+30 -> 0.001" in said
@@ -90,7 +88,7 @@ def test_the_log_of_a_run_without_a_snapshot_goes_with_its_settings(prepared: Pa
     assert max(row["lr"] for row in rows(folder)) <= 0.001
 
 
-def test_a_damaged_snapshot_beyond_the_end_is_moved_once(prepared: Path) -> None:
+def test_damaged_snapshot_beyond_the_last_step_is_moved_once(prepared: Path) -> None:
     folder = begun(prepared, "late", 10)
     (folder / "workspace/snapshots/step-00000010/model.safetensors").write_bytes(b"damaged")
     said = ddpm(folder, "train", *settings("train.steps=9"))
@@ -98,14 +96,14 @@ def test_a_damaged_snapshot_beyond_the_end_is_moved_once(prepared: Path) -> None
     assert steps_of(folder / "workspace") == [6, 8, 9]
 
 
-def test_milestones_stay_where_fewer_are_asked_for_from_now_on(prepared: Path) -> None:
+def test_milestones_stay_after_milestone_every_grows(prepared: Path) -> None:
     folder = begun(prepared, "fewer", 19)
     assert steps_of(folder / "workspace") == [6, 12, 18, 19]
     ddpm(folder, "train", *settings("train.steps=30", "train.milestone_every=30", "train.keep=1"))
     assert steps_of(folder / "workspace") == [6, 12, 18, 30]
 
 
-def test_a_distance_that_ends_at_a_milestone_is_done(prepared: Path) -> None:
+def test_shorter_run_that_ends_at_a_milestone_is_up_to_date(prepared: Path) -> None:
     folder = begun(prepared, "shorter", 20)
     weights = folder / "workspace/snapshots/step-00000012/model.safetensors"
     made = weights.stat().st_mtime_ns
@@ -114,5 +112,8 @@ def test_a_distance_that_ends_at_a_milestone_is_done(prepared: Path) -> None:
     assert "up to date" in ddpm(folder, "wait", "train", *settings("train.steps=12"))
     assert weights.stat().st_mtime_ns == made
     said = ddpm(folder, "train", *settings("train.steps=14"))
-    assert "The snapshots here, [6, 12], are weights alone: training starts from step 0" in said
+    assert (
+        "The snapshots of steps [6, 12] have no optimizer state. Training starts from step 0"
+        in said
+    )
     assert weights.stat().st_mtime_ns > made

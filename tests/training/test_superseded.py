@@ -1,7 +1,7 @@
-"""A run with other settings is moved away late, whole, and comes back; on disk and in S3.
+"""A run with different settings moves away completely, and comes back; on disk and in S3.
 
-Moves are cut short before each of their writes. Whichever run starts next, and whichever after it,
-has all of its snapshots and its log again.
+The tests interrupt moves before each write. Whichever run starts next, and whichever after that,
+gets all of its snapshots and its log back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddpm_core.training.resume import Policy, settle
 
 OTHER = settings("train.optimizer.lr=0.002")
 A, B = ({"data": "d", "train.optimizer.lr": rate} for rate in (1.0, 2.0))
-STEPS = {1.0: (2, 4), 2.0: (4,)}  # by the rate: the snapshots of a run
+STEPS = {1.0: (2, 4), 2.0: (4,)}  # snapshots of a run, by its learning rate
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,12 @@ def begun(prepared: Path, name: str) -> Path:
 
 
 def listed(folder: Path) -> list[str]:
-    """All that a run has, apart from the lease."""
+    """Return all files of a run except the lease."""
     paths = (folder / "workspace").rglob("*")
     return sorted(str(path.relative_to(folder)) for path in paths if "lease" not in path.name)
 
 
-def test_a_run_that_can_not_take_a_step_moves_nothing(prepared: Path) -> None:
+def test_run_whose_first_step_fails_moves_nothing(prepared: Path) -> None:
     folder = begun(prepared, "unable")
     before = listed(folder)
     said = ddpm(folder, "train", *settings("train.batch_size=1000000000000"), status=1)
@@ -54,7 +54,7 @@ def test_a_run_that_can_not_take_a_step_moves_nothing(prepared: Path) -> None:
     assert "up to date" in ddpm(folder, "train", *settings("train.steps=10"))
 
 
-def test_a_run_whose_settings_come_back_goes_on(prepared: Path) -> None:
+def test_superseded_run_resumes_when_its_settings_return(prepared: Path) -> None:
     undisturbed = new_run(prepared, "undisturbed", TINY)
     ddpm(undisturbed, "train")
     folder = begun(prepared, "back")
@@ -64,7 +64,7 @@ def test_a_run_whose_settings_come_back_goes_on(prepared: Path) -> None:
     assert [row["step"] for row in rows(folder)] == list(range(2, 13, 2))
     said = ddpm(folder, "train")
     assert "took back the run with these settings from superseded/001" in said
-    assert "going on from step 10 of 12" in said
+    assert "resuming from step 10 of 12" in said
     assert bits(final(folder, 12)) == bits(final(undisturbed, 12))
     curves = [[(row["step"], row["loss"]) for row in rows(run)] for run in (folder, undisturbed)]
     assert curves[0] == curves[1]
@@ -72,13 +72,13 @@ def test_a_run_whose_settings_come_back_goes_on(prepared: Path) -> None:
     assert bits(final(folder, 12)) == other
 
 
-def test_several_workers_move_a_run_away_and_take_it_back(prepared: Path) -> None:
+def test_two_workers_move_a_run_away_and_take_it_back(prepared: Path) -> None:
     folder = begun(prepared, "together")
     two = settings("train.processes=2", "train.grid=0")
     said = ddpm(folder, "train", *two, *OTHER, *settings("train.steps=4"))
     assert said.count("Moved it to superseded/001") == 1
     assert [row["world_size"] for row in rows(folder)] == [2, 2]
-    assert "going on from step 10 of 12" in ddpm(folder, "train", *two)
+    assert "resuming from step 10 of 12" in ddpm(folder, "train", *two)
     assert [row["step"] for row in rows(folder)] == list(range(2, 13, 2))
 
 
@@ -86,7 +86,7 @@ def test_discarded_snapshots_are_not_taken_back(prepared: Path) -> None:
     folder = begun(prepared, "shorter")
     said = ddpm(folder, "train", *settings("train.steps=9"))
     assert "superseded/001: [10]" in said
-    assert "going on from step 9 of 11" in ddpm(folder, "train", *settings("train.steps=11"))
+    assert "resuming from step 9 of 11" in ddpm(folder, "train", *settings("train.steps=11"))
 
 
 class Killed(BaseException):
@@ -94,7 +94,7 @@ class Killed(BaseException):
 
 
 class Writes:
-    """Cuts a workspace off before one of its next writes."""
+    """Interrupts the process before one of its next writes to the workspace."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: float = float("inf")
@@ -128,7 +128,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
 def places(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """A place for each new workspace."""
+    """URIs of new workspaces."""
     if request.param == "disk":
         return (str(tmp_path / str(number)) for number in count())
     bucket: Bucket = request.getfixturevalue("bucket")
@@ -137,7 +137,7 @@ def places(
 
 
 def put(workspace: Workspace, identity: dict[str, Any]) -> None:
-    """A run of these settings."""
+    """Create a run with these settings."""
     rate = identity["train.optimizer.lr"]
     for step in STEPS[rate]:
         with workspace.storage.new_folder(snapshot_key(step), {"step": step}) as folder:
@@ -153,7 +153,7 @@ def put(workspace: Workspace, identity: dict[str, Any]) -> None:
 
 
 def assert_is(workspace: Workspace, identity: dict[str, Any]) -> None:
-    """All of the run is there, and nothing of another."""
+    """Assert that the workspace contains all of this run, and nothing of another."""
     rate = identity["train.optimizer.lr"]
     assert tuple(workspace.steps(SNAPSHOTS)) == STEPS[rate]
     for step in STEPS[rate]:
@@ -166,17 +166,17 @@ def assert_is(workspace: Workspace, identity: dict[str, Any]) -> None:
 
 
 def started(uri: str, identity: dict[str, Any]) -> Workspace:
-    """The workspace as a new process finds it, once a run with these settings has started."""
+    """Return the workspace after a new process has started a run with these settings."""
     workspace = Workspace.open(uri)
     workspace.storage.sweep()
     assert settle(workspace, identity, Policy()) is None
     return workspace
 
 
-def test_a_move_can_be_cut_short_at_any_moment(places: Iterator[str], writes: Writes) -> None:
+def test_move_can_be_interrupted_at_any_moment(places: Iterator[str], writes: Writes) -> None:
     for number in count():
         uri = next(places)
-        left = number * (7 if uri.startswith("s3://") else 1)  # there each request is a write
+        left = number * (7 if uri.startswith("s3://") else 1)  # where each request is a write
         workspace = Workspace.open(uri)
         put(workspace, B)
         workspace.write_json("superseded/001/run.json", workspace.read_json(RUN))

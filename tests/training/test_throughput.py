@@ -1,4 +1,4 @@
-"""Where the time of training goes is told, and a snapshot may be due by the clock."""
+"""The log reports where the time of training goes; snapshots may be due by the clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(prepared: Path, name: str, text: str, *given: str, size: int = 1) -> t
     return together(folder, size, "train", *settings(*given)), folder
 
 
-def test_every_row_tells_where_the_time_of_each_worker_went(prepared: Path) -> None:
+def test_log_rows_have_the_time_shares_of_each_worker(prepared: Path) -> None:
     said, folder = train(prepared, "two", TINY, size=2)
     for row in rows(folder):
         for owner in ("", "worker-0/", "worker-1/"):
@@ -39,13 +39,13 @@ def test_every_row_tells_where_the_time_of_each_worker_went(prepared: Path) -> N
             assert row[f"{owner}share/compute"] > 0 < row[f"{owner}share/reduce"]
         assert row["slowest_worker"] in (0, 1)
         assert row["slowest_ratio"] >= 1
-        assert all(isinstance(value, int | float) for value in row.values())  # MLflow takes all
+        assert all(isinstance(value, int | float) for value in row.values())  # as MLflow requires
     assert "worker 0:" in said
     assert "worker 1:" in said
     assert "all-reduce" in said
 
 
-def test_a_worker_alone_waits_for_nobody(prepared: Path) -> None:
+def test_single_worker_spends_no_time_in_the_all_reduce(prepared: Path) -> None:
     said, folder = train(prepared, "one", TINY)
     shares = [(row["share/reduce"], row["share/compute"]) for row in rows(folder)]
     assert median(r for r, _ in shares) < median(c for _, c in shares)
@@ -53,7 +53,7 @@ def test_a_worker_alone_waits_for_nobody(prepared: Path) -> None:
     assert "images/s when it does not wait" in said
 
 
-def test_the_worker_that_others_wait_for_is_named() -> None:
+def test_throughput_names_the_slowest_worker() -> None:
     seconds = torch.zeros(3, len(PHASES), dtype=torch.float64)
     seconds[:, list(PHASES).index("compute")] = torch.tensor([1.0, 3.0, 1.5])
     seconds[:, list(PHASES).index("reduce")] = torch.tensor([2.0, 0.0, 1.5])
@@ -65,7 +65,7 @@ def test_the_worker_that_others_wait_for_is_named() -> None:
     assert throughput.summary()[1].startswith("worker 1: 10 images/s")
 
 
-def test_a_stopwatch_counts_every_second_once() -> None:
+def test_stopwatch_counts_every_second_once() -> None:
     watch = Stopwatch(torch.device("cpu"))
     watch.mark("data")
     watch.mark("compute")
@@ -76,20 +76,20 @@ def test_a_stopwatch_counts_every_second_once() -> None:
     assert watch.take().sum() == 0
 
 
-def test_snapshots_by_the_clock_come_between_and_change_nothing(prepared: Path) -> None:
+def test_timed_snapshots_do_not_change_the_weights(prepared: Path) -> None:
     keep, every = "train.keep=1000", "train.snapshot_every"
     _, timed = train(prepared, "timed", LONG, keep, f"{every}=1s", size=2)
     _, plain = train(prepared, "plain", LONG, keep, f"{every}=160", size=2)
     steps = sorted(folder.name for folder in (timed / "workspace/snapshots").iterdir())
     assert len(steps) > 1
     assert steps[-1] == "step-00000160"
-    assert all(int(step[5:]) % 2 == 0 for step in steps)  # with a logged step
+    assert all(int(step[5:]) % 2 == 0 for step in steps)  # at a logged step
     assert [folder.name for folder in (plain / "workspace/snapshots").iterdir()] == steps[-1:]
     assert bits(final(timed, 160)) == bits(final(plain, 160))
 
 
 @pytest.mark.parametrize("given", ["5", "0s", "-1m", "5 minutes", "", 0, 1.5])
-def test_an_interval_that_is_none_is_told(given: object) -> None:
+def test_snapshot_every_refuses_invalid_values(given: object) -> None:
     with pytest.raises(UserError, match=r"train\.snapshot_every"):
         params.validate({"train": {"snapshot_every": given}})
 
@@ -98,7 +98,7 @@ def test_an_interval_that_is_none_is_told(given: object) -> None:
     ("given", "steps", "seconds"),
     [(200, 200, None), ("90s", None, 90), ("5m", None, 300), ("1h", None, 3600)],
 )
-def test_an_interval_is_of_steps_or_of_time(
+def test_snapshot_every_is_steps_or_a_time(
     given: int | str, steps: int | None, seconds: float | None
 ) -> None:
     train = params.validate({"train": {"snapshot_every": given}}).train

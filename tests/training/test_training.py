@@ -1,4 +1,4 @@
-"""Training: what a step does, and what does not depend on how it is carried out."""
+"""Training: the parts of a step, and what must not depend on how it is executed."""
 
 from __future__ import annotations
 
@@ -34,18 +34,16 @@ from ddpm_core.errors import UserError
 from ddpm_core.models.unet import UNet, UNetConfig
 from ddpm_core.runtime.distributed import World
 from ddpm_core.runtime.stopping import LAG, StopRequest
-from ddpm_core.training.budget import kept_at_the_end
-from ddpm_core.training.ema import Ema
-from ddpm_core.training.explain import translate_errors
+from ddpm_core.training.dry_run import kept_at_the_end
 from ddpm_core.training.identity import differences, identity
 from ddpm_core.training.log import RunLog, read_rows
-from ddpm_core.training.optim import Execution, learning_rate
-from ddpm_core.training.pruning import prunable
+from ddpm_core.training.optim import Ema, Execution, learning_rate
+from ddpm_core.training.snapshot import prunable
 from ddpm_core.training.state import TrainState
-from ddpm_core.training.trainer import snapshot_due
+from ddpm_core.training.trainer import snapshot_due, translate_errors
 
 MODEL = "workspace/snapshots/step-00000012/model.safetensors"
-# In fp32: what is compared to rounding is compared to the finest.
+# In fp32, since the tests compare up to rounding.
 LIVELY = TINY.replace(
     "attention: [8]}", "attention: [8], dropout: 0.2, conditioning: class}"
 ).replace("batch_size: 8\n  log", "batch_size: 8\n  precision: fp32\n  log")
@@ -57,13 +55,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(prepared: Path, name: str, *arguments: str) -> Tensors:
-    """The weights of a run in a workspace of its own on the same data."""
+    """Train in a new workspace on the same data, and return the weights."""
     folder = new_run(prepared, name, LIVELY)
     ddpm(folder, "train", *arguments)
     return of_file(final(folder, 12))
 
 
-def test_microbatches_change_rounding_alone(prepared: Path) -> None:
+def test_microbatches_change_only_rounding(prepared: Path) -> None:
     start = of_file(at_start(new_run(prepared, "initial", LIVELY)))
     whole = train(prepared, "whole")
     cut = train(prepared, "cut", "-S", "train.microbatches=3")
@@ -73,20 +71,21 @@ def test_microbatches_change_rounding_alone(prepared: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_step_leaves_nothing_behind_in_memory(workers: int) -> None:
+def test_stop_flags_of_past_steps_are_released(workers: int) -> None:
     stop = StopRequest(World(0, workers, torch.device("cpu")))
-    wishes = []
+    flags = []
     for step in range(1, 10):
-        wishes.append(weakref.ref(stop.wish()))
+        flags.append(weakref.ref(stop.flag()))
         stop.note(step)
         stop.agreed(step)
-    assert sum(wish() is not None for wish in wishes) <= LAG
+    assert sum(flag() is not None for flag in flags) <= LAG
 
 
-def test_training_does_not_touch_the_global_generator_of_the_caller(prepared: Path) -> None:
+def test_training_leaves_the_global_generator_alone(prepared: Path) -> None:
     folder = new_run(prepared, "caller", LIVELY)
     code = (
-        "import torch; from ddpm_core import params, distributed; "
+        "import torch; from ddpm_core.config import load as params; "
+        "from ddpm_core.runtime import distributed; "
         "from ddpm_core.storage.workspace import Workspace; "
         "from ddpm_core.data.dataset import open_dataset; "
         "from ddpm_core.training.trainer import train; "
@@ -102,7 +101,7 @@ def test_training_does_not_touch_the_global_generator_of_the_caller(prepared: Pa
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_the_noise_of_every_timestep_is_the_schedules_to_the_last_digit(schedule: str) -> None:
+def test_noise_of_every_timestep_matches_the_schedule(schedule: str) -> None:
     config = params.validate({"diffusion": {"schedule": schedule, "timesteps": 4000}})
     model = UNet(UNetConfig(8, 1, channels=8, multipliers=(1,), blocks=1, attention=()))
     here = World(0, 1, torch.device("cpu"))
@@ -113,7 +112,7 @@ def test_the_noise_of_every_timestep_is_the_schedules_to_the_last_digit(schedule
     assert float((added / exact - 1).abs().max()) < 2.0**-23
 
 
-def test_an_average_is_what_its_formula_says_and_takes_buffers_along() -> None:
+def test_ema_follows_its_formula_and_copies_buffers() -> None:
     model = torch.nn.BatchNorm1d(2)
     ema = Ema(model, 0.9, warmup=False)
     for step, value in enumerate((1.0, 2.0, 5.0), start=1):
@@ -125,7 +124,7 @@ def test_an_average_is_what_its_formula_says_and_takes_buffers_along() -> None:
     assert torch.equal(ema.tensors["running_mean"], torch.full((2,), 5.0))
 
 
-def test_an_average_warms_up_only_when_asked() -> None:
+def test_ema_warms_up_only_if_asked() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     plain, warm = Ema(model, 0.999, warmup=False), Ema(model, 0.999, warmup=True)
@@ -136,7 +135,7 @@ def test_an_average_warms_up_only_when_asked() -> None:
     assert float(warm.tensors["weight"]) == pytest.approx(1 - 2 / 11, rel=1e-4)
 
 
-def test_the_rate_warms_up_and_then_stays_or_falls() -> None:
+def test_learning_rate_warms_up_then_follows_the_schedule() -> None:
     constant = Optimizer(lr=0.1, warmup=10)
     assert [learning_rate(constant, s, 100) for s in (1, 5, 10, 11, 100)] == pytest.approx(
         [0.01, 0.05, 0.1, 0.1, 0.1]
@@ -147,7 +146,7 @@ def test_the_rate_warms_up_and_then_stays_or_falls() -> None:
     assert learning_rate(Optimizer(lr=0.1, warmup=0), 1, 100) == 0.1
 
 
-def test_the_newest_snapshots_and_the_milestones_are_kept() -> None:
+def test_pruning_keeps_the_newest_and_milestones() -> None:
     steps = [5, 10, 15, 20, 25, 30]
     assert prunable(steps, kept(2, 10, 30)) == ([5, 15], [10, 20])
     assert prunable([10, 20], kept(3, 10, 20)) == ([], [])
@@ -161,7 +160,7 @@ def kept(keep: int, milestone_every: int, steps: int, every: int | str = 200) ->
 @pytest.mark.parametrize(
     "train", [kept(20, 5, 60, 1), kept(2, 10, 31, 4), kept(3, 7, 6, 2), kept(5, 6, 40, 9)]
 )
-def test_a_dry_run_knows_how_many_snapshots_will_be_there(train: Train) -> None:
+def test_dry_run_counts_the_snapshots_that_will_remain(train: Train) -> None:
     there: set[int] = set()
     for at in range(1, train.steps + 1):
         if snapshot_due(train, at):
@@ -171,11 +170,11 @@ def test_a_dry_run_knows_how_many_snapshots_will_be_there(train: Train) -> None:
     assert kept_at_the_end(train) == (len(there) - len(slim), len(slim))
 
 
-def test_snapshots_by_time_may_leave_every_milestone_older_than_what_is_kept() -> None:
+def test_dry_run_counts_every_milestone_for_timed_snapshots() -> None:
     assert kept_at_the_end(kept(3, 5, 60, "5m")) == (3, 11)
 
 
-def test_settings_that_differ_are_named() -> None:
+def test_differences_name_the_settings() -> None:
     one = identity(params.load(None, ["train.loss.weighting=uniform"]), "data")
     two = identity(params.load(None, ["train.processes=4", "train.steps=9"]), "data")
     assert differences(one, two) == ["train.loss.weighting: uniform -> min_snr"]
@@ -186,7 +185,7 @@ def test_settings_that_differ_are_named() -> None:
     )
 
 
-def test_what_a_run_begins_with_is_part_of_it_as_long_as_it_is_there(tmp_path: Path) -> None:
+def test_identity_includes_train_init_while_it_exists(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     config = params.load(None, [f"train.init={folder}"])
     found = []
@@ -200,7 +199,7 @@ def test_what_a_run_begins_with_is_part_of_it_as_long_as_it_is_there(tmp_path: P
     assert differences(found[0], gone) == differences(gone, found[0]) == []
 
 
-def test_a_line_half_written_is_no_row(tmp_path: Path) -> None:
+def test_incomplete_line_of_the_log_is_ignored(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "log.jsonl")
     for step in (1, 2, 3):
         log.append({"step": step, "loss": 1.0})
@@ -225,7 +224,7 @@ def test_a_line_half_written_is_no_row(tmp_path: Path) -> None:
         ([10, 20, 30, 15, 20, 25, 30, 35], [10, 20, 25, 30, 35]),
     ],
 )
-def test_a_row_of_a_damaged_step_keeps_no_other_out(
+def test_row_with_a_damaged_step_blocks_no_other_row(
     tmp_path: Path, steps: list[int], left: list[int]
 ) -> None:
     log = RunLog(tmp_path / "log.jsonl")
@@ -235,15 +234,15 @@ def test_a_row_of_a_damaged_step_keeps_no_other_out(
     assert [row["step"] for row in read_rows(log.path)] == [*left, 70]
 
 
-def test_workers_wait_no_longer_than_clocks_can_count() -> None:
+def test_worker_timeout_has_an_upper_limit() -> None:
     with pytest.raises(UserError, match=r"train\.worker_timeout: .* is needed"):
         params.load(None, ["train.worker_timeout=1e15"])
 
 
-def test_rows_that_a_full_disk_refuses_are_written_with_the_next(tmp_path: Path) -> None:
+def test_rows_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
     log, limits = RunLog(tmp_path / "log.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
     log.append({"step": 1})
-    try:  # no file may be longer: a write fails in the middle, as on a full disk
+    try:  # a limit on file sizes makes a write fail halfway, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
         log.append({"step": 2})
         log.append({"step": 3})
@@ -257,7 +256,7 @@ def test_rows_that_a_full_disk_refuses_are_written_with_the_next(tmp_path: Path)
     assert len(log.path.read_text().splitlines()) == 4
 
 
-def test_out_of_memory_names_what_to_change() -> None:
+def test_out_of_memory_names_the_settings_to_change() -> None:
     config = params.load()
     told = r"batch_size 32 .* model.channels 32 .* raise microbatches"
     with pytest.raises(UserError, match=told), translate_errors(config):
@@ -268,31 +267,31 @@ def test_out_of_memory_names_what_to_change() -> None:
         raise RuntimeError("shapes differ")
 
 
-def test_a_compilation_that_fails_names_what_to_do() -> None:
+def test_failed_compilation_names_the_setting_to_change() -> None:
     error = torch._dynamo.exc.BackendCompilerFailed(None, ImportError("main.so: too short"), None)
     with pytest.raises(UserError, match=r"too short.* train\.compile: false"):  # noqa: SIM117
         with translate_errors(params.load()):
             raise error
 
 
-def test_a_dry_run_prints_what_it_will_take_and_does_nothing(prepared: Path) -> None:
+def test_dry_run_prints_the_plan_and_writes_nothing(prepared: Path) -> None:
     folder = new_run(prepared, "dry", LIVELY)
     said = ddpm(folder, "train", "--dry-run", "-S", "train.steps=1000000")
     for line in (
         "steps: 1000000",
         "parameters",
-        "a snapshot, at most",
+        " per snapshot, up to ",
         "for the program itself",
-        "each worker",
+        "per worker",
         "1 x cpu",
     ):
         assert line in said
     assert [path.name for path in (folder / "workspace").iterdir()] == ["data"]
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells the peak there")
-def test_a_dry_run_knows_the_memory_that_training_takes(tmp_path: Path) -> None:
-    """Ten million weights on images of 8 pixels, whose activations are nothing beside them."""
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+def test_dry_run_predicts_the_memory_of_training(tmp_path: Path) -> None:
+    """Ten million weights on images of 8 pixels, so that activations are negligible."""
     given = {
         "prepare": {"image_size": 8},
         "model": {"channels": 128, "multipliers": [1, 2], "blocks": 1, "attention": []},
@@ -306,8 +305,8 @@ def test_a_dry_run_knows_the_memory_that_training_takes(tmp_path: Path) -> None:
     }
     code = (
         "import json, re, sys; from pathlib import Path\n"
-        "from digits_workspace import digits, make_config, put_data\n"
-        "from ddpm_core.training import budget, launcher\n"
+        "from support.digits_workspace import digits, make_config, put_data\n"
+        "from ddpm_core.training import dry_run, launch\n"
         "from ddpm_core.data.dataset import open_dataset\n"
         "from ddpm_core.storage.workspace import Workspace\n"
         "PROC = Path('/proc/self/status')\n"
@@ -318,10 +317,10 @@ def test_a_dry_run_knows_the_memory_that_training_takes(tmp_path: Path) -> None:
         "small = {'model': {'channels': 8, 'multipliers': [1], 'attention': []}}\n"
         "other = make_config(Path('small'), **{**json.loads(sys.argv[1]), **small})\n"
         "put_data(Workspace.open(other.workspace), *digits(8))\n"
-        "launcher.train(other, {}, ['train']); before = peak()\n"
-        "launcher.train(config, {}, ['train']); took = 1024 * (peak() - before)\n"
-        "count = budget.count_parameters(config, open_dataset(workspace))\n"
-        "print(count, took, sum(budget.memory_needed(config, count, 1)))\n"
+        "launch.train(other, {}, ['train']); before = peak()\n"
+        "launch.train(config, {}, ['train']); took = 1024 * (peak() - before)\n"
+        "count = dry_run.count_parameters(config, open_dataset(workspace))\n"
+        "print(count, took, sum(dry_run.memory_needed(config, count, 1)))\n"
     )
     told = subprocess.run(
         [sys.executable, "-c", code, json.dumps(given)],
@@ -337,7 +336,7 @@ def test_a_dry_run_knows_the_memory_that_training_takes(tmp_path: Path) -> None:
     assert expected / 1.4 < took < expected * 1.4, (took, expected)
 
 
-def test_a_warm_start_takes_the_weights_of_another_run(prepared: Path) -> None:
+def test_warm_start_uses_the_average_of_another_run(prepared: Path) -> None:
     whole = prepared / "whole"
     if not (whole / MODEL).exists():
         train(prepared, "whole")
@@ -353,14 +352,14 @@ def test_a_warm_start_takes_the_weights_of_another_run(prepared: Path) -> None:
     assert "model.channels is 8 there, 16 here" in said
 
 
-def test_steps_that_fp16_skips_are_counted_and_change_nothing(prepared: Path) -> None:
+def test_steps_skipped_by_fp16_are_counted(prepared: Path) -> None:
     folder = new_run(prepared, "skipped", LIVELY)
     ddpm(folder, "train", "-S", "train.precision=fp16", "-S", "train.steps=4")
     for row in rows(folder):
         assert np.isfinite(row["grad_norm"])
         assert 0.0 <= row["skip_rate"] <= 1.0
         assert row["loss_scale"] > 0
-    # A gradient that is never finite would halve the scale for ever, and seem to end well.
+    # A gradient that is never finite halves the scale at every step; the run must not succeed.
     given = settings(
         "train.precision=fp16",
         "train.steps=60",
@@ -370,13 +369,13 @@ def test_steps_that_fp16_skips_are_counted_and_change_nothing(prepared: Path) ->
     program = Program(folder, ("train", *given), run_infinite)
     said = program.ended()
     assert program.returncode == 1, said
-    assert "are not finite, however small the loss scale" in said
-    assert "The snapshot of step 4 is whole" in said
+    assert "are not finite at the smallest loss scale" in said
+    assert "The snapshot of step 4 is complete" in said
     assert rows(folder)[-1]["skip_rate"] == 1.0
 
 
 def run_infinite(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    """One gradient is never finite, while the loss is."""
+    """Run with one gradient that is never finite, while the loss is."""
     create = TrainState.create
 
     def wild(*given: Any) -> TrainState:
@@ -388,7 +387,7 @@ def run_infinite(folder: Path, arguments: tuple[str, ...], output: Path) -> None
     run_in({}, folder, arguments, output)
 
 
-def test_gray_pictures_and_half_precision_train(prepared: Path) -> None:
+def test_gray_images_train_in_bf16(prepared: Path) -> None:
     folder = new_run(prepared, "half", LIVELY)
     ddpm(folder, "train", "-S", "train.precision=bf16", "-S", "train.steps=4")
     state = json.loads((folder / "workspace/snapshots/step-00000004/state.json").read_text())

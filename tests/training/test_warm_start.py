@@ -1,4 +1,4 @@
-"""train.init: what another network knows is taken, what it does not is told in words of the params.
+"""train.init takes the weights of another network, and names the settings that do not match.
 
 The other network is that of `models.write_checkpoint`, for the classes circle, square and 7.
 """
@@ -45,7 +45,7 @@ SAME = ("diffusion.timesteps=50",)
 def begun(
     other: Checkpoint, network: UNetConfig, classes: list[str], *given: str
 ) -> tuple[Weights, str]:
-    """The weights of a network that begins with the other one, and what is told of them."""
+    """Return the initial weights of a network with train.init, and the note on them."""
     model = UNet(network)
     config = params.load(None, [f"train.init={other.folder}", *(given or SAME)])
     return model.state_dict(), initial_weights(model, config, classes)
@@ -61,17 +61,18 @@ def of(other: Checkpoint) -> Weights:
     return other.load("auto", torch.device("cpu")).state_dict()
 
 
-def test_the_same_classes_are_taken_whole_and_nothing_is_told(other: Checkpoint) -> None:
+def test_warm_start_with_equal_classes_takes_all_weights(other: Checkpoint) -> None:
     weights, told = begun(other, HERE, CLASSES)
     assert told == ""
     assert all(torch.equal(weights[name], tensor) for name, tensor in of(other).items())
 
 
-def test_other_classes_start_anew_but_those_of_the_same_name(other: Checkpoint) -> None:
+def test_warm_start_keeps_vectors_of_classes_by_name(other: Checkpoint) -> None:
     network, there = replace(HERE, classes=2), of(other)
     weights, told = begun(other, network, ["7", "triangle"])
     assert told == (
-        "train.init: 3 classes there, 2 here: their vectors start anew, but those of 7."
+        "train.init: 3 classes there, 2 here. The vectors of the classes start from random "
+        "values, except 7."
     )
     seven, triangle, none = weights[VECTORS]
     assert torch.equal(seven, there[VECTORS][CLASSES.index("7")])
@@ -80,19 +81,22 @@ def test_other_classes_start_anew_but_those_of_the_same_name(other: Checkpoint) 
     assert all(torch.equal(weights[name], there[name]) for name in there.keys() - {VECTORS})
 
 
-def test_as_many_classes_of_other_names_are_taken_in_their_order(other: Checkpoint) -> None:
+def test_warm_start_takes_renamed_classes_in_order(other: Checkpoint) -> None:
     weights, told = begun(other, HERE, ["a", "b", "c"])
     assert torch.equal(weights[VECTORS], of(other)[VECTORS])
-    assert "taken in their order" in told
+    assert "using them in order" in told
 
 
-def test_all_but_the_classes_is_taken_where_there_are_none(other: Checkpoint) -> None:
+def test_warm_start_without_classes_takes_the_rest(other: Checkpoint) -> None:
     weights, told = begun(other, replace(HERE, conditioning="none", classes=0), [])
-    assert told == "train.init: model.conditioning is class there, none here: all else is taken."
+    assert (
+        told
+        == "train.init: model.conditioning is class there, none here. All other weights are used."
+    )
     assert all(torch.equal(tensor, of(other)[name]) for name, tensor in weights.items())
 
 
-def test_another_network_is_refused_in_words_of_the_settings(other: Checkpoint) -> None:
+def test_warm_start_names_network_settings_that_differ(other: Checkpoint) -> None:
     wide = replace(HERE, in_channels=3, channels=16, multipliers=(1, 2, 2), attention=(8, 2))
     with pytest.raises(UserError, match=r"has different settings") as caught:
         begun(other, replace(wide, heads=2), CLASSES)
@@ -105,7 +109,7 @@ def test_another_network_is_refused_in_words_of_the_settings(other: Checkpoint) 
         "  model.attention is [4] there, [2, 8] here",
     ]
     assert "-S prepare.channels=1 -S model.channels=8 -S 'model.multipliers=[1, 2]'" in advice
-    # Images of twice the size are no other network, where attention is at the same levels.
+    # The image size may differ, as long as attention is on the same levels.
     assert begun(other, replace(HERE, image_size=16, attention=(8,)), CLASSES)[1] == ""
 
 
@@ -127,7 +131,7 @@ def like_noise(init: Path, *given: str) -> Config:
     return params.load(None, [f"train.init={init}", "prepare.image_size=8", *network, *given])
 
 
-def test_another_process_is_refused_with_the_settings_to_copy(noise: Path, tmp_path: Path) -> None:
+def test_warm_start_names_diffusion_settings_to_copy(noise: Path, tmp_path: Path) -> None:
     config = like_noise(noise, "prepare.source=photos", "diffusion.timesteps=500")
     model = UNet(UNetConfig(8, 3, 128, (1, 1), 1, (4,)))
     for attempt in (
@@ -149,20 +153,20 @@ def test_another_process_is_refused_with_the_settings_to_copy(noise: Path, tmp_p
     assert "diffusion.prediction is noise there, v here" in initial_weights(model, allowed)
 
 
-def test_a_dry_run_names_the_network_that_training_starts_with(noise: Path, tmp_path: Path) -> None:
+def test_dry_run_names_the_network_of_train_init(noise: Path, tmp_path: Path) -> None:
     same = ("diffusion.prediction=noise", "diffusion.schedule=linear", "prepare.source=photos")
     told = describe(like_noise(noise, *same), Workspace.open(str(tmp_path / "absent")), 1)
     assert f"starts with the weights of {noise}." in told
 
 
-def test_permission_to_differ_is_no_setting_of_the_model() -> None:
+def test_init_diffusion_is_not_part_of_the_identity() -> None:
     both = [
         identity(params.load(None, given), "data") for given in ([], ["train.init_diffusion=any"])
     ]
     assert differences(*both) == []
 
 
-def test_weights_that_are_not_finite_begin_nothing(noise: Path, tmp_path: Path) -> None:
+def test_warm_start_refuses_non_finite_weights(noise: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(noise, folder)
     [file] = folder.rglob("*.safetensors")

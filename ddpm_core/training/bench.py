@@ -1,8 +1,9 @@
-"""What more workers bring on this machine: `ddpm bench scaling`.
+"""Measure training with 1 to N workers on this machine: `ddpm bench scaling`.
 
-Each number of workers really trains, in a workspace of its own that is gone afterwards. Speed-up is
-images/s over those of one worker, efficiency that over the workers (Amdahl 1967), communication the
-share of a worker's time that the all-reduce takes, waiting for slower workers included.
+Each number of workers trains for real, in a temporary workspace. Speed-up is images/s divided by
+those of one worker; efficiency is speed-up divided by the number of workers (Amdahl 1967).
+Communication is the share of a worker's time spent in the all-reduce, including the wait for slower
+workers.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from ddpm_core.config import load as params
 from ddpm_core.console import say
 from ddpm_core.data.prepare import prepare
 from ddpm_core.errors import UserError
-from ddpm_core.runtime.device import choose_device, processes
+from ddpm_core.runtime.device import choose_device, worker_count
 from ddpm_core.storage.workspace import LOG, RUN, SNAPSHOTS, Workspace
-from ddpm_core.training.launch import importing_alike
+from ddpm_core.training.launch import same_import_path
 from ddpm_core.training.log import read_rows
 
-MOST = 4  # workers that are measured where nobody says how many, and there is no GPU
-TOLD = 2000  # characters of a failed run's output
+DEFAULT_WORKERS = 4  # the largest number measured by default on a machine without a GPU
+OUTPUT_LIMIT = 2000  # characters shown of a failed run's output
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """One number of workers, and what it gave."""
+    """The measurement of one number of workers."""
 
     workers: int
     images_per_second: float
@@ -45,20 +46,24 @@ class Scaling:
 
 
 def scaling(config: Config, workers: int | None, steps: int) -> list[Scaling]:
-    """Measure 1 to `workers` workers, `steps` steps each, the first half of them to warm up.
+    """Measure 1 to `workers` workers, `steps` steps each, of which the first half warms up.
 
-    Raises UserError for numbers that make no sense, and for a run that fails.
+    Raises UserError for invalid numbers, or if a run fails.
     """
     on_cpu = choose_device(config.device).type == "cpu"
-    some = min(MOST, os.cpu_count() or 1) if on_cpu else processes("auto", config.device)
-    most = processes(workers or some, config.device)
+    default = (
+        min(DEFAULT_WORKERS, os.cpu_count() or 1) if on_cpu else worker_count("auto", config.device)
+    )
+    most = worker_count(workers or default, config.device)
     if not 1 <= most <= config.train.batch_size:
         raise UserError(
-            f"--workers {most}: from 1 to train.batch_size, {config.train.batch_size}, are "
-            "possible."
+            f"--workers: got {most}; must be from 1 to train.batch_size "
+            f"({config.train.batch_size})."
         )
     if steps < 2:
-        raise UserError(f"--steps {steps}: at least 2 are needed, one of them to warm up.")
+        raise UserError(
+            f"--steps: got {steps}; must be at least 2, since the first half is warm-up."
+        )
     measured: list[Scaling] = []
     with tempfile.TemporaryDirectory(prefix="ddpm-scaling-") as folder:
         prepare(_settings(config, Path(folder), 1, steps), Workspace.open(folder))
@@ -71,7 +76,7 @@ def scaling(config: Config, workers: int | None, steps: int) -> list[Scaling]:
 
 
 def table(measured: list[Scaling]) -> str:
-    """For a person, with what limits."""
+    """Return the measurements as a table for a terminal."""
     shown = Table("workers", "images/s", "speed-up", "efficiency", "communication")
     for row in measured:
         shown.add_row(
@@ -85,16 +90,17 @@ def table(measured: list[Scaling]) -> str:
     with console.capture() as capture:
         console.print(shown)
     cores = os.cpu_count() or 1
-    few = f"\nThis machine has {cores} cores, fewer than workers: they share them."
+    few = f"\nThis machine has only {cores} cores, so the workers share them."
     return capture.get().rstrip() + (few if len(measured) > cores else "")
 
 
 def document(measured: list[Scaling]) -> dict[str, Any]:
+    """Return the measurements as JSON data."""
     return {"scaling": [asdict(row) for row in measured], "cores": os.cpu_count()}
 
 
 def _settings(config: Config, folder: Path, workers: int, steps: int) -> Config:
-    """The user's network and batch, in a workspace of its own, with nothing written on the way."""
+    """Return settings with the user's network and batch that write only a log and one snapshot."""
     settings = config.dump()
     settings["workspace"] = str(folder)
     settings["train"] |= {
@@ -111,7 +117,7 @@ def _settings(config: Config, folder: Path, workers: int, steps: int) -> Config:
 
 
 def _run(config: Config, workers: int) -> tuple[float, float]:
-    """Images/s and the share of communication in the second half of a run."""
+    """Return images/s and the share of communication in the second half of a run."""
     workspace = Workspace.open(config.workspace)
     for key in (SNAPSHOTS, LOG, RUN):
         workspace.storage.remove(key)
@@ -119,14 +125,14 @@ def _run(config: Config, workers: int) -> tuple[float, float]:
     file.write_text(yaml.safe_dump(config.dump()), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "ddpm_core.cli", "train", "-p", str(file)],
-        env={**os.environ, **importing_alike(), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **same_import_path(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
-        output = (done.stdout + done.stderr)[-TOLD:].strip()
-        raise UserError(f"Training by {workers} workers failed; it said:\n{output}")
+        output = (done.stdout + done.stderr)[-OUTPUT_LIMIT:].strip()
+        raise UserError(f"Training with {workers} workers failed. The end of its output:\n{output}")
     last = list(read_rows(workspace.path(LOG)))[-1]
     owners = [f"worker-{worker}/" for worker in range(workers)] if workers > 1 else [""]
     shares = [float(last[f"{owner}share/reduce"]) for owner in owners]
