@@ -23,7 +23,7 @@ from support.models import write_checkpoint
 from support.program import Program, start
 from support.served_models import address, ask, get, publish
 
-from ddpm_core.registry.connection import MOST, Connection
+from ddpm_core.registry.connection import MAX_CONNECTIONS, Connection
 
 TIMEOUT = 2.0  # of the server, seconds
 WAITING = 2  # requests that may wait
@@ -166,7 +166,7 @@ def test_drawing_stops_when_its_client_leaves(serving: Serving, said: Any, rest:
     assert "a client left before its images were drawn" in said()
 
 
-def test_the_queue_is_bounded_and_clients_that_left_are_dropped(serving: Serving) -> None:
+def test_the_queue_is_bounded_and_drops_clients_that_left(serving: Serving) -> None:
     (first, *waiting), refused = serving.fill()
     assert refused.startswith(b"HTTP/1.1 429 ")
     assert b"retry-after: 5\r\n" in refused.lower()
@@ -194,7 +194,7 @@ def test_the_size_of_a_request_is_limited(serving: Serving, rows: list[Any], tol
     assert (status, told in message) == (400, True), message
 
 
-def test_half_sent_headers_are_closed_and_lock_out_nobody(serving: Serving, said: Any) -> None:
+def test_half_sent_headers_do_not_lock_out_other_clients(serving: Serving, said: Any) -> None:
     with contextlib.ExitStack() as stack:
         halves = []
         for _ in range(700):
@@ -204,16 +204,19 @@ def test_half_sent_headers_are_closed_and_lock_out_nobody(serving: Serving, said
             if len(halves) == 400:
                 assert get(f"{serving.url}/health")[0] == 200
         assert get(f"{serving.url}/health")[0] == 200
-        assert serving.sockets() < MOST + 20
+        assert serving.sockets() < MAX_CONNECTIONS + 20
         started = time.monotonic()
         answers = [answer(half) for half in halves]
         assert time.monotonic() - started < TIMEOUT + 5
         # The oldest made room for the others; these had their time, and are told so.
-        assert len([one for one in answers if one.startswith(b"HTTP/1.1 408 ")]) >= MOST - 10
+        assert (
+            len([one for one in answers if one.startswith(b"HTTP/1.1 408 ")])
+            >= MAX_CONNECTIONS - 10
+        )
     assert said() == ""
 
 
-def test_unfinished_bodies_cost_little_memory_and_a_line(serving: Serving, said: Any) -> None:
+def test_unfinished_bodies_cost_little_memory_and_one_log_line(serving: Serving, said: Any) -> None:
     head = request(b"x" * 2**18)[:-1]
     before = serving.memory()
     with contextlib.ExitStack() as stack:
@@ -229,7 +232,7 @@ def test_unfinished_bodies_cost_little_memory_and_a_line(serving: Serving, said:
 
 
 @pytest.mark.parametrize("line", ["POST /invocations", "GET /health"])
-def test_a_body_that_trickles_is_closed(serving: Serving, line: str) -> None:
+def test_a_trickling_body_is_closed(serving: Serving, line: str) -> None:
     """Also if the request was answered without its body."""
     with contextlib.closing(serving.connect()) as connection:
         connection.sendall(f"{line} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
@@ -242,7 +245,7 @@ def test_a_body_that_trickles_is_closed(serving: Serving, line: str) -> None:
 
 
 @pytest.mark.parametrize(("fields", "status"), [(15_000, 400), (50_000, 413)])
-def test_unknown_fields_are_refused_at_once(
+def test_unknown_fields_are_rejected_quickly(
     serving: Serving, said: Any, fields: int, status: int
 ) -> None:
     row = {"n": 1, **{f"field{number}": 1 for number in range(fields)}}
@@ -253,7 +256,7 @@ def test_unknown_fields_are_refused_at_once(
     assert said() == ""
 
 
-def test_a_length_that_is_given_twice_is_refused(serving: Serving) -> None:
+def test_a_request_with_two_lengths_is_rejected(serving: Serving) -> None:
     body = b'1e\r\n{"inputs":[{"n":1,"steps":1}]}\r\n0\r\n\r\n'
     with contextlib.closing(serving.connect()) as connection:
         connection.sendall(request(body, "Transfer-Encoding: chunked\r\n"))
@@ -299,7 +302,7 @@ def read_large(client: socket.socket, times: int = 1, pause: float = 0.0) -> Non
         time.sleep(pause)
 
 
-def test_an_answer_that_is_not_read_is_dropped() -> None:
+def test_a_response_that_is_not_read_is_dropped() -> None:
     with answering(0.5) as (server, client):
         get_large(client)
         assert client.recv(8) == b"HTTP/1.1"
@@ -307,7 +310,7 @@ def test_an_answer_that_is_not_read_is_dropped() -> None:
         assert len(answer(client)) < LARGE
 
 
-def test_an_answer_that_is_read_slowly_arrives() -> None:
+def test_a_response_that_is_read_slowly_arrives() -> None:
     with answering(0.5) as (_, client):
         started = time.monotonic()
         get_large(client)
@@ -315,7 +318,7 @@ def test_an_answer_that_is_read_slowly_arrives() -> None:
         assert time.monotonic() - started > 0.5
 
 
-def test_each_answer_of_a_connection_has_its_own_deadline() -> None:
+def test_each_response_of_a_connection_has_a_new_deadline() -> None:
     with answering(2) as (_, client):
         started = time.monotonic()
         get_large(client)
@@ -326,7 +329,7 @@ def test_each_answer_of_a_connection_has_its_own_deadline() -> None:
         read_large(client, times=2)
 
 
-def test_sigterm_waits_for_requests_and_for_no_half_ones(serving: Serving) -> None:
+def test_sigterm_waits_only_for_complete_requests(serving: Serving) -> None:
     """The last test: it ends the server."""
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(
