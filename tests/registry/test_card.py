@@ -1,4 +1,4 @@
-"""The card of a registered version: data, scores, evidence, settings and caveats."""
+"""The model card: data, scores, evidence, settings and caveats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate: the champion gives way only to a better score that was measured in the same way."""
+"""The gate: only a better score that was measured in the same way replaces the champion."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ddpm_core.registry.gate import Champion, Decision, Unfit, best_of, decide
 from ddpm_core.scores import Row
 
 
-def gate(candidate: Row, *champion: Row, anew: Row | Unfit | None = None) -> Decision:
-    """The decision over version 7, which has the rows `champion`; `anew` is its new score."""
+def gate(candidate: Row, *champion: Row, rescored: Row | Unfit | None = None) -> Decision:
+    """Decide against version 7 with the rows `champion`; rescoring gives or raises `rescored`."""
 
     def rescore() -> Row:
-        assert anew is not None, "it was not to be scored anew"
-        if isinstance(anew, Unfit):
-            raise anew
-        return anew
+        assert rescored is not None, "the champion must not be scored again"
+        if isinstance(rescored, Unfit):
+            raise rescored
+        return rescored
 
     return decide(candidate, Champion("7", list(champion)), rescore)
 
@@ -54,22 +54,22 @@ def test_the_first_version_is_the_champion() -> None:
     [{"data": "x"}, {"extractor_fingerprint": "x"}, {"sampler": {"steps": 5}}, {"count": 10}],
 )
 def test_a_champion_with_different_evidence_is_scored_again(change: dict[str, Any]) -> None:
-    anew = row(9.0)
-    decision = gate(row(10.0), row(11.0, **change), anew=anew)
+    rescored = row(9.0)
+    decision = gate(row(10.0), row(11.0, **change), rescored=rescored)
     assert not decision.promote
-    assert decision.rescored is anew
+    assert decision.rescored is rescored
     assert f"measured again, because it differs in {next(iter(change))}" in decision.why
-    assert gate(row(10.0), row(9.0, **change), anew=row(11.0)).promote
+    assert gate(row(10.0), row(9.0, **change), rescored=row(11.0)).promote
 
 
 @pytest.mark.parametrize("scale", [0.01, 100.0])
 def test_different_metrics_are_never_compared(scale: float) -> None:
     candidate = {**row(scale), "score_name": "kid_500"}
     worse, better = [{**row(scale * by), "score_name": "kid_500"} for by in (2, 0.5)]
-    decision = gate(candidate, row(1.0), anew=worse)
+    decision = gate(candidate, row(1.0), rescored=worse)
     assert decision.promote and decision.rescored is worse
     assert decision.why.endswith("version 7 (measured again, because it differs in score).")
-    assert not gate(candidate, row(1.0), anew=better).promote
+    assert not gate(candidate, row(1.0), rescored=better).promote
 
 
 def test_a_champion_is_scored_again_only_once() -> None:
@@ -81,7 +81,7 @@ def test_scores_with_different_seeds_compare() -> None:
 
 
 def test_an_unfit_champion_is_replaced() -> None:
-    decision = gate(row(10.0), row(1.0, data="x"), anew=Unfit("it draws other sizes."))
+    decision = gate(row(10.0), row(1.0, data="x"), rescored=Unfit("it draws other sizes."))
     assert decision.promote
     assert decision.why.endswith(
         "cannot be measured with the present evidence: it draws other sizes."

@@ -1,4 +1,4 @@
-"""The champion moves only over a score that was measured in the same way, and never gets stuck."""
+"""`ddpm register` against a real server: versions, the champion, races, and errors."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from ddpm_core.storage.workspace import RESULTS, RUN, Workspace, snapshot_key
 from ddpm_core.tracking.client import connect
 from ddpm_core.training.init import initial_weights
 
-# Registered on a real server
+# With a server
 
 
 class Project:
-    """A workspace with prepared digits and checkpoints of two steps, and its registered model."""
+    """A workspace with digits, checkpoints of two steps, and the name of a registered model."""
 
     def __init__(self, root: Path, name: str, uri: str, seeds: tuple[int, int] = (0, 50)) -> None:
         self.workspace = Workspace.open(str(root / name))
@@ -76,7 +76,7 @@ class Project:
         )
 
     def score(self, **sections: Any) -> dict[int, Row]:
-        """Sample and evaluate, by a hasty classifier; the rows by step."""
+        """Sample and evaluate, with a hardly trained classifier; return the rows by step."""
         config = self.config(**sections)
         sample(config, self.workspace, World(0, 1, torch.device("cpu")))
         with pytest.MonkeyPatch.context() as patch:
@@ -99,7 +99,7 @@ class Project:
         return connect(self.uri).search_model_versions(f"name = '{self.name}'")
 
     def models(self) -> list[Any]:
-        """What lies on the server for versions, and should be one's each."""
+        """Return the uploaded models on the server; each should belong to one version."""
         client = connect(self.uri)
         place = client.get_experiment_by_name("registry").experiment_id
         return [m for m in client.search_logged_models([place]) if self.name in m.name]
@@ -112,7 +112,7 @@ def server() -> Server:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The store without a server that is the default, for cases in which no server matters."""
+    """The URI of a SQLite store, for tests that need no server."""
     return put_store(tmp_path_factory.mktemp("store") / "mlflow.db")
 
 
@@ -148,7 +148,7 @@ def test_the_first_checkpoint_becomes_a_version_and_the_champion(
 
 
 def register_by_itself(project: Project) -> str:
-    """Register in a process of its own; all that it says."""
+    """Register in a separate process; return its output."""
     code = f"""
         from ddpm_core.config import load as params
         from ddpm_core.registry.register import register
@@ -222,7 +222,7 @@ def test_a_champion_is_measured_by_the_candidates_metric(
     assert record.promoted and "because it differs in score" in record.why
     assert f"below the {after[bad]['score']:.4g} of the champion" in record.why
     record = project.register(after[bad], evaluate={"metrics": [second]})
-    assert not record.promoted and record.version == "3"  # not that of the other score
+    assert not record.promoted and record.version == "3"  # not the version with the other metric
 
 
 @pytest.mark.parametrize("change", ["data", "extractor", "score"])
@@ -346,7 +346,7 @@ def test_the_better_of_two_concurrent_registrations_wins(
     moment: str,
     better_first: bool,
 ) -> None:
-    """The second does all of its work while the first is about to take a step of its own."""
+    """The second registers from start to end just before a certain step of the first."""
     project = Project(tmp_path, f"digits-at-once-{moment}-{better_first}", store)
     first, second = rows if better_first else rows[::-1]
     step = getattr(Registry, moment)
@@ -354,7 +354,7 @@ def test_the_better_of_two_concurrent_registrations_wins(
 
     def meanwhile(registry: Registry, *arguments: Any) -> Any:
         if not others:
-            others.append(None)  # first, because the second also comes by here
+            others.append(None)  # before the second, which also calls this
             others[0] = project.register(second)
         return step(registry, *arguments)
 
@@ -377,14 +377,14 @@ def test_the_better_of_two_concurrent_registrations_wins(
 def test_concurrent_registrations_of_one_checkpoint_make_one(
     store: str, rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """The second does all of its work while the first is about to take a step of its own."""
+    """The second registers from start to end just before a certain step of the first."""
     project = Project(tmp_path, f"digits-twins-{moment[-6:]}", store)
     others: list[Registration | None] = []
     step = Registry.create if moment.endswith("create") else upload
 
     def meanwhile(*arguments: Any) -> Any:
         if not others:
-            others.append(None)  # first, because the second also comes by here
+            others.append(None)  # before the second, which also calls this
             others[0] = project.register(rows[0])
         return step(*arguments)
 
@@ -475,7 +475,7 @@ def test_a_new_store_gets_settings_and_scores_too(store: str, tmp_path: Path) ->
     assert "evaluation/report.html" in files
 
 
-@pytest.mark.parametrize("mine", [True, False], ids=["its own", "another"])
+@pytest.mark.parametrize("mine", [True, False], ids=["own", "other"])
 def test_a_champion_without_files_is_replaced(
     store: str, rows: list[Row], tmp_path: Path, mine: bool
 ) -> None:
@@ -532,7 +532,7 @@ def test_register_is_up_to_date_while_mlflow_is_unavailable(
     monkeypatch.setattr(models, "CHECK_TIMEOUT", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        if listens:  # takes connections, and says nothing
+        if listens:  # accepts connections and never responds
             silent.listen()
         away = {"tracking": {"uri": f"http://127.0.0.1:{silent.getsockname()[1]}"}}
         record = project.register(rows[0]).model_dump() | {"uri": away["tracking"]["uri"]}
@@ -557,7 +557,7 @@ def test_a_checkpoint_deleted_after_scoring_blocks_nothing(store: str, tmp_path:
     shutil.rmtree(project.workspace.path(snapshot_key(best)))
     with pytest.raises(UserError, match=rf"step {best}, is gone. Run `ddpm evaluate` first"):
         register(config, project.workspace)
-    for number in range(2):  # as independent jobs, which remove nothing
+    for number in range(2):  # as independent jobs, which delete nothing
         sample(config, project.workspace, World(0, 1, torch.device("cpu")), (number, 2))
     evaluate(config, project.workspace)
     assert register(config, project.workspace).step == other
@@ -569,13 +569,13 @@ def test_a_checkpoint_changed_after_scoring_is_rejected(project: Project, rows: 
         project.register(other)
 
 
-# What is not MLflow's
+# Errors of this machine, of MLflow and of the network
 
 
 def register_on_small_disk(
     project: Project, row: Row, place: Path, size: str, before: str = "true", **sections: Any
 ) -> str:
-    """Register in a process for which `place` is a small disk; what its error message says."""
+    """Register in a process for which `place` is a small disk; return its error message."""
     project.put(row)
     settings = place.with_name("params.yaml")
     new = {"register": {"name": "without-champion"}, **sections}
@@ -631,7 +631,7 @@ def test_a_store_on_a_full_disk_is_one_message(
 def test_errors_of_this_machine_are_not_blamed_on_mlflow(
     project: Project, rows: list[Row], monkeypatch: pytest.MonkeyPatch, trouble: Exception
 ) -> None:
-    """Wherever it comes from: from the gate, scoring, or writing the model."""
+    """Errors may come from the gate, from scoring, or from writing the model."""
 
     def fails(*_: Any) -> None:
         raise trouble

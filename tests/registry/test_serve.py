@@ -1,4 +1,4 @@
-"""`ddpm serve`: waits for a champion, takes the next one, loses no request, outlives MLflow."""
+"""`ddpm serve`: its champion, the change to the next one, invalid requests, and outages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROW = {
 
 @dataclass
 class Serving:
-    """A running `ddpm serve`, the way from it to MLflow, and two versions."""
+    """A running `ddpm serve`, its connection to MLflow, and two versions."""
 
     process: Program
     url: str
@@ -61,7 +61,7 @@ class Serving:
         return ask(f"{self.url}/invocations", body)
 
     def takes(self, number: int) -> None:
-        """Make a version the champion and wait until it answers."""
+        """Make a version the champion and wait until it is served."""
         self.registry.promote(self.versions[number - 1])
         self.answers_with(number)
 
@@ -72,13 +72,13 @@ class Serving:
         )
 
     def says(self, words: str) -> None:
-        """Wait until the reason why it is not ready, or not up to date, is a certain one."""
+        """Wait until /ready gives a certain reason why the newest champion is not served."""
         wait_until(lambda: words in self.get("ready")[1]["message"], f"/ready says {words!r}")
 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """Started while MLflow is away, and through what it waits for to the first champion."""
+    """Started while MLflow is unavailable; ready with its first champion."""
     folder = tmp_path_factory.mktemp("serve")
     server = shared_server().running()
     checkpoints = [write_checkpoint(folder / f"step-{seed}", seed=seed) for seed in (1, 2)]
@@ -99,7 +99,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def begin(serving: Serving, uri: str, folder: Path) -> None:
-    """No MLflow, then no champion, then one; each told by name, and each request refused."""
+    """Check the reasons and responses without MLflow, without a champion, and with one."""
     assert get(f"{serving.url}/health")[0] == get(f"{serving.url}/ping")[0] == 200
     serving.says("is unavailable: the connection was refused")
     serving.gate.open()
@@ -240,7 +240,7 @@ def test_sigterm_ends_an_idle_server_at_once(serving: Serving) -> None:
     said = serving.process.ended(10)
     assert serving.process.returncode == 0, said
     told = [line for line in said.splitlines() if "serve: " not in line]
-    assert not told  # no traceback, and none of MLflow's advice
+    assert not told  # no traceback, and no advice from MLflow
 
 
 def test_an_unavailable_address_is_an_error(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_an_unavailable_address_is_an_error(tmp_path: Path) -> None:
 
 
 class FailingModel:
-    """Accepts every request with images, and cannot draw any."""
+    """Validates requests, but cannot draw any image."""
 
     def tasks(self, rows: list[dict[str, Any]], max_work: int = 0) -> list[Task]:
         return [resolve(parse(row), Config(), []) for row in rows]

@@ -1,4 +1,4 @@
-"""`ddpm serve` and clients that leave, stall, ask for too much or send nonsense."""
+"""`ddpm serve` with clients that leave, stall, ask for too much or send nonsense."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ class Serving:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
     def send(self, body: Any, rest: bytes = b"") -> socket.socket:
-        """A connection on which a request was sent, and nothing read yet."""
+        """Return a connection on which a request was sent, and no response read."""
         connection = self.connect()
         connection.sendall(request(json.dumps(body).encode()) + rest)
         return connection
 
     def is_busy(self) -> bool:
-        """Whether a request would have to wait, so that one is being drawn."""
+        """Return whether a request has to wait, because another one is being drawn."""
         with contextlib.closing(self.send(SHORT)) as connection:
             return not early(connection)
 
     def fill(self) -> tuple[list[socket.socket], bytes]:
-        """Send long requests until one is refused; the others, and that answer."""
+        """Send long requests until one is rejected; return the others and that response."""
         wait_until(lambda: self.ask(SHORT)[0] == 200, "the queue is empty")
         taken = []
         while not (refused := early(connection := self.send(LONG))):
@@ -72,17 +72,17 @@ class Serving:
         return taken, refused
 
     def sockets(self) -> int:
-        """How many sockets the server has open."""
+        """Return how many sockets the server has open."""
         folder = Path(f"/proc/{self.process.pid}/fd")
         return sum(target(link).startswith("socket:") for link in folder.iterdir())
 
     def seconds(self) -> float:
-        """Processor time that the server has used."""
+        """Return the CPU seconds that the server has used."""
         stat = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory(self) -> int:
-        """Resident bytes of the server."""
+        """Return the resident memory of the server in bytes."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
@@ -100,7 +100,7 @@ def request(body: bytes, headers: str = "") -> bytes:
 
 
 def answer(connection: socket.socket) -> bytes:
-    """Everything until the server closes."""
+    """Return everything until the server closes the connection."""
     data = b""
     with contextlib.suppress(ConnectionError):
         while part := connection.recv(2**16):
@@ -109,7 +109,7 @@ def answer(connection: socket.socket) -> bytes:
 
 
 def early(connection: socket.socket) -> bytes:
-    """What comes within a second; nothing while a request waits or is drawn."""
+    """Return what arrives within a second: nothing while a request waits or is drawn."""
     connection.settimeout(1)
     try:
         return connection.recv(2**12)
@@ -125,7 +125,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     uri = put_store(folder / "mlflow.db")
     checkpoint = write_checkpoint(folder / "step", timesteps=1000)
     cwd = Path.cwd()
-    os.chdir(folder)  # MLflow keeps the artifacts of such a store in the current folder
+    os.chdir(folder)  # MLflow puts the artifacts of such a store into the current folder
     try:
         registry, version = publish(uri, "champions", checkpoint, folder / "package")
     finally:
@@ -146,7 +146,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture
 def said(serving: Serving) -> Iterator[Any]:
-    """What the server printed during the test; never a traceback."""
+    """A function that returns what the server printed during the test; no traceback."""
     before = len(serving.process.said())
     yield lambda: serving.process.said()[before:]
     assert "Traceback" not in serving.process.said()
@@ -154,7 +154,7 @@ def said(serving: Serving) -> Iterator[Any]:
 
 @pytest.mark.parametrize("rest", [b"", request(b"{}"), b"\r\nnonsense"])
 def test_drawing_stops_when_its_client_leaves(serving: Serving, said: Any, rest: bytes) -> None:
-    """Also if the client sent something after its request."""
+    """That includes clients that sent something after their request."""
     connection = serving.send(LONG)
     wait_until(serving.is_busy, "the request is drawn")
     connection.sendall(rest)
@@ -175,7 +175,7 @@ def test_the_queue_is_bounded_and_drops_clients_that_left(serving: Serving) -> N
     for connection in waiting:
         connection.close()
     with contextlib.closing(serving.send(SHORT)) as last:
-        assert not early(last)  # it has a place, and waits for the first
+        assert not early(last)  # it is in the queue, and waits for the first
         first.close()
         assert last.recv(12) == b"HTTP/1.1 200"
 
@@ -233,7 +233,7 @@ def test_unfinished_bodies_cost_little_memory_and_one_log_line(serving: Serving,
 
 @pytest.mark.parametrize("line", ["POST /invocations", "GET /health"])
 def test_a_trickling_body_is_closed(serving: Serving, line: str) -> None:
-    """Also if the request was answered without its body."""
+    """That includes requests that got a response without their body."""
     with contextlib.closing(serving.connect()) as connection:
         connection.sendall(f"{line} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
         started = time.monotonic()
@@ -266,14 +266,14 @@ def test_a_request_with_two_lengths_is_rejected(serving: Serving) -> None:
 
 
 async def large_answer(scope: Any, receive: Any, send: Any) -> None:
-    """As many times LARGE bytes as the path says."""
+    """Respond with LARGE bytes times the number in the path."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"x" * LARGE * int(scope["path"][1:])})
 
 
 @contextlib.contextmanager
 def answering(timeout: float) -> Iterator[tuple[uvicorn.Server, socket.socket]]:
-    """A real server with our connections and large answers, and a client of it."""
+    """Yield a real server that uses Connection and large responses, and a client of it."""
     protocol: Any = partial(Connection, timeout=timeout)
     config = uvicorn.Config(large_answer, http=protocol, ws="none", lifespan="off")
     server = uvicorn.Server(config)
@@ -293,7 +293,7 @@ def get_large(client: socket.socket, times: int = 1) -> None:
 
 
 def read_large(client: socket.socket, times: int = 1, pause: float = 0.0) -> None:
-    """Read one answer, which is larger than the kernel's buffers."""
+    """Read one response, which is larger than the kernel's buffers."""
     received = 0
     while received < LARGE * times:
         part = client.recv(2**20)
@@ -325,12 +325,12 @@ def test_each_response_of_a_connection_has_a_new_deadline() -> None:
         read_large(client)
         time.sleep(max(0.0, started + 1.5 - time.monotonic()))
         get_large(client, times=2)
-        time.sleep(0.8)  # past the deadline of the first answer
+        time.sleep(0.8)  # past the deadline of the first response
         read_large(client, times=2)
 
 
 def test_sigterm_waits_only_for_complete_requests(serving: Serving) -> None:
-    """The last test: it ends the server."""
+    """This is the last test: it stops the server."""
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(
             contextlib.closing(serving.send({"inputs": [{"n": 256, "steps": 20}]}))

@@ -1,4 +1,4 @@
-"""The served model: what it answers, what it refuses, and that it needs nothing but itself."""
+"""A version in `mlflow models serve`: images, invalid requests, and its content."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def url(server: Server, name: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def environment_without_us(folder: Path) -> Path:
-    """A virtual environment with the packages of this one but without this project; its bin/.
+    """Create a virtual environment with our packages but without this project; return its bin/.
 
-    A .pth file puts the packages on the path; the .pth among them that leads to our sources is
-    not read from there.
+    A .pth file adds the packages to the path. Python does not read .pth files from there, so the
+    one that leads to our sources has no effect.
     """
     venv.create(folder, symlinks=True)
     binaries = folder / "bin"
@@ -94,7 +94,7 @@ def environment_without_us(folder: Path) -> Path:
     return binaries
 
 
-# Served from another folder, without this project
+# With MLflow's server, without this project
 
 
 def test_a_seed_draws_the_same_images_as_sampling(url: str, checkpoint: Checkpoint) -> None:
@@ -200,7 +200,7 @@ def test_a_version_contains_only_the_code_that_it_imports(tmp_path: Path) -> Non
     assert "ddpm_core.sampling.sampler" in names
     for unneeded in ("ddpm_core.training", "ddpm_core.evaluation", "ddpm_core.cli"):
         assert unneeded not in names
-    # Each is imported where there is no other of our modules, what it imports of ours included.
+    # Each module must be importable without any other module of ours.
     script = f"import importlib as i\nfor name in {names}: i.import_module(name)\n"
     script += "import sys\nprint({m.__file__ for n, m in sys.modules.items() if 'ddpm' in n})"
     command = [sys.executable, "-c", script]

@@ -1,4 +1,4 @@
-"""MLflow calls end in time, and what fails around MLflow is one message."""
+"""Time limits and retries of MLflow calls, and errors around MLflow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 10
 
 @pytest.fixture
 def trickling() -> Iterator[str]:
-    """The URI of a server that begins an answer and then sends ten bytes a second."""
+    """The URI of a server that begins a response and then sends ten bytes per second."""
 
     def trickle(connection: socket.socket) -> None:
         with connection, suppress(OSError):

@@ -1,4 +1,4 @@
-"""Tracking: MLflow follows log.jsonl whatever happens to it, and the work never waits for it."""
+"""The tracker: MLflow gets every row once, whatever fails, and no command waits for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 @pytest.fixture
 def silent_uri() -> Iterator[str]:
-    """A server that takes connections and never answers."""
+    """A server that accepts connections and never responds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -69,7 +69,7 @@ def run_id(workspace: Workspace) -> str:
 
 
 def history(uri: str, run: str, key: str) -> list[tuple[int, float, int]]:
-    """What the server has: (step, value, unix ms), in the order of their arrival."""
+    """Return what the server has: (step, value, Unix ms), in the order of arrival."""
     metrics = connect(uri).get_metric_history(run, key)
     return [(metric.step, metric.value, metric.timestamp) for metric in metrics]
 
@@ -80,7 +80,7 @@ def logged(workspace: Workspace, key: str) -> list[tuple[int, float, int]]:
 
 
 def assert_follows(uri: str, workspace: Workspace) -> None:
-    """The server's history equals log.jsonl, row for row."""
+    """Check that the server's history equals log.jsonl, row for row."""
     for key in ("loss", "lr"):
         assert history(uri, run_id(workspace), f"train/{key}") == logged(workspace, key)
 
@@ -92,7 +92,7 @@ def has_step(uri: str, workspace: Workspace, step: int) -> bool:
     )
 
 
-# What the server gets
+# What the server receives
 
 
 def test_every_number_of_the_log_is_sent_once(server: Server, workspace: Workspace) -> None:
@@ -318,7 +318,7 @@ def test_the_advice_for_a_deleted_experiment_restores_it(
 
 
 def test_the_run_names_its_data_and_training(server: Server, workspace: Workspace) -> None:
-    uri = f"/data/{'deep/' * 100}shapes.zip"  # MLflow refuses a data set's name of 501 characters
+    uri = f"/data/{'deep/' * 100}shapes.zip"  # MLflow rejects a data set's name of 501 characters
     source = {"uri": uri, "sha256": "abc"}
     workspace.write_json("data/manifest.json", {"fingerprint": "feed", "source": source})
     for _ in range(2):
@@ -357,7 +357,7 @@ def test_a_rejected_entry_is_skipped(
 def test_an_invalid_entry_is_skipped(
     workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run.json may have been changed by hand."""
+    """A user may have edited run.json."""
     given = config(put_store(tmp_path / "mlflow.db"))
     unsent = [["metrics", 3], ["params", 7], ["tags", {"after": "them"}]]
     workspace.write_json(RUN, {"mlflow": {"uri": given.tracking.uri, "unsent": unsent}})
@@ -413,7 +413,7 @@ def test_a_store_on_a_full_disk_is_an_outage_that_ends(
     assert_follows(given.tracking.uri, workspace)
 
 
-# A server that goes away
+# Outages
 
 
 def test_a_killed_server_gets_each_row_once_when_it_is_back(
@@ -481,7 +481,7 @@ def test_a_killed_process_loses_no_row_and_repeats_none(
         sys.stdin.read()
     """
     log_rows(workspace, range(1, 3001))
-    for last in (300, 1200):  # it is killed while it sends what comes after
+    for last in (300, 1200):  # killed while it sends the rows after this step
         command = [sys.executable, "-c", textwrap.dedent(code)]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             wait_until(lambda: has_step(server.uri, workspace, last), f"step {last}")  # noqa: B023
@@ -490,7 +490,7 @@ def test_a_killed_process_loses_no_row_and_repeats_none(
     assert_follows(server.uri, workspace)
 
 
-# The work never waits
+# No command waits
 
 
 @pytest.mark.parametrize("kind", ["refused", "silent"])
@@ -529,7 +529,7 @@ def test_a_full_disk_while_closing_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It ends a run that was asked to stop, whose exit status says so."""
+    """An error here would change the exit status of a run that was asked to stop."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -551,7 +551,7 @@ def test_timeouts_do_not_change_the_environment(server: Server, workspace: Works
 
 def test_a_store_whose_creation_was_killed_is_created_again(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/store/mlflow.db"
-    kill_while_it_is_made(uri)
+    kill_during_creation(uri)
     assert list((tmp_path / "store").glob(".mlflow.db.*"))
     assert not (tmp_path / "store/mlflow.db").exists()
     code = f"""
@@ -585,8 +585,8 @@ def test_a_store_whose_creation_was_killed_is_created_again(tmp_path: Path) -> N
     assert [m[:2] for m in history(uri, run_id(workspace), "train/loss")] == [(1, 0.5)]
 
 
-def kill_while_it_is_made(uri: str) -> None:
-    """Kill a process at its 40th statement to a new store. MLflow can never open what is left."""
+def kill_during_creation(uri: str) -> None:
+    """Kill a process at its 40th SQL statement, which leaves a store that MLflow cannot open."""
     code = f"""
         import os, signal
         from sqlalchemy import event
@@ -604,8 +604,8 @@ def kill_while_it_is_made(uri: str) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
-class Quick:
-    """As mlflow, whose client takes seconds to make a store."""
+class QuickMlflow:
+    """Replaces mlflow, whose client takes seconds to create a store."""
 
     class MlflowClient:
         def __init__(self, uri: str) -> None:
@@ -626,7 +626,7 @@ def test_a_store_is_created_without_hard_links_too(
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(Path, "hardlink_to", none)
-    _create_store(Quick, path)
+    _create_store(QuickMlflow, path)
     assert [file.name for file in tmp_path.iterdir()] == ["mlflow.db"]
     assert (path.read_bytes() == others) == (first == "another")
 
@@ -704,7 +704,7 @@ def test_a_password_in_a_uri_is_masked() -> None:
 def test_an_error_message_of_mlflow_contains_no_password(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """MLflow's message then has the whole address."""
+    """MLflow's message contains the whole address if the server hangs up."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=hang_up, args=(listener,), daemon=True).start()
         place = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -715,7 +715,7 @@ def test_an_error_message_of_mlflow_contains_no_password(
 
 
 def hang_up(listener: socket.socket) -> None:
-    """On whoever asks something, until the listener is shut."""
+    """Close every connection after its first bytes, until the listener is shut down."""
     with suppress(OSError):
         while True:
             connection, _ = listener.accept()
