@@ -106,6 +106,7 @@ def promote(
     """
     registry.announce(version)
     placed = None
+    # Each move can be undone by a process that has not seen it, so look again after each move.
     while number(best := best_announced(registry, version, row, before)) != number(placed):
         registry.promote(best)
         placed = best
@@ -149,7 +150,10 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
         )
     require_equal("extractor", scorer.extractor.fingerprint, evidence["extractor_fingerprint"])
     require_equal("score", scorer.score_name(int(evidence["count"])), candidate["score_name"])
-    settings, count = settings_of(evidence, config.sample, checkpoint), int(evidence["count"])
+    # The candidate's sampler and seed, with the champion's own weights.
+    sampled = {**sample_settings(candidate, checkpoint), "ema": checkpoint.params.sample.ema}
+    settings = Sample.model_validate({**config.sample.model_dump(mode="json"), **sampled})
+    count = int(evidence["count"])
     try:
         sampler = ImageSampler(
             checkpoint.load(settings.ema, scorer.device),
@@ -167,7 +171,7 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
         "step": checkpoint.step,
         **scorer.score([images], "the champion"),
         "evidence": {
-            **evidence,
+            **evidence,  # same data, extractor, sampler and count, so that the scores compare
             "weights": checkpoint.weights_hash(settings.ema),
             "train": checkpoint.train_fingerprint,
             "samples": None,
@@ -184,11 +188,11 @@ def require_equal(what: str, now: str, scored: str) -> None:
         )
 
 
-def settings_of(evidence: dict[str, Any], own: Sample, checkpoint: Checkpoint) -> Sample:
-    """Return the sampler and seed of the evidence, with the champion's own weights."""
-    sampler = {key: v for key, v in evidence["sampler"].items() if key in Sample.model_fields}
-    settings = {**own.model_dump(mode="json"), **sampler, "seed": evidence["seed"]}
-    return Sample.model_validate({**settings, "ema": checkpoint.params.sample.ema})
+def sample_settings(row: Row, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the settings of params' `sample` that the score of a row was measured with."""
+    evidence = row["evidence"]
+    settings = {k: v for k, v in evidence["sampler"].items() if k in Sample.model_fields}
+    return {"ema": checkpoint.params.sample.ema, **settings, "seed": evidence["seed"]}
 
 
 def draw(sampler: ImageSampler, count: int, batch_size: int) -> Pixels:

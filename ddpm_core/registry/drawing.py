@@ -64,7 +64,7 @@ class DrawingQueue:
     def add(self, job: Job) -> None:
         """Queue a job. Raises Full if `limit` jobs are waiting besides the one being drawn."""
         with self._changed:
-            if len(self._waiting) + self._busy > self._limit:
+            if len(self._waiting) + self._busy > self._limit:  # _busy is 0 or 1
                 raise Full
             self._waiting.append(job)
             self._changed.notify()

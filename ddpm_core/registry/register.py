@@ -9,13 +9,13 @@ from typing import Any
 from pydantic import ConfigDict
 
 from ddpm_core.checkpoint import Checkpoint, open_checkpoint
-from ddpm_core.config import Config, Sample
+from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.mlflow_log import open_tracker
 from ddpm_core.masking import masked, throughout
 from ddpm_core.registry.card import as_description, write_card
-from ddpm_core.registry.champion import judge, promote, tag_fault
+from ddpm_core.registry.champion import judge, promote, sample_settings, tag_fault
 from ddpm_core.registry.gate import verdicts, version_key
 from ddpm_core.registry.models import Registry, compact_json, missing, mlflow_errors, number
 from ddpm_core.registry.package import CARD, CHECKPOINT, model_name, upload, write_checkpoint
@@ -63,6 +63,7 @@ def register(config: Config, workspace: Workspace) -> Registration:
     registry = Registry(config)
     run_id = tracked_run(config, workspace, row)
     announcements, champion = registry.announcements(), registry.champion()
+    # Judge before the upload, which would be in vain if the champion cannot be measured now.
     decision = judge(config, workspace, registry, champion, row)
     version = registry.find(version_key(row)) or publish(registry, checkpoint, row, run_id)
     # Another process may have promoted a version meanwhile: judge until the champion stays.
@@ -75,6 +76,7 @@ def register(config: Config, workspace: Workspace) -> Registration:
         if verdict not in ("unknown", version.tags.get(check)):  # the check was made later
             registry.tag(version, check, verdict)
     if decision.promote:
+        # Others may promote a version at this very moment, which the loop above cannot see.
         decision = promote(registry, version, decision, row, announcements)
     registration = Registration(
         name=registry.name,
@@ -96,11 +98,11 @@ def register(config: Config, workspace: Workspace) -> Registration:
 
 # What a difference in these fields of registered.json means. Any other one is the score.
 _MEANINGS = {
-    "name": "register.name has",
-    "alias": "register.alias has",
-    "uri": "tracking.uri has",
-    "memorisation": "the verdict on copies of training images has",
-    "collapse": "the verdict on repeated samples has",
+    "name": "register.name",
+    "alias": "register.alias",
+    "uri": "tracking.uri",
+    "memorisation": "the verdict on copies of training images",
+    "collapse": "the verdict on repeated samples",
 }
 
 
@@ -126,12 +128,12 @@ def stale(config: Config, workspace: Workspace) -> str | None:
         **verdicts(row),
     }
     changes = [
-        _MEANINGS.get(key, "the best checkpoint or its score has")
+        _MEANINGS.get(key, "the best checkpoint or its score")
         for key, value in current.items()
         if getattr(registration, key) != value
     ]
     if changes:
-        return f"{' and '.join(dict.fromkeys(changes))} changed since the last registration"
+        return f"changed since the last registration: {', '.join(dict.fromkeys(changes))}"
     return missing(
         config.tracking.uri,
         registration.name,
@@ -205,7 +207,7 @@ def publish(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str) -
     card = write_card(registry.name, checkpoint, row)
     name, key = model_name(registry.name, checkpoint.step), version_key(row)
     uri = registry.uploaded(run_id, name, key) or _upload(registry, checkpoint, row, run_id, card)
-    version = registry.find(key)
+    version = registry.find(key)  # another process may have created it during the upload
     if version is None:
         tags = {
             "step": str(checkpoint.step),
@@ -219,6 +221,7 @@ def publish(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str) -
         version = registry.find(key) or created
         if number(version) != number(created):
             registry.remove(created)
+    # The other process has uploaded the model too, so this upload is not needed.
     if version.source != uri and version.source.startswith("models:/"):
         registry.discard(uri)
     return version
@@ -241,10 +244,3 @@ def _upload(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str, c
             with mlflow_errors(registry.uri):
                 name, step = registry.name, checkpoint.step
                 return within(timeout, upload, run_id, name, step, folder, params)
-
-
-def sample_settings(row: Row, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the settings of params' `sample` that the score was measured with."""
-    evidence = row["evidence"]
-    settings = {k: v for k, v in evidence["sampler"].items() if k in Sample.model_fields}
-    return {"ema": checkpoint.params.sample.ema, **settings, "seed": evidence["seed"]}

@@ -51,6 +51,8 @@ class MlflowRun:
         self.run_id = run_id
         run = client.get_run(run_id)
         self._params: dict[str, str] = dict(run.data.params)
+        # The last step of each metric comes with the run. The history of a metric takes further
+        # requests, so `_history` has it only for metrics that get an earlier step.
         self._last = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         self._history: dict[str, list[Any]] = {}
         self._datasets = {used.dataset.digest for used in run.inputs.dataset_inputs}
@@ -63,7 +65,7 @@ class MlflowRun:
         """Return the run with the ID `known`, or the run tagged with `token`, or a new run.
 
         The token matters when a connection breaks after the server has created the run, and before
-        the answer with its ID arrives.
+        the response with its ID arrives.
         """
         client = connect(uri)
         if known and is_active(client, known):

@@ -122,7 +122,7 @@ class Tracker:
         log: Path | None = None,
         quiet: bool = False,
     ) -> Tracker:
-        """Start to send the log, and whatever the methods below are given.
+        """Start to send the log, and the entries that the methods below add.
 
         The MLflow run is the one in run.json, unless that belongs to a different server, to a
         different training, or to the workspace that this one was copied from.
@@ -189,12 +189,12 @@ class Tracker:
         if self._thread is None:
             return
         self._queue.append(["end", status])
-        self._closing.set()
+        self._closing.set()  # after the append, so that the last attempt sends the end
         self._wake.set()
         self._thread.join(timeout)
         if self._thread.is_alive() and not self._run:
             self.trouble = reason(TimeoutError())
-        self._silent = True
+        self._silent = True  # the thread may still run, but this process reports no more
         left = list(self._queue)
         unsent = [entry for entry in left if entry[0] != "end"]
         rows = self._log.remaining()
@@ -263,7 +263,7 @@ class Tracker:
             run.rows(rows)
             if end == self._log.offset:
                 break
-            self._log.offset = end
+            self._log.offset = end  # only now, so that rows whose sending failed are sent again
         while self._queue:
             name, *arguments = self._queue[0]
             try:
@@ -277,7 +277,6 @@ class Tracker:
                     console.warn(
                         f"Skipped an invalid {name!r} entry for MLflow ({_describe(error)})."
                     )
-            # Only now, so that an entry whose sending failed stays in the queue.
             self._queue.popleft()
 
     def _open(self) -> MlflowRun:
@@ -296,7 +295,7 @@ class Tracker:
                 f"The MLflow run of this workspace stays in the experiment {experiment!r}; "
                 f"tracking.experiment is now {self._experiment!r}."
             )
-        self._log.offset = 0
+        self._log.offset = 0  # MlflowRun.rows skips the rows that the server already has
         training = self._identity or record.training
         self._update_record(run_id=run.run_id, training=training, behind=True)  # until `close`
         if self._copied_from:

@@ -88,29 +88,32 @@ def test_an_unfit_champion_is_replaced() -> None:
     )
 
 
-def test_a_model_that_copies_is_never_promoted() -> None:
-    decision = gate(row(1.0, verdict="copies"), row(11.0))
-    assert not decision.promote
-    assert not decide(row(1.0, verdict="copies"), None, dict).promote
-    assert "copies training images" in decision.why
+FAULTY = {
+    "memorisation": (row(1.0, verdict="copies"), "copies training images"),
+    "collapse": (
+        {**row(1.0), "collapse": {"verdict": "collapsed"}},
+        "draws the same images repeatedly",
+    ),
+}
 
 
-def test_a_champion_that_copies_is_replaced_by_any_score() -> None:
-    decision = decide(row(10.0), Champion("7", [row(1.0)], "memorisation"), dict)
-    assert decision.promote
-    assert decision.why == "Promoted: the champion, version 7, copies training images."
-
-
-def test_a_collapsed_model_is_never_promoted_and_is_replaced() -> None:
-    collapsed = {**row(1.0), "collapse": {"verdict": "collapsed"}}
-    for decision in (gate(collapsed, row(11.0)), decide(collapsed, None, dict)):
+@pytest.mark.parametrize("check", FAULTY)
+def test_a_model_that_fails_a_check_is_never_promoted(check: str) -> None:
+    faulty, fault = FAULTY[check]
+    for decision in (gate(faulty, row(11.0)), decide(faulty, None, dict)):
         assert not decision.promote
-        assert decision.why == (
-            "Not promoted: it draws the same images repeatedly, by the collapse check."
-        )
+        assert decision.why == f"Not promoted: it {fault}, by the {check} check."
+
+
+@pytest.mark.parametrize("check", FAULTY)
+def test_a_champion_that_fails_a_check_is_always_replaced(check: str) -> None:
+    decision = decide(row(10.0), Champion("7", [row(1.0)], check), dict)
+    assert decision.promote
+    assert decision.why == f"Promoted: the champion, version 7, {FAULTY[check][1]}."
+
+
+def test_some_repeated_images_do_not_prevent_a_promotion() -> None:
     assert gate({**row(1.0), "collapse": {"verdict": "repeats"}}, row(11.0)).promote
-    decision = decide(row(10.0), Champion("7", [row(1.0)], "collapse"), dict)
-    assert decision.why == "Promoted: the champion, version 7, draws the same images repeatedly."
 
 
 def test_concurrent_versions_agree_on_the_best() -> None:

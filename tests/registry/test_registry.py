@@ -144,7 +144,7 @@ def test_the_first_checkpoint_becomes_a_version_and_the_champion(
     assert f"**{worse['score_name']}: {worse['score']:.4g}**" in version.description
     assert stale(project.config(), project.workspace) is None
     told = stale(project.config(register={"name": "other"}), project.workspace)
-    assert told == "register.name has changed since the last registration"
+    assert told == "changed since the last registration: register.name"
 
 
 def register_by_itself(project: Project) -> str:
@@ -300,7 +300,7 @@ def test_a_champion_that_fails_a_later_check_is_replaced(
     found_out = {**rows[0], check: {"verdict": verdict}}
     project.put(found_out)
     told = str(stale(project.config(), project.workspace))
-    assert told.startswith(f"the verdict on {what} has changed")
+    assert told.startswith(f"changed since the last registration: the verdict on {what}")
     record = project.register(found_out)
     assert (record.version, record.promoted) == ("1", False)
     assert record.why == (
