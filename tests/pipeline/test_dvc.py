@@ -171,9 +171,9 @@ def test_each_stage_is_its_verb_and_depends_on_its_section() -> None:
 
 def test_a_killed_repro_resumes(clone: Repository) -> None:
     clone.kill_once(["dvc", "repro"], "workspace/snapshots/step-00000008")
-    told = clone.dvc("repro", "evaluate")
-    assert "Stage 'prepare' didn't change, skipping" in told
-    assert "train: going on from step" in told
+    output = clone.dvc("repro", "evaluate")
+    assert "Stage 'prepare' didn't change, skipping" in output
+    assert "train: going on from step" in output
     lines = (clone.folder / "workspace/log.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(2, 41, 2))
 
@@ -181,9 +181,9 @@ def test_a_killed_repro_resumes(clone: Repository) -> None:
 def test_an_experiment_trains_from_scratch_and_is_compared(clone: Repository) -> None:
     clone.git("add", "dvc.lock", "workspace/metrics.json")
     clone.git("commit", "--quiet", "-m", "scores")
-    told = clone.dvc("exp", "run", "evaluate", "-S", "train.loss.weighting=uniform")
-    assert "train.loss.weighting: min_snr -> uniform" in told
-    assert "in-domain classifier" not in told  # the extractor is kept, so the scores compare
+    output = clone.dvc("exp", "run", "evaluate", "-S", "train.loss.weighting=uniform")
+    assert "train.loss.weighting: min_snr -> uniform" in output
+    assert "in-domain classifier" not in output  # the extractor is kept, so the scores compare
     difference = json.loads(clone.dvc("metrics", "diff", "--json"))["workspace/metrics.json"]
     assert difference["fd_in_domain_20"]["diff"] != 0
     assert "weighting: uniform" in clone.git("diff", "params.yaml")
@@ -206,9 +206,9 @@ def test_a_fresh_clone_compares_what_was_committed(clone: Repository, tmp_path: 
 
 def test_a_changed_setting_runs_only_its_own_stage(clone: Repository) -> None:
     clone.change_params(tracking={"uri": "sqlite:///mlflow.db"})
-    told = clone.dvc("repro")
-    assert told.count("didn't change, skipping") == 4
-    assert "Promoted: there was no champion." in told
+    output = clone.dvc("repro")
+    assert output.count("didn't change, skipping") == 4
+    assert "Promoted: there was no champion." in output
     assert clone.dvc("repro").count("didn't change, skipping") == 5
 
 
@@ -255,8 +255,8 @@ def test_relative_paths_are_the_same_in_all_experiments(
         "from ddpm_core.config.paths import input_path\n"
         f"names = ['photos', 'weights', {str(network)!r}]\n"
         "found = [os.path.realpath(input_path(name)) for name in names]\n"
-        "told = [params.load().tracking.uri, os.getcwd(), *found]\n"
-        f"open({str(tmp_path / 'told.json')!r}, 'w').write(json.dumps(told))\n"
+        "resolved = [params.load().tracking.uri, os.getcwd(), *found]\n"
+        f"open({str(tmp_path / 'resolved.json')!r}, 'w').write(json.dumps(resolved))\n"
     )
     stage = {"cmd": f"{sys.executable} where.py", "params": ["seed"]}
     (project / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"where": stage}}))
@@ -266,9 +266,9 @@ def test_relative_paths_are_the_same_in_all_experiments(
     repository.dvc("exp", "run", *options, "-S", "seed=1")
     if kind == "--queue":
         repository.dvc("queue", "start")
-    told = tmp_path / "told.json"
-    wait_until(lambda: told.exists() and told.read_text(), "the stage has run")
-    store, folder, *found = json.loads(told.read_text())
+    resolved = tmp_path / "resolved.json"
+    wait_until(lambda: resolved.exists() and resolved.read_text(), "the stage has run")
+    store, folder, *found = json.loads(resolved.read_text())
     assert (folder == str(project)) == (kind == "workspace")
     assert store == f"sqlite:///{project}/mlflow.db"
     assert found == [f"{folder}/photos", str(project / "weights"), str(tmp_path / "network")]

@@ -67,7 +67,7 @@ def test_a_long_card_is_cut_to_the_limit_of_every_database(classes: int) -> None
     card = f"# shapes\n{listed}## Settings\n```yaml\n{settings}```\n"
     described = as_description(card)
     assert 4900 < len(described) <= 5000
-    kept, _, told = described.rpartition("\n… ")
-    assert told == "The rest is in this version's files: `artifacts/README.md`.\n"
+    kept, _, note = described.rpartition("\n… ")
+    assert note == "The rest is in this version's files: `artifacts/README.md`.\n"
     assert card.startswith(kept.removesuffix("```\n")) and kept.count("```") % 2 == 0
     assert as_description(card[:5000]) == card[:5000]

@@ -143,8 +143,8 @@ def test_the_first_checkpoint_becomes_a_version_and_the_champion(
     assert float(version.tags[worse["score_name"]]) == pytest.approx(worse["score"], rel=1e-5)
     assert f"**{worse['score_name']}: {worse['score']:.4g}**" in version.description
     assert stale(project.config(), project.workspace) is None
-    told = stale(project.config(register={"name": "other"}), project.workspace)
-    assert told == "changed since the last registration: register.name"
+    message = stale(project.config(register={"name": "other"}), project.workspace)
+    assert message == "changed since the last registration: register.name"
 
 
 def register_by_itself(project: Project) -> str:
@@ -204,10 +204,10 @@ def test_a_champion_with_other_evidence_is_scored_like_evaluate(
     assert "measured again, because it differs in sampler, count" in record.why
     assert record.promoted == (candidate["score"] < champion["score"])
     old = connect(project.uri).get_model_version(project.name, "2")
-    anew = json.loads(old.tags["rescored"])
-    assert anew["score"] == pytest.approx(champion["score"], rel=1e-6)
-    assert anew["evidence"]["weights"] == champion["evidence"]["weights"]
-    assert not differences(anew, champion)
+    rescored = json.loads(old.tags["rescored"])
+    assert rescored["score"] == pytest.approx(champion["score"], rel=1e-6)
+    assert rescored["evidence"]["weights"] == champion["evidence"]["weights"]
+    assert not differences(rescored, champion)
 
 
 @pytest.mark.parametrize(("first", "second"), [("fid", "kid"), ("kid", "fid")])
@@ -253,21 +253,21 @@ def test_a_champion_for_images_of_another_size_is_replaced(
 
 
 @pytest.mark.parametrize(
-    ("sampler", "told"),
+    ("sampler", "message"),
     [
         ({"steps": 60}, "the checkpoint was trained with 50 timesteps: give at most as many."),
         ({"classes": ["3"]}, "was trained with model.conditioning none: leave it out, or train"),
     ],
 )
 def test_a_champion_without_the_candidates_sampling_is_replaced(
-    store: str, rows: list[Row], tmp_path: Path, sampler: dict[str, Any], told: str
+    store: str, rows: list[Row], tmp_path: Path, sampler: dict[str, Any], message: str
 ) -> None:
     project = Project(tmp_path, f"digits-not-by-{next(iter(sampler))}", store)
     assert project.register(rows[0]).promoted
     evidence = rows[1]["evidence"]
-    asked = {**evidence, "sampler": {**evidence["sampler"], **sampler}}
-    record = project.register({**rows[1], "evidence": asked})
-    assert record.promoted and told in record.why
+    sampled = {**evidence, "sampler": {**evidence["sampler"], **sampler}}
+    record = project.register({**rows[1], "evidence": sampled})
+    assert record.promoted and message in record.why
 
 
 def test_a_model_that_copies_is_registered_but_not_promoted(
@@ -299,8 +299,8 @@ def test_a_champion_that_fails_a_later_check_is_replaced(
     assert project.register(rows[0]).promoted
     found_out = {**rows[0], check: {"verdict": verdict}}
     project.put(found_out)
-    told = str(stale(project.config(), project.workspace))
-    assert told.startswith(f"changed since the last registration: the verdict on {what}")
+    message = str(stale(project.config(), project.workspace))
+    assert message.startswith(f"changed since the last registration: the verdict on {what}")
     record = project.register(found_out)
     assert (record.version, record.promoted) == ("1", False)
     assert record.why == (
@@ -318,11 +318,11 @@ def test_a_later_verdict_becomes_a_tag_and_no_second_version(
     store: str, rows: list[Row], tmp_path: Path
 ) -> None:
     project = Project(tmp_path, "digits-looked-at-later", store)
-    unasked = {key: value for key, value in rows[0].items() if key != "memorisation"}
-    assert project.register(unasked).promoted
+    unchecked = {key: value for key, value in rows[0].items() if key != "memorisation"}
+    assert project.register(unchecked).promoted
     assert project.champion().tags["memorisation"] == "unknown"
-    asked = {**unasked, "memorisation": {"verdict": "none"}}
-    record = project.register(asked)
+    checked = {**unchecked, "memorisation": {"verdict": "none"}}
+    record = project.register(checked)
     assert (record.version, record.promoted) == ("1", True)
     assert project.champion().tags["memorisation"] == "none"
     assert stale(project.config(), project.workspace) is None
@@ -368,8 +368,8 @@ def test_the_better_of_two_concurrent_registrations_wins(
         == connect(store).get_model_version(project.name, record.version).tags["decision"]
     )
     if not better_first:
-        told = "at the same time, is better" if moment == "promote" else "not below the"
-        assert told in record.why and others[0] and others[0].promoted
+        message = "at the same time, is better" if moment == "promote" else "not below the"
+        assert message in record.why and others[0] and others[0].promoted
     assert len(project.versions()) == 2
 
 
@@ -451,10 +451,10 @@ def test_what_mlflow_has_lost_is_registered_again(
         client.delete_registered_model(project.name)
     else:
         client.delete_registered_model_alias(project.name, "champion")
-    told = {
+    message = {
         "alias": f"no version of {project.name} has the alias champion any more",
     }.get(gone, f"MLflow no longer has version 1 of {project.name}")
-    assert stale(project.config(), project.workspace) == told
+    assert stale(project.config(), project.workspace) == message
     assert project.register(rows[0]).promoted
     assert project.champion().tags["weights"] == rows[0]["evidence"]["weights"]
     assert stale(project.config(), project.workspace) is None
@@ -483,8 +483,8 @@ def test_a_champion_without_files_is_replaced(
     assert project.register(rows[0]).promoted
     files = connect(store).get_model_version_download_uri(project.name, "1")
     shutil.rmtree(files.removeprefix("file://"))
-    told = f"the files of version 1 of {project.name} are gone"
-    assert stale(project.config(), project.workspace) == told
+    message = f"the files of version 1 of {project.name} are gone"
+    assert stale(project.config(), project.workspace) == message
     record = project.register(rows[0] if mine else rows[1])  # the worse one
     assert record.why == (
         "Promoted: the champion, version 1, cannot be measured with the present evidence: its "
@@ -597,10 +597,10 @@ def test_a_full_temporary_folder_is_named_in_the_error(
     project: Project, rows: list[Row], tmp_path: Path
 ) -> None:
     other, place = {**rows[0], "score_name": "full"}, tmp_path / "scratch"
-    told = register_on_small_disk(project, other, place, "100k")
-    assert told.startswith(f"ddpm register: No space left on device: {place}/ddpm-"), told
-    assert told.endswith(". Free some space there; the same command goes on.\n")
-    assert told.count("\n") == 1
+    message = register_on_small_disk(project, other, place, "100k")
+    assert message.startswith(f"ddpm register: No space left on device: {place}/ddpm-"), message
+    assert message.endswith(". Free some space there; the same command goes on.\n")
+    assert message.count("\n") == 1
     run = project.workspace.read_json(RUN)["mlflow"]["run_id"]
     assert connect(project.uri).get_run(run).info.status == "FINISHED"
 
@@ -612,8 +612,8 @@ def test_a_store_on_a_full_disk_is_one_message(
     other, place = {**rows[0], "score_name": "full store"}, tmp_path / "disk"
     fill = f"cp {tmp_path}/mlflow.db {place}; cat /dev/zero 2>/dev/null > {place}/fill"
     uri = f"sqlite:///{place}/mlflow.db"
-    told = register_on_small_disk(project, other, place, "2m", fill, tracking={"uri": uri})
-    assert told == (
+    message = register_on_small_disk(project, other, place, "2m", fill, tracking={"uri": uri})
+    assert message == (
         f"ddpm register: MLflow at {uri} is unavailable: the disk is full. Free some space there.\n"
     )
 
@@ -639,9 +639,9 @@ def test_errors_of_this_machine_are_not_blamed_on_mlflow(
     other = {**rows[1], "score_name": "another"}
     for step in ("judge", "write_checkpoint"):
         monkeypatch.setattr(f"ddpm_core.registry.register.{step}", fails)
-        with pytest.raises(type(trouble)) as told:
+        with pytest.raises(type(trouble)) as raised:
             project.register(other)
-        assert trouble in (told.value, told.value.__cause__)
+        assert trouble in (raised.value, raised.value.__cause__)
         monkeypatch.undo()
         monkeypatch.setattr("ddpm_core.registry.register.judge", lambda *_: Decision(False, ""))
 
@@ -673,8 +673,8 @@ def test_out_of_memory_for_a_champion_says_what_to_lower(
     ids=lambda error: type(error).__name__,
 )
 def test_errors_of_mlflow_or_the_network_name_mlflow(trouble: Exception) -> None:
-    told = r"MLflow at http://\*\*\*@h is unavailable"
-    with pytest.raises(UserError, match=told), models.mlflow_errors("http://me:secret@h"):
+    message = r"MLflow at http://\*\*\*@h is unavailable"
+    with pytest.raises(UserError, match=message), models.mlflow_errors("http://me:secret@h"):
         raise trouble
 
 
@@ -690,9 +690,9 @@ def test_an_invalid_tracking_uri_is_an_error() -> None:
 
 def test_registering_without_mlflow_is_an_error(project: Project, rows: list[Row]) -> None:
     away = {"tracking": {"uri": f"http://127.0.0.1:{free_port()}"}}
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as raised:
         project.register(rows[0], **away)
-    assert str(refused.value).endswith("is unavailable: the connection was refused.")
+    assert str(raised.value).endswith("is unavailable: the connection was refused.")
     with pytest.raises(UserError, match=r"tracking\.uri is empty"):
         project.register(rows[0], tracking={"uri": ""})
 
@@ -705,11 +705,11 @@ def test_stale_says_that_nothing_is_scored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("alias", ["latest", "Latest", "v1", "V20"])
 @pytest.mark.parametrize("name", [".", "..", "..a"])
 def test_names_that_mlflow_rejects_late_are_rejected_at_once(alias: str, name: str) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as raised:
         params.validate({"register": {"alias": alias, "name": name}})
-    told = str(refused.value)
-    assert f"register.alias: {alias!r} given; MLflow keeps latest" in told
-    assert f"register.name: {name!r} given; one that is no path of dots is needed" in told
+    message = str(raised.value)
+    assert f"register.alias: {alias!r} given; MLflow keeps latest" in message
+    assert f"register.name: {name!r} given; one that is no path of dots is needed" in message
 
 
 def test_names_similar_to_reserved_ones_are_valid() -> None:

@@ -136,7 +136,7 @@ def test_all_forms_of_a_request_get_the_same_response(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "told"),
+    ("body", "status", "expected"),
     [
         ({"inputs": [{"n": 0}]}, 400, "n: got 0; must be"),
         ({"inputs": [{"seed": 0}]}, 400, "n: missing; must be"),
@@ -165,10 +165,10 @@ def test_all_forms_of_a_request_get_the_same_response(serving: Serving) -> None:
     ],
 )
 def test_an_invalid_request_gets_a_short_message(
-    serving: Serving, body: Any, status: int, told: str
+    serving: Serving, body: Any, status: int, expected: str
 ) -> None:
-    answered, message = serving.ask(body)
-    assert (answered, told in message) == (status, True), message
+    actual, message = serving.ask(body)
+    assert (actual, expected in message) == (status, True), message
     assert len(message) <= 500
     assert "Traceback" not in message
 
@@ -176,10 +176,10 @@ def test_an_invalid_request_gets_a_short_message(
 @pytest.mark.parametrize("kind", ["text/csv", "application/jsonl", "text/html; charset=utf-8"])
 def test_only_json_is_accepted(serving: Serving, kind: str) -> None:
     asked = urllib.request.Request(f"{serving.url}/invocations", b"n\n1\n", {"Content-Type": kind})
-    with pytest.raises(urllib.error.HTTPError) as refused:
+    with pytest.raises(urllib.error.HTTPError) as raised:
         urllib.request.urlopen(asked, timeout=60)
-    told = json.load(refused.value)["message"]
-    assert (refused.value.code, told) == (415, "Content-Type must be application/json.")
+    message = json.load(raised.value)["message"]
+    assert (raised.value.code, message) == (415, "Content-Type must be application/json.")
 
 
 def test_the_next_champion_takes_over_without_a_lost_request(serving: Serving) -> None:
@@ -237,17 +237,17 @@ def test_an_outage_or_a_damaged_version_does_not_stop_serving(
 
 def test_sigterm_ends_an_idle_server_at_once(serving: Serving) -> None:
     serving.process.send_signal(signal.SIGTERM)
-    said = serving.process.ended(10)
-    assert serving.process.returncode == 0, said
-    told = [line for line in said.splitlines() if "serve: " not in line]
-    assert not told  # no traceback, and no advice from MLflow
+    output = serving.process.ended(10)
+    assert serving.process.returncode == 0, output
+    unexpected = [line for line in output.splitlines() if "serve: " not in line]
+    assert not unexpected  # no traceback, and no advice from MLflow
 
 
 def test_an_unavailable_address_is_an_error(tmp_path: Path) -> None:
-    said = ddpm(tmp_path, "serve", "--host", "192.0.2.1", status=1)
-    assert "ddpm serve: Cannot listen on --host 192.0.2.1 --port 8080" in said
-    said = ddpm(tmp_path, "serve", "-S", "tracking.uri=''", status=1)
-    assert "the champion is stored in MLflow" in said
+    output = ddpm(tmp_path, "serve", "--host", "192.0.2.1", status=1)
+    assert "ddpm serve: Cannot listen on --host 192.0.2.1 --port 8080" in output
+    output = ddpm(tmp_path, "serve", "-S", "tracking.uri=''", status=1)
+    assert "the champion is stored in MLflow" in output
 
 
 # Errors
@@ -266,26 +266,26 @@ class FailingModel:
 FAILURES = [({"n": 0}, 400, "n: got 0; must be"), ({"n": 1}, 500, "Drawing failed")]
 
 
-@pytest.mark.parametrize(("row", "status", "told"), FAILURES)
+@pytest.mark.parametrize(("row", "status", "expected"), FAILURES)
 def test_a_valid_request_that_fails_is_a_server_error(
-    row: dict[str, Any], status: int, told: str, capsys: pytest.CaptureFixture[str]
+    row: dict[str, Any], status: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     champion = CurrentChampion(Config())
     champion.loaded = Loaded(("1", 0), cast(Any, FailingModel()), {"version": "1"})
     client = TestClient(application(champion, Limits(work=10**9, waiting=1, timeout=1.0)))
     response = client.post("/invocations", json={"inputs": [row]})
-    assert (response.status_code, told in response.json()["message"]) == (status, True)
+    assert (response.status_code, expected in response.json()["message"]) == (status, True)
     assert ("1 of 1 images are not finite" in capsys.readouterr().err) == (status == 500)
 
 
-@pytest.mark.parametrize(("row", "status", "told"), FAILURES)
+@pytest.mark.parametrize(("row", "status", "expected"), FAILURES)
 def test_mlflows_server_responds_with_the_same_status(
-    row: dict[str, Any], status: int, told: str
+    row: dict[str, Any], status: int, expected: str
 ) -> None:
     from ddpm_core.registry.served import Model
 
     model = Model()
     model._served = FailingModel()
-    with pytest.raises(MlflowException, match=told) as raised:
+    with pytest.raises(MlflowException, match=expected) as raised:
         model.predict(None, [row])
     assert raised.value.get_http_status_code() == status

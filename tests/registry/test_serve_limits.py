@@ -145,7 +145,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 @pytest.fixture
-def said(serving: Serving) -> Iterator[Any]:
+def printed(serving: Serving) -> Iterator[Any]:
     """A function that returns what the server printed during the test; no traceback."""
     before = len(serving.process.said())
     yield lambda: serving.process.said()[before:]
@@ -153,7 +153,7 @@ def said(serving: Serving) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("rest", [b"", request(b"{}"), b"\r\nnonsense"])
-def test_drawing_stops_when_its_client_leaves(serving: Serving, said: Any, rest: bytes) -> None:
+def test_drawing_stops_when_its_client_leaves(serving: Serving, printed: Any, rest: bytes) -> None:
     """That includes clients that sent something after their request."""
     connection = serving.send(LONG)
     wait_until(serving.is_busy, "the request is drawn")
@@ -163,7 +163,7 @@ def test_drawing_stops_when_its_client_leaves(serving: Serving, said: Any, rest:
     status, images = serving.ask(SHORT)
     assert (status, len(images)) == (200, 1)
     assert time.monotonic() - started < 20
-    assert "a client left before its images were drawn" in said()
+    assert "a client left before its images were drawn" in printed()
 
 
 def test_the_queue_is_bounded_and_drops_clients_that_left(serving: Serving) -> None:
@@ -181,7 +181,7 @@ def test_the_queue_is_bounded_and_drops_clients_that_left(serving: Serving) -> N
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "expected"),
     [
         ([{"n": 256, "steps": 601}], "needs 9,846,784 images x pixels x steps; at most 9,830,400"),
         ([{"n": 1}] * 257, "has 257 rows; at most 256 are allowed"),
@@ -189,12 +189,12 @@ def test_the_queue_is_bounded_and_drops_clients_that_left(serving: Serving) -> N
         ([], "asks for 0 images"),
     ],
 )
-def test_the_size_of_a_request_is_limited(serving: Serving, rows: list[Any], told: str) -> None:
+def test_the_size_of_a_request_is_limited(serving: Serving, rows: list[Any], expected: str) -> None:
     status, message = serving.ask({"inputs": rows})
-    assert (status, told in message) == (400, True), message
+    assert (status, expected in message) == (400, True), message
 
 
-def test_half_sent_headers_do_not_lock_out_other_clients(serving: Serving, said: Any) -> None:
+def test_half_sent_headers_do_not_lock_out_other_clients(serving: Serving, printed: Any) -> None:
     with contextlib.ExitStack() as stack:
         halves = []
         for _ in range(700):
@@ -208,15 +208,17 @@ def test_half_sent_headers_do_not_lock_out_other_clients(serving: Serving, said:
         started = time.monotonic()
         answers = [answer(half) for half in halves]
         assert time.monotonic() - started < TIMEOUT + 5
-        # The oldest made room for the others; these had their time, and are told so.
+        # The oldest made room for the others; these had their time, and got status 408.
         assert (
             len([one for one in answers if one.startswith(b"HTTP/1.1 408 ")])
             >= MAX_CONNECTIONS - 10
         )
-    assert said() == ""
+    assert printed() == ""
 
 
-def test_unfinished_bodies_cost_little_memory_and_one_log_line(serving: Serving, said: Any) -> None:
+def test_unfinished_bodies_cost_little_memory_and_one_log_line(
+    serving: Serving, printed: Any
+) -> None:
     head = request(b"x" * 2**18)[:-1]
     before = serving.memory()
     with contextlib.ExitStack() as stack:
@@ -224,11 +226,11 @@ def test_unfinished_bodies_cost_little_memory_and_one_log_line(serving: Serving,
         for half in halves:
             half.sendall(head)
         halves[0].close()
-        wait_until(lambda: said().count("\n") == 1, "the client that left is logged")
+        wait_until(lambda: printed().count("\n") == 1, "the client that left is logged")
         assert serving.memory() - before < 150 * 2**20
         assert {answer(half)[:12] for half in halves[1:]} == {b"HTTP/1.1 408"}
-    wait_until(lambda: said().count("\n") == 200, "each unfinished body is logged")
-    assert set(said().splitlines()) == {"serve: a client left before its request was complete."}
+    wait_until(lambda: printed().count("\n") == 200, "each unfinished body is logged")
+    assert set(printed().splitlines()) == {"serve: a client left before its request was complete."}
 
 
 @pytest.mark.parametrize("line", ["POST /invocations", "GET /health"])
@@ -246,23 +248,23 @@ def test_a_trickling_body_is_closed(serving: Serving, line: str) -> None:
 
 @pytest.mark.parametrize(("fields", "status"), [(15_000, 400), (50_000, 413)])
 def test_unknown_fields_are_rejected_quickly(
-    serving: Serving, said: Any, fields: int, status: int
+    serving: Serving, printed: Any, fields: int, status: int
 ) -> None:
     row = {"n": 1, **{f"field{number}": 1 for number in range(fields)}}
     before = serving.seconds()
-    answered, message = serving.ask({"dataframe_records": [row]})
+    actual, message = serving.ask({"dataframe_records": [row]})
     assert serving.seconds() - before < 0.5
-    assert (answered, len(message) < 300) == (status, True), message[:400]
-    assert said() == ""
+    assert (actual, len(message) < 300) == (status, True), message[:400]
+    assert printed() == ""
 
 
 def test_a_request_with_two_lengths_is_rejected(serving: Serving) -> None:
     body = b'1e\r\n{"inputs":[{"n":1,"steps":1}]}\r\n0\r\n\r\n'
     with contextlib.closing(serving.connect()) as connection:
         connection.sendall(request(body, "Transfer-Encoding: chunked\r\n"))
-        told = answer(connection)
-    assert told.startswith(b"HTTP/1.1 400 ")
-    assert b"both Transfer-Encoding and Content-Length" in told
+        response = answer(connection)
+    assert response.startswith(b"HTTP/1.1 400 ")
+    assert b"both Transfer-Encoding and Content-Length" in response
 
 
 async def large_answer(scope: Any, receive: Any, send: Any) -> None:
@@ -341,6 +343,6 @@ def test_sigterm_waits_only_for_complete_requests(serving: Serving) -> None:
         wait_until(serving.is_busy, "the request is drawn")
         serving.process.send_signal(signal.SIGTERM)
         assert answer(connection).startswith(b"HTTP/1.1 200 ")
-        said = serving.process.ended(TIMEOUT + 10)
+        output = serving.process.ended(TIMEOUT + 10)
         assert serving.process.returncode == 0
-        assert "Traceback" not in said
+        assert "Traceback" not in output

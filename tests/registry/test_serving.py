@@ -130,7 +130,7 @@ def test_classes_samplers_and_arrays_are_supported(url: str, checkpoint: Checkpo
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "expected"),
     [
         ({"n": 0}, "n: got 0; must be an integer from 1 to 256"),
         ({"n": 257}, "n: got 257; must be"),
@@ -155,10 +155,12 @@ def test_classes_samplers_and_arrays_are_supported(url: str, checkpoint: Checkpo
         ({"seed": 1}, "missing inputs ['n']"),
     ],
 )
-def test_an_invalid_request_gets_a_short_message(url: str, row: dict[str, Any], told: str) -> None:
+def test_an_invalid_request_gets_a_short_message(
+    url: str, row: dict[str, Any], expected: str
+) -> None:
     status, message = ask(url, {"dataframe_records": [row]})
     assert status == 400
-    assert told in message and len(message) < 500
+    assert expected in message and len(message) < 500
     assert "Traceback" not in message
 
 

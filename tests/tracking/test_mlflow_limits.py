@@ -146,7 +146,7 @@ def test_a_user_without_name_and_home_trains_without_noise(tmp_path: Path) -> No
     scratch.mkdir()
     write_params(tmp_path, TINY.replace('uri: ""', f"uri: {store}"))
     quiet = {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch), **QUIET}
-    said = ""
+    output = ""
     for verb in ("prepare", "train"):
         done = subprocess.run(
             as_nameless(command(verb), **quiet),
@@ -156,10 +156,10 @@ def test_a_user_without_name_and_home_trains_without_noise(tmp_path: Path) -> No
             text=True,
             check=False,
         )
-        said += done.stdout
-        assert done.returncode == 0, said
-    assert "train: 12/12 steps" in said
-    assert "Traceback" not in said and "warning" not in said.lower(), said
+        output += done.stdout
+        assert done.returncode == 0, output
+    assert "train: 12/12 steps" in output
+    assert "Traceback" not in output and "warning" not in output.lower(), output
     client = connect(store)
     place = client.get_experiment_by_name("ddpm").experiment_id
     [run] = client.search_runs([place])
@@ -172,9 +172,9 @@ def test_a_failing_import_is_one_error(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "broken_at_home.py").write_text("raise RuntimeError('no home directory')\n")
     (tmp_path / "needs_another.py").write_text("import not_there_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         require("broken_at_home", "tracking")
-    assert str(told.value) == (
+    assert str(raised.value) == (
         "The package 'broken_at_home' is installed but cannot be imported (RuntimeError: no home "
         "directory). To reinstall it: pip install --force-reinstall 'ddpm-core[tracking]'"
     )

@@ -128,8 +128,8 @@ def test_a_copied_workspace_gets_a_separate_mlflow_run(
         Tracker.open(config(server.uri), one, identity="same").close()
         assert_follows(server.uri, one)
     assert run_id(workspace) == first != run_id(copy)
-    told = f"This workspace is a copy of {workspace.uri}. It gets a separate MLflow run."
-    assert capsys.readouterr().err.count(told) == 1
+    notice = f"This workspace is a copy of {workspace.uri}. It gets a separate MLflow run."
+    assert capsys.readouterr().err.count(notice) == 1
 
 
 def test_a_moved_or_linked_workspace_keeps_its_mlflow_run(
@@ -307,9 +307,9 @@ def test_the_advice_for_a_deleted_experiment_restores_it(
     client.delete_experiment(place)
     log_rows(workspace, range(1, 4))
     Tracker.open(given, workspace).close()
-    told = capsys.readouterr().err
-    assert "The experiment 'tests' is deleted." in told
-    advice = re.search("`(MLFLOW_TRACKING_URI=.*)`, or set tracking.experiment", told)
+    output = capsys.readouterr().err
+    assert "The experiment 'tests' is deleted." in output
+    advice = re.search("`(MLFLOW_TRACKING_URI=.*)`, or set tracking.experiment", output)
     assert advice
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(advice[1], shell=True, check=True, env={**os.environ, **QUIET, "PATH": path})
@@ -364,8 +364,8 @@ def test_an_invalid_entry_is_skipped(
     Tracker.open(given, workspace).close()
     data = connect(given.tracking.uri).get_run(run_id(workspace)).data
     assert data.tags["after"] == "them"
-    told = capsys.readouterr().err
-    assert told.count("Skipped an invalid ") == 2 and "is back" not in told
+    output = capsys.readouterr().err
+    assert output.count("Skipped an invalid ") == 2 and "is back" not in output
 
 
 def test_an_internal_error_stops_the_tracker_with_a_message(
@@ -385,8 +385,8 @@ def test_an_internal_error_stops_the_tracker_with_a_message(
     assert not thread.is_alive()
     tracker.metrics(1, {"fid": 2.0})
     tracker.close()
-    told = capsys.readouterr().err
-    assert "an internal error (KeyError: 'loss')" in told and "unavailable" not in told
+    output = capsys.readouterr().err
+    assert "an internal error (KeyError: 'loss')" in output and "unavailable" not in output
     assert workspace.read_json(RUN)["mlflow"]["unsent"][0][0] == "metrics"
 
 
@@ -407,9 +407,11 @@ def test_a_store_on_a_full_disk_is_an_outage_that_ends(
     given = config(put_store(tmp_path / "mlflow.db"))
     log_rows(workspace, range(1, 4))
     Tracker.open(given, workspace).close()
-    told = capsys.readouterr().err
-    assert "is unavailable: the disk is full. Free some space there. The command continues" in told
-    assert "is back" in told
+    output = capsys.readouterr().err
+    assert (
+        "is unavailable: the disk is full. Free some space there. The command continues" in output
+    )
+    assert "is back" in output
     assert_follows(given.tracking.uri, workspace)
 
 
@@ -428,8 +430,8 @@ def test_a_killed_server_gets_each_row_once_when_it_is_back(
     (tmp_path / "short").mkdir()
     short = Workspace.open(str(tmp_path / "short"))
     run_during_an_outage(config(server.uri), short)
-    told = capsys.readouterr().err
-    assert "has not received 20 rows of log.jsonl and 2 entries such as settings" in told
+    output = capsys.readouterr().err
+    assert "has not received 20 rows of log.jsonl and 2 entries such as settings" in output
     server.start()
     log_rows(workspace, range(201, 301))
     tracker.close()
@@ -511,9 +513,9 @@ def test_calls_return_at_once_without_a_server(
     assert time.monotonic() - started < 0.5
     wait_until(lambda: tracker._outage.on, "the outage is noticed")
     tracker.close(timeout=20)
-    told = capsys.readouterr().err
-    assert told.count("is unavailable") == 1
-    assert ("refused" if kind == "refused" else "the request timed out") in told
+    output = capsys.readouterr().err
+    assert output.count("is unavailable") == 1
+    assert ("refused" if kind == "refused" else "the request timed out") in output
 
 
 def test_close_returns_within_its_timeout(silent_uri: str, workspace: Workspace) -> None:
@@ -710,8 +712,8 @@ def test_an_error_message_of_mlflow_contains_no_password(
         place = f"127.0.0.1:{listener.getsockname()[1]}"
         Tracker.open(config(f"http://me:secret@{place}"), workspace).close()
         listener.shutdown(socket.SHUT_RDWR)
-    told = capsys.readouterr().err
-    assert f"API request to http://***@{place}/api" in told and "secret" not in told
+    output = capsys.readouterr().err
+    assert f"API request to http://***@{place}/api" in output and "secret" not in output
 
 
 def hang_up(listener: socket.socket) -> None:
@@ -724,25 +726,25 @@ def hang_up(listener: socket.socket) -> None:
 
 
 def test_a_long_message_is_masked_before_it_is_cut() -> None:
-    told = reason(Exception("x" * 280 + " https://me:a-long-secret@host/api"))
-    assert len(told) <= 300 and "secre" not in told
+    output = reason(Exception("x" * 280 + " https://me:a-long-secret@host/api"))
+    assert len(output) <= 300 and "secre" not in output
 
 
 def test_an_unknown_host_name_is_reported(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Tracker.open(config("http://no-such-host.invalid:5000"), workspace).close()
-    told = capsys.readouterr().err
-    assert "is unavailable: the host name is unknown. The command continues" in told
+    output = capsys.readouterr().err
+    assert "is unavailable: the host name is unknown. The command continues" in output
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "Allowed hosts must not resolve to other names.",
         "The tag was refused: it is too long.",
         "Param train.timeout has another value.",
     ],
 )
-def test_other_messages_of_a_server_are_unchanged(said: str) -> None:
-    assert reason(Exception(said)) == said
+def test_other_messages_of_a_server_are_unchanged(message: str) -> None:
+    assert reason(Exception(message)) == message
