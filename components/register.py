@@ -15,7 +15,7 @@ def register(settings: str, registered: Output[Model], decision: Output[Markdown
 
     with telling("register"):
         config, place = steps.opened(settings)
-        record = register(config, place)
+        record = register(config, place).model_dump()
         facts = {**artifacts.model_facts(place, record["step"]), **record}
         artifacts.put_json(registered, record, facts)
         name = f"models:/{record['name']}/{record['version']}"

@@ -121,7 +121,7 @@ def model_facts(workspace: Workspace, step: int) -> Facts:
 
 def last_row(workspace: Workspace) -> dict[str, float]:
     """The numbers of the last row of log.jsonl; without a log none."""
-    from ddpm_core.tracking.logtail import Log
+    from ddpm_core.tracking.tracker import Log
 
     rows, _ = Log(workspace.path(LOG)).peek(limit=2**62)
     return {"step": rows[-1].step, **rows[-1].values} if rows else {}

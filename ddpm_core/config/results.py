@@ -23,6 +23,8 @@ from ddpm_core.config.section import (
     as_tuple,
 )
 
+EXTRACTORS = "-extractors"  # appended to tracking.experiment: the experiment with the extractors
+
 SamplerName = Literal["ddpm", "ddim", "dpmpp"]
 
 # Settings of `sample` that are not the sampler's: which images are wanted, how many, and how they
@@ -170,7 +172,7 @@ class Tracking(Section):
     uri: str = Field(
         "sqlite:///mlflow.db", description="an MLflow tracking URI; empty: no tracking"
     )
-    experiment: Annotated[str, Field(min_length=1, max_length=NAME)] = Field(
+    experiment: Annotated[str, Field(min_length=1, max_length=NAME - len(EXTRACTORS))] = Field(
         "ddpm", description="MLflow's experiment of the runs"
     )
 

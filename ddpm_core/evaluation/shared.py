@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from ddpm_core.config import Config
+from ddpm_core.config.results import EXTRACTORS
 from ddpm_core.console import say, warn
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import Corrupt, UserError
@@ -27,15 +27,13 @@ from ddpm_core.evaluation.in_domain import InDomain
 from ddpm_core.storage.files import Count, Schema
 from ddpm_core.storage.workspace import EVALUATION, Workspace
 from ddpm_core.text import masked, throughout
-from ddpm_core.tracking.client import connect, find_experiment
-from ddpm_core.tracking.errors import may_pass, reason
+from ddpm_core.tracking.client import connect, find_experiment, retrying
+from ddpm_core.tracking.errors import is_transient, reason
 
 FOLDER = f"{EVALUATION}/extractor"
 NOTE = f"{EVALUATION}/extractor-shared.json"  # which extractor is known to be in which MLflow
 ACCURACY = f"{EVALUATION}/extractor-accuracy.json"
 TAG = "ddpm.extractor_for"
-ATTEMPTS = 2
-PAUSE = 1.0  # seconds between two attempts
 
 T = TypeVar("T")
 
@@ -208,20 +206,16 @@ def _noted(uri: str, facts: dict[str, Any]) -> dict[str, str]:
 
 def extractors_experiment(config: Config) -> str:
     """Return the name of the experiment of extractors, which the UI lists beside the runs'."""
-    return f"{config.tracking.experiment}-extractors"
+    return f"{config.tracking.experiment}{EXTRACTORS}"
 
 
 def _with_client(config: Config, action: Callable[[Any], T]) -> T:
-    """Call `action` with a client, twice if need be. Raises Away."""
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            return action(connect(config.tracking.uri))
-        except UserError as error:
-            raise Away(str(error)) from error
-        except Exception as error:  # whatever the network or the server raises
-            if not may_pass(error):
-                raise
-            if attempt == ATTEMPTS or isinstance(error, TimeoutError):
-                raise Away(reason(error)) from error
-            time.sleep(PAUSE)
-    raise AssertionError("unreachable")
+    """Call `action` with a client, under MLflow's retry policy. Raises Away."""
+    try:
+        return retrying()(lambda: action(connect(config.tracking.uri)))
+    except UserError as error:
+        raise Away(str(error)) from error
+    except Exception as error:  # whatever the network or the server raises
+        if not is_transient(error):
+            raise
+        raise Away(reason(error)) from error

@@ -1,13 +1,15 @@
-"""The registered model: what goes into a version, what it answers, which one is the champion.
+"""The model registry: register the best checkpoint, pick the champion, and serve it.
 
-register   the verb: the best checkpoint becomes a version
-package    the folder of a version, its signature and requirements, and its upload
-card       the model card, for people
-gate       which of two models is the champion, and why
-models     versions on the server: found, downloaded, tagged
-request    a request to a served model, and what is wrong with it
-serving    what is served: requests in, images out
-served     the script that MLflow loads
-current    the champion of the moment, found again and again
-server     HTTP around it: `ddpm serve`
+register    the verb: turn the best checkpoint into a version
+package     the content of a version, and its upload
+card        the model card, for people
+gate        decide which of two models is the champion, and why
+champion    apply that decision: score the champion again, move the alias
+models      versions on the server: find, tag, download
+request     validate a request for images
+serving     a loaded model that draws the images of requests
+served      the script that MLflow loads
+server      `ddpm serve`: HTTP, and the current champion
+drawing     the queue of requests
+connection  deadlines of HTTP connections
 """

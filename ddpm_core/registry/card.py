@@ -1,4 +1,4 @@
-"""The model card: what the model is, how good, measured how, and what it must not be taken for."""
+"""The model card: what the model is, its scores and how they were measured, and its limits."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ddpm_core.evaluation.rows import named_metrics
 from ddpm_core.scores import Row
 from ddpm_core.text import counted, shown, throughout
 
-LISTED = 20  # classes that are named
-LONGEST = 5000  # characters of a version's description, of which PostgreSQL and MySQL take no more
-# Sections that did not make the model; how it was sampled and scored stands in the evidence.
-ELSEWHERE = ("workspace", "device", "sample", "evaluate", "register", "tracking")
+MAX_CLASSES = 20  # that are listed
+MAX_DESCRIPTION = 5000  # characters; PostgreSQL and MySQL accept no more for a version
+# Sections that do not affect the training; the evidence says how it was sampled and scored.
+NOT_TRAINING = ("workspace", "device", "sample", "evaluate", "register", "tracking")
 
 VERDICTS = {
     "none": "Its images are no nearer to the training images than held-out images are.",
-    "near": "Its images lie somewhat nearer to the training images than held-out images do.",
-    "copies": "**It copies training images**: of its images more are nearly the same as one of "
-    "them than of held-out images.",
+    "near": "Its images are somewhat nearer to the training images than held-out images are.",
+    "copies": "**It copies training images**: more of its images nearly equal a training image "
+    "than held-out images do.",
 }
 
 TEMPLATE = """\
@@ -37,7 +37,7 @@ A denoising diffusion model (DDPM) after {step} steps of training.
 ## How they were measured
 {evidence}
 
-## Copies of training images, and of one another
+## Copies of training images, and repeated images
 {copies}
 
 {repeats}
@@ -45,18 +45,18 @@ A denoising diffusion model (DDPM) after {step} steps of training.
 ## Data
 {data}
 
-The licence of the images is not known to this card: look it up before you pass on the model or \
-its images.
+This card does not know the licence of the images. Look it up before you pass on the model or its \
+images.
 
 ## Use
 `mlflow models serve` answers `{{"dataframe_records": [{{"n": 4, "seed": 1}}]}}` at `/invocations` \
 with PNGs; the same seed gives the same images. Weights and settings are plain safetensors and \
-JSON, below `artifacts/checkpoint`.
+JSON, in `artifacts/checkpoint`.
 
 ## Caveats
 {caveats}
 
-## Settings it was trained with
+## Training settings
 ```yaml
 {settings}
 ```
@@ -64,7 +64,7 @@ JSON, below `artifacts/checkpoint`.
 
 
 def write_card(name: str, checkpoint: Checkpoint, row: Row) -> str:
-    """Markdown. `row` is the checkpoint's row of results.json."""
+    """Return the card as Markdown. `row` is the checkpoint's row of results.json."""
     row = throughout(shown, row)
     return TEMPLATE.format(
         name=name,
@@ -82,13 +82,14 @@ def write_card(name: str, checkpoint: Checkpoint, row: Row) -> str:
 
 
 def as_description(card: str) -> str:
-    """A card as the description of a version; of a long one its beginning, up to a whole line."""
-    if len(card) <= LONGEST:
+    """Return a card as the description of a version; a long one is cut after a line."""
+    if len(card) <= MAX_DESCRIPTION:
         return card
-    rest = "\n… The rest is in this version's files: `artifacts/README.md`.\n"
+    note = "\n… The rest is in this version's files: `artifacts/README.md`.\n"
     fence = "```\n"
-    begun = card[: LONGEST - len(fence + rest)].rpartition("\n")[0] + "\n"
-    return begun + fence * (begun.count("```") % 2) + rest
+    start = card[: MAX_DESCRIPTION - len(fence + note)].rpartition("\n")[0] + "\n"
+    is_in_code = start.count("```") % 2 == 1
+    return start + fence * is_in_code + note
 
 
 def _kind(checkpoint: Checkpoint) -> str:
@@ -98,8 +99,8 @@ def _kind(checkpoint: Checkpoint) -> str:
 
 
 def _scores(row: Row) -> Iterator[str]:
-    """The score that counts, the others, and what held-out real images would get."""
-    yield f"**{row['score_name']}: {row['score']:.4g}** (the lower the better)"
+    """Yield the ranking score, the others, and the score of held-out real images."""
+    yield f"**{row['score_name']}: {row['score']:.4g}** (lower is better)"
     for name, value in named_metrics(row).items():
         if name != row["score_name"] and not name.startswith(("memorisation", "repeats")):
             yield f"{name}: {value:.4g}"
@@ -107,8 +108,8 @@ def _scores(row: Row) -> Iterator[str]:
     if floor is not None and same is not None:
         count = row["floor_count"]
         yield (
-            f"{count} real held-out images get a distance of {floor:.4g}, as many of this model's "
-            f"{same:.4g}"
+            f"{count} real held-out images have a distance of {floor:.4g}, as many images of this "
+            f"model {same:.4g}"
         )
 
 
@@ -121,30 +122,30 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
     yield f"against {against}, fingerprint `{evidence['data']}`"
     space = SPACES.get(evidence.get("space", ""), evidence["extractor"])
     accuracy = evidence.get("extractor_accuracy")
-    told = f", right on {accuracy:.1%} of held-out images" if accuracy is not None else ""
-    yield f"{space}{told}; fingerprint `{evidence['extractor_fingerprint']}`"
+    note = f", accuracy {accuracy:.1%} on held-out images" if accuracy is not None else ""
+    yield f"{space}{note}; fingerprint `{evidence['extractor_fingerprint']}`"
     yield f"weights `{evidence['weights']}`"
 
 
 def _copies(facts: Mapping[str, Any]) -> str:
-    verdict = VERDICTS.get(str(facts.get("verdict")), "Not examined: nothing is known of copies.")
+    verdict = VERDICTS.get(str(facts.get("verdict")), "The check for copies was not made.")
     if facts.get("share_below") is None:
         return verdict
     chance = facts.get("expected_below") or 0.01
     return (
-        f"{verdict} Of {facts['count']:,} images {facts['share_below']:.1%} lie nearer to a "
-        f"training image than 99 % of held-out images do; {chance:.1%} is what chance gives."
+        f"{verdict} Of {facts['count']:,} images, {facts['share_below']:.1%} are nearer to a "
+        f"training image than 99 % of held-out images are. By chance it would be {chance:.1%}."
     )
 
 
 def _repeats(facts: Mapping[str, Any]) -> str:
     if facts.get("verdict", "unknown") == "unknown":
-        return "Not examined: whether its images repeat one another is not known."
+        return "The check for repeated images was not made."
     count = facts["count"]
+    verdict = "**It has collapsed.** " if facts["verdict"] == "collapsed" else ""
     return (
-        f"{'**It has collapsed.** ' if facts['verdict'] == 'collapsed' else ''}Of {count:,} images "
-        f"{facts['repeats'] / count:.1%} are nearly the same as another one; of as many training "
-        f"images {facts['real_repeats'] / count:.1%} are."
+        f"{verdict}Of {count:,} images, {facts['repeats'] / count:.1%} nearly equal another one. "
+        f"Of as many training images, {facts['real_repeats'] / count:.1%} do."
     )
 
 
@@ -157,29 +158,29 @@ def _data(data: Mapping[str, Any]) -> Iterator[str]:
     names, counts = data.get("classes") or [], data.get("class_counts") or []
     listed = [f"{_plain(name)} ({count})" for name, count in zip(names, counts, strict=False)]
     if listed:
-        more = f", and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
-        yield f"classes: {', '.join(listed[:LISTED])}{more}"
+        more = f", and {len(listed) - MAX_CLASSES} more" if len(listed) > MAX_CLASSES else ""
+        yield f"classes: {', '.join(listed[:MAX_CLASSES])}{more}"
 
 
 def _caveats(row: Row) -> Iterator[str]:
     evidence = row["evidence"]
     if evidence["count"] < SMALL:
         yield (
-            f"The scores rest on {evidence['count']:,} images. A Fréchet distance of few images "
-            "is too high; it compares with scores of as many images alone."
+            f"The scores are from {evidence['count']:,} images. With few images a Fréchet distance "
+            "is too high; compare it only with scores from as many images."
         )
     if not str(row["score_name"]).startswith("fid"):
         yield (
-            f"`{row['score_name']}` is no FID: its features are not those of the standard "
-            "Inception network, and it does not compare with published scores."
+            f"`{row['score_name']}` is not an FID. Its features are not those of the standard "
+            "Inception network, so it does not compare with published scores."
         )
     yield "The images show what the training images show, with their biases."
 
 
 def _settings(checkpoint: Checkpoint) -> str:
-    """What made the model, without the places of one machine and passwords in URIs."""
-    given = {k: v for k, v in checkpoint.params.record().items() if k not in ELSEWHERE}
-    return yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100).rstrip()
+    """Return the training settings as YAML, without the paths of one machine."""
+    settings = {k: v for k, v in checkpoint.params.record().items() if k not in NOT_TRAINING}
+    return yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=100).rstrip()
 
 
 def _list(lines: Iterable[str]) -> str:
@@ -187,6 +188,6 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A class name or path on one line, with nothing that Markdown takes for its own."""
+    """Return a class name or path on one line, with Markdown's special characters escaped."""
     text = " ".join(str(value).split())
     return "".join(f"\\{c}" if c in "\\`*_<>[]|#" else c for c in text)

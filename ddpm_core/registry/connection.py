@@ -1,7 +1,7 @@
-"""HTTP connections with deadlines and a bound on how many are open.
+"""HTTP connections with deadlines, and a limit on how many are open.
 
-uvicorn parses requests and notices clients that leave, but waits without a limit for a request to
-arrive and for an answer to be read. `Connection` adds these limits to its protocol.
+uvicorn parses requests and notices clients that leave, but it waits forever for a request to arrive
+and for a response to be read. `Connection` adds these limits to uvicorn's protocol.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST = 256  # open connections
-PROGRESS = 2**16  # bytes of an answer that a client has to read within each `timeout`
+MAX_CONNECTIONS = 256
+MIN_PROGRESS = 2**16  # bytes of a response that a client must read within each `timeout`
 
-# States of h11 in which a part of a request is still to come.
+# States of h11 in which a part of a request is still missing.
 _RECEIVING = (h11.IDLE, h11.SEND_BODY)
 
 _LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
@@ -25,8 +25,8 @@ _LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0
 class Connection(H11Protocol):
     """A connection that is closed when a request is not received within `timeout` seconds.
 
-    The header and the body have `timeout` seconds each. Beyond MOST connections, the one that has
-    waited longest for its request is closed, so that idle clients do not lock out others.
+    The header and the body have `timeout` seconds each. Beyond MAX_CONNECTIONS, the connection that
+    has waited longest for its request is closed, so that idle clients do not lock out others.
     """
 
     def __init__(self, *args: Any, timeout: float, **kwargs: Any) -> None:
@@ -34,18 +34,19 @@ class Connection(H11Protocol):
         self._timeout = timeout
         self._deadline: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
-        self._awaited: tuple[Any, Any] | None = None  # the request and the part that is due
+        self._awaited: tuple[Any, Any] | None = None  # the request, and its part that is awaited
         self._since = math.inf  # when the wait for that part began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # writing is paused while any byte waits
+        # Without a buffer, pause_writing is called as soon as the client stops reading.
+        transport.set_write_buffer_limits(high=0)
         self._watch_receiving()
-        if len(self.connections) > MOST:
+        if len(self.connections) > MAX_CONNECTIONS:
             others: list[Any] = [one for one in self.connections if isinstance(one, Connection)]
-            idlest = min(others, key=lambda one: one._since)
-            self.connections.discard(idlest)
-            idlest.transport.abort()
+            longest = min(others, key=lambda one: one._since)
+            self.connections.discard(longest)
+            longest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._deadline, self._sending):
@@ -54,10 +55,11 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if answering and self.conn.their_state not in _RECEIVING:
-            # A pipelined request. Buffering it would stop the reading, and so hide that the client
-            # leaves. HTTP lets a server close instead; clients then send the request again.
+        responding = self.cycle is not None and not self.cycle.response_complete
+        if responding and self.conn.their_state not in _RECEIVING:
+            # A pipelined request. uvicorn would buffer it and stop reading, so that it could not
+            # notice when the client leaves. HTTP allows a server to close the connection after the
+            # response; the client then sends the request again.
             self.cycle.keep_alive = False
             return
         super().data_received(data)
@@ -77,7 +79,7 @@ class Connection(H11Protocol):
             self._sending.cancel()
 
     def _watch_receiving(self) -> None:
-        """Start the deadline of each part of a request once, and stop it when all is there."""
+        """Start the deadline when a part of a request begins, and stop it when all has arrived."""
         state = self.conn.their_state
         awaited = (self.cycle, state) if state in _RECEIVING else None
         if awaited == self._awaited:
@@ -90,17 +92,17 @@ class Connection(H11Protocol):
             self._deadline = self.loop.call_later(self._timeout, self._give_up)
 
     def _give_up(self) -> None:
-        """Close; tell the client why if it had begun a request that has no answer yet."""
-        answered = self.cycle is not None and self.cycle.response_started
+        """Close; send status 408 if the client has begun a request that has no response yet."""
+        responded = self.cycle is not None and self.cycle.response_started
         begun = self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]
-        if begun and not (answered and self.conn.their_state is h11.SEND_BODY):
+        if begun and not (responded and self.conn.their_state is h11.SEND_BODY):
             self.transport.write(_LATE)
         self.transport.close()
 
     def _watch_sending(self, before: float) -> None:
-        """Abort if the client read too little of the answer since the last check."""
+        """Abort if the client has read too little of the response since the last check."""
         left = self.transport.get_write_buffer_size()
-        if left > before - PROGRESS:
+        if left > before - MIN_PROGRESS:
             self.transport.abort()
         else:
             self._sending = self.loop.call_later(self._timeout, self._watch_sending, left)

@@ -1,4 +1,4 @@
-"""The queue of accepted requests, and the one thread that draws them in turn."""
+"""The queue of validated requests, and the single thread that draws their images."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class Abandoned(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """A validated request, and the model that was current when it came."""
+    """A validated request, and the model that was the champion when it arrived."""
 
     served: Served
     tasks: list[Task]
-    answer: Future[bytes] = field(default_factory=Future)  # JSON
+    answer: Future[bytes] = field(default_factory=Future)  # the JSON of the response
     abandoned: bool = False
 
     def run(self) -> None:
-        """Draw and encode; the outcome, whatever it is, goes into `answer`."""
+        """Draw and encode the images. `answer` gets the result or the error."""
         if not self.answer.set_running_or_notify_cancel():
             return
         try:
-            # Pixels as Python objects take many times the memory of their text.
+            # Encode each image at once: as Python objects, pixels take many times more memory.
             images = self.served.images(self.tasks, self._check)
             encoded = [json.dumps(image).encode() for image in images]
             self.answer.set_result(b'{"predictions": [' + b", ".join(encoded) + b"]}")
-        except BaseException as error:  # the thread has to outlive every request
-            # Frames of the traceback would keep the model in memory.
+        except BaseException as error:  # the thread must survive every request
+            # The frames of a traceback would keep the model in memory.
             self.answer.set_exception(error.with_traceback(None))
 
     def _check(self, step: int) -> None:
@@ -52,7 +52,7 @@ class Job:
 
 
 class DrawingQueue:
-    """Draws one job at a time, so that memory is that of one, and bounds how many wait."""
+    """Draws one job at a time, to bound the memory, and limits how many jobs wait."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -62,15 +62,15 @@ class DrawingQueue:
         threading.Thread(target=self._draw_all, name="drawing", daemon=True).start()
 
     def add(self, job: Job) -> None:
-        """Queue a job. Raises Full if `limit` jobs wait already, beside the one being drawn."""
+        """Queue a job. Raises Full if `limit` jobs are waiting besides the one being drawn."""
         with self._changed:
-            if len(self._waiting) + self._busy > self._limit:
+            if len(self._waiting) + self._busy > self._limit:  # _busy is 0 or 1
                 raise Full
             self._waiting.append(job)
             self._changed.notify()
 
     def abandon(self, job: Job) -> None:
-        """Drop a job that waits, or stop drawing it after the current step."""
+        """Drop a waiting job, or stop drawing it after the current step."""
         with self._changed:
             job.abandoned = True
             with suppress(ValueError):
@@ -78,7 +78,7 @@ class DrawingQueue:
 
     def _draw_all(self) -> None:
         while True:
-            # No variable keeps the job: the last request of a model frees its memory.
+            # No local variable keeps the job, so that the last job of a model frees its memory.
             self._next().run()
 
     def _next(self) -> Job:

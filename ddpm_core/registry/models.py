@@ -1,9 +1,10 @@
-"""Registered models on the server: versions found, made, tagged and downloaded."""
+"""The registered model on the MLflow server: find, create, tag and download versions."""
 
 from __future__ import annotations
 
 import atexit
 import functools
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,95 +15,105 @@ from typing import Any, TypeVar, cast
 
 from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError, require
+from ddpm_core.registry.gate import FAULTS
 from ddpm_core.registry.package import CHECKPOINT
-from ddpm_core.scores import Scored
+from ddpm_core.scores import Row, Scored
 from ddpm_core.storage import fetch_whole, verify
 from ddpm_core.storage.files import parse_object, validated
-from ddpm_core.tracking.client import CALL_LIMIT, connect, sqlite_path, transfer_limit, within
-from ddpm_core.tracking.errors import is_mlflows, is_refusal, reason
+from ddpm_core.tracking.client import (
+    CALL_TIMEOUT,
+    connect,
+    prepare_upload,
+    sqlite_path,
+    transfer_timeout,
+    within,
+)
+from ddpm_core.tracking.errors import is_mlflow_error, is_rejection, reason
 
-UPLOAD_TIMEOUT = 120  # seconds without an answer, for files of hundreds of MB
-RETRIES = 3
-PATIENCE = 5.0  # seconds in which MLflow is to say whether it still has a version
+CHECK_TIMEOUT = 5.0  # seconds to find out whether MLflow still has a version
 PROMOTED = "promoted"  # the tag of a version that became champion, or was about to
+ROW_FIELDS = ("step", "score_name", "score", "evidence", *FAULTS)  # of a row, in a version's tag
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @contextmanager
-def asking(uri: str) -> Iterator[None]:
-    """What MLflow raises, or the way to it, as a sentence for the user."""
+def mlflow_errors(uri: str) -> Iterator[None]:
+    """Turn errors of MLflow, or of the network on the way to it, into a UserError."""
     try:
         yield
     except Exception as error:
-        if not is_mlflows(error):
+        if not is_mlflow_error(error):
             raise
-        raise UserError(f"MLflow at {uri} cannot be used: {reason(error)}") from error
+        raise UserError(f"MLflow at {uri} is unavailable: {reason(error)}") from error
 
 
-def asks(method: Method) -> Method:
-    """A method of a Registry that asks MLflow, and raises UserError where that can't be used."""
+def calls_mlflow(method: Method) -> Method:
+    """Decorate a method of Registry, so that it raises UserError if MLflow is unavailable."""
 
     @functools.wraps(method)
-    def told(registry: Registry, *arguments: Any) -> Any:
-        with asking(registry.uri):
+    def wrapper(registry: Registry, *arguments: Any) -> Any:
+        with mlflow_errors(registry.uri):
             return method(registry, *arguments)
 
-    return cast(Method, told)
+    return cast(Method, wrapper)
 
 
 class Registry:
     """The registered model `register.name` of a config."""
 
     def __init__(self, config: Config) -> None:
+        """Connect to the server. Raises UserError if it is unavailable."""
         self.uri, self.name = config.tracking.uri, config.registration.name
         self.alias = config.registration.alias
         if not self.uri:
-            raise UserError("tracking.uri is empty; registered models are kept in MLflow.")
-        with asking(self.uri):
+            raise UserError("tracking.uri is empty, but registered models are stored in MLflow.")
+        with mlflow_errors(self.uri):
             self.client = connect(self.uri)
             self.client.search_registered_models(max_results=1)
-        environment = require("mlflow.environment_variables", "tracking")
-        environment.MLFLOW_HTTP_REQUEST_TIMEOUT.default = UPLOAD_TIMEOUT
-        environment.MLFLOW_HTTP_REQUEST_MAX_RETRIES.default = RETRIES
-        mlflow = require("mlflow", "tracking")
-        mlflow.set_tracking_uri(self.uri)
-        mlflow.set_registry_uri(self.uri)
+        prepare_upload(self.uri)
 
-    @asks
+    @calls_mlflow
     def champion(self) -> Any | None:
-        """The version that has the alias."""
-        return found(self.client.get_model_version_by_alias, self.name, self.alias)
+        """Return the version that has the alias, or None."""
+        return get_or_none(self.client.get_model_version_by_alias, self.name, self.alias)
 
-    @asks
+    @calls_mlflow
     def versions(self) -> list[Any]:
-        """All versions, the newest first."""
-        every = self.client.search_model_versions(f"name = '{self.name}'")
-        return sorted(every, key=lambda version: -int(version.version))
+        """Return all versions, the newest first."""
+        versions = self.client.search_model_versions(f"name = '{self.name}'")
+        return sorted(versions, key=lambda version: -int(version.version))
 
-    @asks
+    @calls_mlflow
     def find(self, tags: dict[str, str]) -> Any | None:
-        """The oldest version that has these tags, and its files: all who ask agree on it."""
+        """Return the oldest version that has these tags and its files, or None.
+
+        The oldest, so that concurrent callers agree.
+        """
         for version in reversed(self.versions()):
-            alike = all(version.tags.get(key) == value for key, value in tags.items())
-            if alike and has_files(self.client, version):
+            matches = all(version.tags.get(key) == value for key, value in tags.items())
+            if matches and has_files(self.client, version):
                 return version
         return None
 
-    @asks
+    @calls_mlflow
     def has_files(self, version: Any) -> bool:
+        """Return whether the server still has the checkpoint of a version."""
         return has_files(self.client, version)
 
-    @asks
+    @calls_mlflow
     def uploaded(self, run_id: str, name: str, params: dict[str, str]) -> str | None:
-        """The models:/ URI of a run's model with these params, such as one whose version could
-        not be made. What is left of uploads that failed is removed."""
-        place = self.client.get_run(run_id).info.experiment_id
-        asked = {"source_run_id": run_id, "name": name}
-        asked |= {f"params.{key}": value for key, value in params.items()}
-        query = " AND ".join(f"{key} = '{value}'" for key, value in asked.items())
+        """Return the models:/ URI of a run's model with these params, or None.
+
+        It is there if an earlier attempt died between the upload and the creation of the version.
+        Removes what failed uploads have left.
+        """
+        experiment = self.client.get_run(run_id).info.experiment_id
+        conditions = {"source_run_id": run_id, "name": name}
+        conditions |= {f"params.{key}": value for key, value in params.items()}
+        query = " AND ".join(f"{key} = '{value}'" for key, value in conditions.items())
         uri = None
-        for model in self.client.search_logged_models([place], query):
+        for model in self.client.search_logged_models([experiment], query):
             if str(model.status) == "FAILED":
                 self.client.delete_logged_model(model.model_id)
             elif str(model.status) == "READY" and has_checkpoint(
@@ -111,20 +122,21 @@ class Registry:
                 uri = str(model.model_uri)
         return uri
 
-    @asks
+    @calls_mlflow
     def remove(self, version: Any) -> None:
+        """Delete a version."""
         self.client.delete_model_version(self.name, version.version)
 
-    @asks
+    @calls_mlflow
     def discard(self, model_uri: str) -> None:
-        """Remove an uploaded model that is no version's."""
+        """Delete an uploaded model that belongs to no version."""
         self.client.delete_logged_model(model_uri.removeprefix("models:/"))
 
-    @asks
+    @calls_mlflow
     def create(self, model_uri: str, run_id: str, description: str, tags: dict[str, str]) -> Any:
-        """A new version of an uploaded model."""
-        if not self._is_there():
-            self._make()
+        """Create a version of an uploaded model, and the registered model if it is missing."""
+        if not self._exists():
+            self._create_model()
         return self.client.create_model_version(
             self.name,
             model_uri,
@@ -134,43 +146,54 @@ class Registry:
             model_id=model_uri.removeprefix("models:/"),
         )
 
-    @asks
+    @calls_mlflow
     def tag(self, version: Any, key: str, value: str) -> None:
+        """Set a tag of a version."""
         self.client.set_model_version_tag(self.name, version.version, key, value)
 
-    @asks
+    @calls_mlflow
     def promote(self, version: Any) -> None:
-        """Move the alias, wherever it is by now: MLflow knows no other way."""
+        """Move the alias to a version. MLflow cannot make this depend on where the alias is."""
         self.client.set_registered_model_alias(self.name, self.alias, version.version)
 
     def announce(self, version: Any) -> None:
-        """Say of a version that it is about to be promoted, for all who register at the moment."""
+        """Tell concurrent processes that a version is about to be promoted."""
         self.tag(version, PROMOTED, datetime.now(UTC).isoformat())
 
-    def announced(self) -> dict[str, str]:
-        """When each version was last about to be promoted, by the clock of who did."""
-        tags = {str(version.version): version.tags.get(PROMOTED) for version in self.versions()}
-        return {number: when for number, when in tags.items() if when}
+    def announcements(self) -> dict[str, str]:
+        """Return when each version was last announced, by the clock of the announcer."""
+        tags = {number(version): version.tags.get(PROMOTED) for version in self.versions()}
+        return {key: when for key, when in tags.items() if when}
 
-    @asks
+    @calls_mlflow
     def checkpoint(self, version: Any) -> Path:
-        """A local copy of a version's checkpoint folder."""
+        """Download the checkpoint folder of a version."""
         return fetch(f"models:/{self.name}/{version.version}")
 
-    def _is_there(self) -> bool:
-        return found(self.client.get_registered_model, self.name) is not None
+    def _exists(self) -> bool:
+        return get_or_none(self.client.get_registered_model, self.name) is not None
 
-    def _make(self) -> None:
-        about = "Denoising diffusion models, by `ddpm register`."
+    def _create_model(self) -> None:
+        description = "Denoising diffusion models, by `ddpm register`."
         try:
-            self.client.create_registered_model(self.name, description=about)
+            self.client.create_registered_model(self.name, description=description)
         except Exception:
-            if not self._is_there():  # else another has made it at this moment
+            if not self._exists():  # otherwise another process has just created it
                 raise
 
 
-def row_of(version: Any, key: str) -> dict[str, Any]:
-    """A row of results.json that a version carries as a tag; without it the empty one."""
+def number(version: Any | None) -> str:
+    """Return the number of a version as text; "" for None."""
+    return "" if version is None else str(version.version)
+
+
+def compact_json(row: Row) -> str:
+    """Return the fields of a row that the gate needs, as the JSON of a tag."""
+    return json.dumps({key: row[key] for key in ROW_FIELDS if key in row})
+
+
+def row_of(version: Any, key: str) -> Row:
+    """Return the row in a tag of a version; an empty one if it is missing or invalid."""
     try:
         row = parse_object(str(version.tags.get(key, "")).encode(errors="replace"), f"tag {key}")
         return validated(row, Scored, f"tag {key}")
@@ -178,67 +201,76 @@ def row_of(version: Any, key: str) -> dict[str, Any]:
         return {}
 
 
-def rows_of(version: Any) -> list[dict[str, Any]]:
-    """The rows that a version was measured by, the newest first."""
+def rows_of(version: Any) -> list[Row]:
+    """Return the measurements of a version, the newest first."""
     return [row for key in ("rescored", "row") if (row := row_of(version, key))]
 
 
-def lost(uri: str, record: dict[str, Any]) -> str | None:
-    """What MLflow at `uri` has no longer of a registered.json; None where all is there.
+def missing(uri: str, name: str, version: str, weights: str, alias: str | None) -> str | None:
+    """Return what MLflow no longer has of a registered version, or None if everything is there.
 
-    None too where MLflow is away, or does not answer in PATIENCE seconds.
+    Also None if MLflow is unavailable, or takes more than CHECK_TIMEOUT seconds.
+
+    Args:
+        uri: The tracking URI.
+        name: The registered model.
+        version: The number of the version.
+        weights: The fingerprint of its weights.
+        alias: The alias that some version must have, or None.
     """
     store = sqlite_path(uri)
-    if store is not None and not store.exists():  # which connecting would make
+    if store is not None and not store.exists():  # connecting would create it
         return f"{store} is gone"
     with suppress(Exception):
-        require("mlflow", "tracking")  # its import takes seconds, and is not to be hurried
-        return within(PATIENCE, lambda: _lost(connect(uri), record))
+        require("mlflow", "tracking")  # imported here, because that may take more than the timeout
+        return within(CHECK_TIMEOUT, lambda: _missing(connect(uri), name, version, weights, alias))
     return None
 
 
-def _lost(client: Any, record: dict[str, Any]) -> str | None:
-    name, number = record["name"], record["version"]
-    version = found(client.get_model_version, name, number)
-    if version is None or version.tags.get("weights") != record["weights"]:
-        return f"MLflow has no longer version {number} of {name}"
+def _missing(client: Any, name: str, number: str, weights: str, alias: str | None) -> str | None:
+    version = get_or_none(client.get_model_version, name, number)
+    if version is None or version.tags.get("weights") != weights:
+        return f"MLflow no longer has version {number} of {name}"
     if not has_files(client, version):
         return f"the files of version {number} of {name} are gone"
-    alias = record["alias"]
-    if record["promoted"] and found(client.get_model_version_by_alias, name, alias) is None:
+    if alias and get_or_none(client.get_model_version_by_alias, name, alias) is None:
         return f"no version of {name} has the alias {alias} any more"
     return None
 
 
 def has_files(client: Any, version: Any) -> bool:
-    """Whether a version's checkpoint lies where MLflow keeps it; raises where that is not told."""
-    place = client.get_model_version_download_uri(version.name, version.version)
-    return has_checkpoint(client, place)
+    """Return whether the checkpoint of a version exists. Raises if the storage is unavailable."""
+    folder = client.get_model_version_download_uri(version.name, version.version)
+    return has_checkpoint(client, folder)
 
 
-def has_checkpoint(client: Any, place: str) -> bool:
-    """Whether there is a checkpoint where the files of a model lie."""
+def has_checkpoint(client: Any, folder: str) -> bool:
+    """Return whether the artifacts folder of a model contains a checkpoint."""
     artifacts = require("mlflow.artifacts", "tracking")
-    uri = f"{place.rstrip('/')}/artifacts/{CHECKPOINT}"
-    listed = artifacts.list_artifacts
-    return bool(within(CALL_LIMIT, listed, uri, tracking_uri=client.tracking_uri))
+    uri = f"{folder.rstrip('/')}/artifacts/{CHECKPOINT}"
+    files = within(CALL_TIMEOUT, artifacts.list_artifacts, uri, tracking_uri=client.tracking_uri)
+    return bool(files)
 
 
-def found(call: Callable[..., Any], *arguments: str) -> Any | None:
-    """What a client's call answers; None where MLflow has no such thing."""
+def get_or_none(call: Callable[..., Any], *arguments: str) -> Any | None:
+    """Return the result of a client's call, or None if MLflow has no such object."""
     try:
         return call(*arguments)
     except Exception as error:
-        if is_refusal(error):
+        if is_rejection(error):
             return None
         raise
 
 
 def download(config: Config, origin: str) -> Path:
-    """The checkpoint folder of a models:/NAME/VERSION or models:/NAME@ALIAS. Raises UserError."""
+    """Download the checkpoint folder of models:/NAME/VERSION or models:/NAME@ALIAS.
+
+    Raises:
+        UserError: MLflow is unavailable, or has no such version.
+    """
     name, at, alias = origin.removeprefix("models:/").partition("@")
     registry = Registry(config)
-    with asking(registry.uri):
+    with mlflow_errors(registry.uri):
         if at:
             version = registry.client.get_model_version_by_alias(name, alias).version
             origin = f"models:/{name}/{version}"
@@ -246,21 +278,21 @@ def download(config: Config, origin: str) -> Path:
 
 
 def fetch(origin: str) -> Path:
-    """Download the checkpoint folder of a version, to be gone when the process ends."""
-    place = tempfile.mkdtemp(prefix="ddpm-model-")
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
-    return fetch_to(origin, place)
+    """Download the checkpoint folder of a version; it is deleted when the process ends."""
+    folder = tempfile.mkdtemp(prefix="ddpm-model-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return fetch_to(origin, folder)
 
 
-def fetch_to(origin: str, place: str) -> Path:
-    """Download the checkpoint folder of a version into the folder `place`. Raises Corrupt."""
+def fetch_to(origin: str, target: str) -> Path:
+    """Download the checkpoint folder of a version into the folder `target`. Raises Corrupt."""
     artifacts = require("mlflow.artifacts", "tracking")
     uri = f"{origin}/artifacts/{CHECKPOINT}"
-    files = within(CALL_LIMIT, artifacts.list_artifacts, uri)
-    limit = transfer_limit(sum(file.file_size or 0 for file in files))
+    files = within(CALL_TIMEOUT, artifacts.list_artifacts, uri)
+    timeout = transfer_timeout(sum(file.file_size or 0 for file in files))
 
     def fetch() -> Path:
-        folder = Path(within(limit, artifacts.download_artifacts, uri, dst_path=place))
+        folder = Path(within(timeout, artifacts.download_artifacts, uri, dst_path=target))
         verify(folder)
         return folder
 

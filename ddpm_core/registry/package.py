@@ -1,4 +1,4 @@
-"""A version's content: a checkpoint folder, the card, this package's code, and how it is called."""
+"""The content of a version: checkpoint folder, card, code, requirements and signature."""
 
 from __future__ import annotations
 
@@ -23,25 +23,29 @@ from ddpm_core.storage.files import read_object
 from ddpm_core.text import masked, throughout
 
 PACKAGE = Path(ddpm_core.__file__).parent
-CHECKPOINT = "checkpoint"  # the folder's name below a model's artifacts/
+CHECKPOINT = "checkpoint"  # the name of its folder in a model's artifacts/
 CARD = "README.md"
 
-# What an answer needs, and nothing of training, tracking or evaluation.
-NEEDED = ("torch", "numpy", "pillow", "safetensors", "pydantic", "ruamel.yaml", "rich")
-ANSWER = ("image", "number", "seed", "class", "sampler", "steps", "guidance")
+# The packages that serving needs; nothing for training, tracking or evaluation.
+PACKAGES = ("torch", "numpy", "pillow", "safetensors", "pydantic", "ruamel.yaml", "rich")
+OUTPUTS = ("image", "number", "seed", "class", "sampler", "steps", "guidance")
 
 
 def requirements() -> list[str]:
-    """The packages of this process, pinned to releases: without a build's label such as +cpu."""
-    return [f"{name}=={version(name).partition('+')[0]}" for name in NEEDED]
+    """Return the installed versions as pins, without build labels such as +cpu."""
+    return [f"{name}=={version(name).partition('+')[0]}" for name in PACKAGES]
 
 
 def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Path) -> None:
-    """Put the weights that were scored, and their settings, into an absent folder.
+    """Write the scored weights and their settings to a new folder.
 
-    `sampled` are the fields of params' `sample` that the score was made with: they become the
-    model's own, which hold where a request says nothing. Where this run lives, and passwords in
-    URIs, stay behind.
+    Leaves out the locations of this run, and masks passwords in URIs.
+
+    Args:
+        checkpoint: The checkpoint to copy.
+        sampled: The settings of params' `sample` that the score was measured with. They become the
+            defaults for requests.
+        folder: The folder to create.
     """
     folder.mkdir(parents=True)
     settings = read_object(checkpoint.folder / SETTINGS, SETTINGS)
@@ -57,21 +61,25 @@ def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Pa
 
 
 def model_name(name: str, step: int) -> str:
-    """What a model of the registered model `name` is called in its run."""
+    """Return the name, within a run, of a model of the registered model `name`."""
     return f"{re.sub('[^A-Za-z0-9_-]', '-', name)}-step-{step}"
 
 
 def upload(run_id: str, name: str, step: int, folder: Path, params: dict[str, Any]) -> str:
     """Log `folder` (checkpoint/ and README.md) as a model of a run; return its models:/ URI.
 
-    The run keeps its status: `mlflow.start_run` would set it to RUNNING, and after an error to
-    FAILED if the server can still be reached.
+    Does not use `mlflow.start_run`, which would set the run's status to RUNNING, or to FAILED after
+    an error.
     """
     mlflow = require("mlflow", "tracking")
-    client, called = mlflow.MlflowClient(), model_name(name, step)
+    client = mlflow.MlflowClient()
     run = client.get_run(run_id)
-    shown = {key: str(value) for key, value in {**params, **run.data.params}.items()}
-    model = client.create_logged_model(run.info.experiment_id, called, run_id, params=shown)
+    model = client.create_logged_model(
+        run.info.experiment_id,
+        model_name(name, step),
+        run_id,
+        params={key: str(value) for key, value in {**params, **run.data.params}.items()},
+    )
     with code() as package:
         logged = mlflow.models.Model.log(
             artifact_path=None,
@@ -90,20 +98,20 @@ def upload(run_id: str, name: str, step: int, folder: Path, params: dict[str, An
 
 
 def signature() -> Any:
-    """`n` and what else a request may say. The types are open, so that mistakes are told by us."""
+    """Return the signature of requests. Its types are open, so that our own validation decides."""
     schema = require("mlflow.types.schema", "tracking")
     models = require("mlflow.models", "tracking")
     anything = schema.AnyType()
-    fields = [schema.ColSpec(anything, name, required=name == "n") for name in FIELDS]
-    answer = [schema.ColSpec(anything, name, required=False) for name in ANSWER]
-    return models.ModelSignature(schema.Schema(fields), schema.Schema(answer))
+    inputs = [schema.ColSpec(anything, name, required=name == "n") for name in FIELDS]
+    outputs = [schema.ColSpec(anything, name, required=False) for name in OUTPUTS]
+    return models.ModelSignature(schema.Schema(inputs), schema.Schema(outputs))
 
 
 @contextmanager
 def code() -> Iterator[Path]:
-    """A copy of this package as it is now: of it what served.py imports, sources alone.
+    """Yield a copy of the modules of this package that served.py imports.
 
-    A server of MLflow takes each file by a request of its own, so what no answer needs is left out.
+    The upload to a server takes one request per file, so nothing else is copied.
     """
     with tempfile.TemporaryDirectory(prefix="ddpm-code-") as scratch:
         for file in _served_files():
@@ -115,12 +123,12 @@ def code() -> Iterator[Path]:
 
 @functools.cache
 def _served_files() -> list[Path]:
-    """served.py and what of this package it imports, relative to where the package lies."""
+    """Return served.py and the modules that it imports, relative to the package's parent."""
     with tempfile.TemporaryDirectory(prefix="ddpm-code-") as alone:
-        # Nothing else lies beside it there, so the finder follows no import of other packages.
+        # The link is alone in its folder, so the finder cannot follow imports of other packages.
         Path(alone, PACKAGE.name).symlink_to(PACKAGE)
         finder = ModuleFinder(path=[alone])
         finder.run_script(str(Path(alone, PACKAGE.name, "registry", "served.py")))
         files = [getattr(module, "__file__", None) for module in finder.modules.values()]
-        # those without a file are built into Python
+        # Modules without a file are built into Python.
         return [Path(file).relative_to(alone) for file in files if file]

@@ -1,4 +1,4 @@
-"""Requests for images: the fields of a row, their validation, and the settings they lead to."""
+"""Requests for images: the fields of a row, their validation, and the resulting settings."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ddpm_core.config import Config, Sample
 from ddpm_core.config.results import SamplerName
 from ddpm_core.errors import UserError
 
-LARGEST = 256  # images in one answer
-LARGEST_PIXELS = 2**22  # pixels in one answer, which is built in memory
+MAX_IMAGES = 256  # in one response
+MAX_PIXELS = 2**22  # in one response, which is built in memory
 SHOWN = 60  # characters of a value in a message
-EXACT = 2.0**53  # from here on a float no longer stands for one integer
+EXACT = 2.0**53  # floats below this represent each integer exactly
 
 TABLES = ("dataframe_records", "dataframe_split", "inputs", "instances")
 
 
 def _integer(value: object) -> object:
-    """An integral float as an integer: tables turn integer columns with gaps into floats."""
+    """Convert an integral float to an integer: tables store integers with gaps as floats."""
     exact = isinstance(value, float) and value.is_integer() and abs(value) < EXACT
     return int(value) if isinstance(value, float) and exact else value
 
 
 def _unicode(text: str) -> str:
-    """Refuse half a surrogate pair, which JSON can express and UTF-8 cannot."""
+    """Reject half a surrogate pair, which JSON can express and UTF-8 cannot."""
     text.encode()
     return text
 
@@ -37,20 +37,20 @@ Text = Annotated[str, AfterValidator(_unicode)]
 
 
 class Request(BaseModel):
-    """One row of a request. Fields that are left out take the model's own settings.
+    """One row of a request. Omitted fields take the model's own settings.
 
-    A field's description says what is allowed; error messages quote it.
+    Error messages quote the description of a field, which says what is allowed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    n: Annotated[Integer, Field(ge=1, le=LARGEST)] = Field(
-        description=f"an integer from 1 to {LARGEST}; `first` continues the numbering"
+    n: Annotated[Integer, Field(ge=1, le=MAX_IMAGES)] = Field(
+        description=f"an integer from 1 to {MAX_IMAGES}; `first` continues the numbering"
     )
     seed: Annotated[Integer, Field(ge=0, lt=2**63)] | None = Field(
         None,
-        description="an integer from 0 to 2^63 - 1; from 2^53 on floats are not exact, so send "
-        "integers, and send the field in every row",
+        description="an integer from 0 to 2^63 - 1; integers of 2^53 or more lose precision as "
+        "floats, so send an integer in every row",
     )
     first: Annotated[Integer, Field(ge=0, le=2**31)] = Field(
         0, description="an integer from 0 to 2^31, the number of the first image"
@@ -77,7 +77,7 @@ FIELDS = tuple(_FIELDS)
 
 @dataclass(frozen=True)
 class Task:
-    """Draw the images `numbers` with `settings` and encode them as `format`."""
+    """The images to draw: their numbers, the settings of the sampler, and the encoding."""
 
     numbers: range
     settings: Sample
@@ -91,15 +91,15 @@ def rows_of(payload: object) -> list[dict[str, Any]]:
     """
     if not isinstance(payload, dict) or len(payload) != 1 or next(iter(payload)) not in TABLES:
         raise UserError(f"The body must be a JSON object with exactly one of {', '.join(TABLES)}.")
-    [(form, table)] = payload.items()
-    rows = _split(table) if form == "dataframe_split" else _records(table)
+    [(kind, table)] = payload.items()
+    rows = _split(table) if kind == "dataframe_split" else _records(table)
     if rows is None:
-        raise UserError(f'{form}: invalid table. Send for example {{"inputs": [{{"n": 4}}]}}.')
+        raise UserError(f'{kind}: invalid table. Send for example {{"inputs": [{{"n": 4}}]}}.')
     return rows
 
 
 def _records(table: object) -> list[dict[str, Any]] | None:
-    """Rows of a list of rows, of one row, or of equally long columns."""
+    """Return the rows of a list of rows, of a single row, or of equally long columns."""
     if isinstance(table, list):
         return table if all(isinstance(row, dict) for row in table) else None
     if not isinstance(table, dict):
@@ -114,10 +114,11 @@ def _transposed(columns: Iterable[list[Any]]) -> Iterable[list[Any]]:
     if len({len(column) for column in lists}) == 1:
         yield from (list(row) for row in zip(*lists, strict=True))
     else:
-        yield []  # a row without its values, which is invalid
+        yield []  # a row without values, which `_split` rejects
 
 
 def _split(table: object) -> list[dict[str, Any]] | None:
+    """Return the rows of {"columns": [...], "data": [[...], ...]}, or None if it is invalid."""
     if not isinstance(table, dict) or not {"columns", "data"} <= table.keys():
         return None
     columns, data = table["columns"], table["data"]
@@ -129,9 +130,10 @@ def _split(table: object) -> list[dict[str, Any]] | None:
 
 
 def parse(row: Mapping[str, Any]) -> Request:
-    """Validate one row; None and NaN, the gaps of a table, count as left out.
+    """Validate one row. None and NaN, the gaps of a table, count as omitted.
 
-    Raises UserError with every mistake of the row.
+    Raises:
+        UserError: with every invalid field of the row.
     """
     if unknown := row.keys() - FIELDS:
         more = f" and {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
@@ -139,32 +141,38 @@ def parse(row: Mapping[str, Any]) -> Request:
             f"Unknown field {_shown(min(unknown))}{more}. Known fields: {', '.join(FIELDS)}."
         )
     try:
-        return Request.model_validate({key: row[key] for key in row if not _absent(row[key])})
+        return Request.model_validate({key: row[key] for key in row if not _is_gap(row[key])})
     except ValidationError as error:
         names = dict.fromkeys(str(item["loc"][0]) for item in error.errors(include_url=False))
-        raise UserError(" ".join(_mistake(name, row) for name in names)) from None
+        raise UserError(" ".join(_problem(name, row) for name in names)) from None
 
 
-def _mistake(name: str, row: Mapping[str, Any]) -> str:
-    got = "missing" if _absent(row.get(name)) else f"got {_shown(row[name])}"
+def _problem(name: str, row: Mapping[str, Any]) -> str:
+    got = "missing" if _is_gap(row.get(name)) else f"got {_shown(row[name])}"
     return f"{name}: {got}; must be {_FIELDS[name].description}."
 
 
 def resolve(request: Request, config: Config, classes: list[str]) -> Task:
-    """Return what a model draws for a request, or raise UserError if it cannot.
+    """Return the task of a request to a model.
 
-    `config` is the model's, `classes` the names of its classes.
+    Args:
+        request: A validated row.
+        config: The settings of the model.
+        classes: The names of its classes.
+
+    Raises:
+        UserError: the model cannot draw such images.
     """
-    given = {name: getattr(request, name) for name in ("seed", "sampler", "steps", "guidance")}
-    changed = {name: value for name, value in given.items() if value is not None}
+    fields = {name: getattr(request, name) for name in ("seed", "sampler", "steps", "guidance")}
+    changed = {name: value for name, value in fields.items() if value is not None}
     conditioning, timesteps = config.model.conditioning, config.diffusion.timesteps
     if request.class_ is not None:
         if conditioning != "class":
-            raise UserError("class: this model was trained without classes. Leave it out.")
+            raise UserError("class: this model was trained without classes. Omit it.")
         changed["classes"] = (_class(request.class_, classes),)
     if request.prompt is not None:
         if conditioning != "text":
-            raise UserError("prompt: this model was not trained on texts. Leave it out.")
+            raise UserError("prompt: this model was not trained on texts. Omit it.")
         changed["prompts"] = (request.prompt,)
     if request.steps is not None and request.steps > timesteps:
         raise UserError(f"steps: got {_shown(request.steps)}; must be 1 to {timesteps}.")
@@ -179,13 +187,16 @@ def resolve(request: Request, config: Config, classes: list[str]) -> Task:
 
 
 def check_size(tasks: list[Task], pixels: int, max_work: int | None) -> None:
-    """Raise UserError if one answer must not have these images, of `pixels` each.
+    """Raise UserError if the tasks are too large for one response.
 
-    `max_work` limits the sum of images x pixels x steps. A single image is always allowed.
+    Args:
+        tasks: The tasks of one request.
+        pixels: The pixels of an image.
+        max_work: The limit for images x pixels x steps. It does not apply to a single image.
     """
     count = sum(len(task.numbers) for task in tasks)
     work = sum(len(task.numbers) * pixels * task.settings.steps for task in tasks)
-    limit = min(LARGEST, max(1, LARGEST_PIXELS // pixels))
+    limit = min(MAX_IMAGES, max(1, MAX_PIXELS // pixels))
     if not 1 <= count <= limit:
         raise UserError(
             f"The request asks for {count} images; 1 to {limit} images of {pixels:,} pixels are "
@@ -198,21 +209,21 @@ def check_size(tasks: list[Task], pixels: int, max_work: int | None) -> None:
         )
 
 
-def _class(given: str | int, classes: list[str]) -> str:
-    """Return the class of a name or of a number."""
-    if given in classes:
-        return str(given)
-    if isinstance(given, int) and 0 <= given < len(classes):
-        return classes[given]
+def _class(value: str | int, classes: list[str]) -> str:
+    """Return the name of the class with a name or a number."""
+    if value in classes:
+        return str(value)
+    if isinstance(value, int) and 0 <= value < len(classes):
+        return classes[value]
     listed = ", ".join(classes[:20]) + (", ..." if len(classes) > 20 else "")
     raise UserError(
-        f"class: got {_shown(given)}; must be one of {listed}, or a number from 0 to "
+        f"class: got {_shown(value)}; must be one of {listed}, or a number from 0 to "
         f"{len(classes) - 1}."
     )
 
 
 def _shown(value: object) -> str:
-    """The given value, cut if it is long."""
+    """Format a value for a message, and cut it if it is long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits; nested lists
@@ -220,6 +231,6 @@ def _shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _absent(value: object) -> bool:
-    """Whether a value is None, or the NaN that stands for it in a table."""
+def _is_gap(value: object) -> bool:
+    """Return whether a value is None, or the NaN that represents None in a table."""
     return value is None or (isinstance(value, float) and value != value)

@@ -1,4 +1,4 @@
-"""The script that MLflow loads as the model, with this package beside it."""
+"""The script that MLflow loads as the model; it finds this package beside it."""
 
 import warnings
 from pathlib import Path
@@ -6,15 +6,15 @@ from typing import Any
 
 from mlflow.exceptions import MlflowException
 from mlflow.models import set_model
-from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, INVALID_PARAMETER_VALUE
 from mlflow.pyfunc import PythonModel
 
 from ddpm_core.errors import UserError
 from ddpm_core.registry.package import CHECKPOINT
 from ddpm_core.registry.serving import Served
 
-# MLflow advises type hints when the class is created, in colors. It would take hints for the types
-# of a request, and warn of these too. The advice passes every filter, but not recording.
+# When the class is created, MLflow advises type hints. With hints it would validate requests
+# itself, and warn about these hints too. The advice ignores filters, but not recording.
 with warnings.catch_warnings(record=True):
 
     class Model(PythonModel):  # type: ignore[misc]
@@ -25,20 +25,24 @@ with warnings.catch_warnings(record=True):
 
         def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
             try:
-                return list(self._served.images(self._served.tasks(_rows(model_input))))
-            except UserError as error:
+                tasks = self._served.tasks(_rows(model_input))
+            except UserError as error:  # HTTP status 400
                 raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from error
+            try:
+                return list(self._served.images(tasks))
+            except Exception as error:  # HTTP status 500: the request was valid
+                message = f"Drawing failed: {error}"
+                raise MlflowException(message, error_code=INTERNAL_ERROR) from error
 
 
-def _rows(given: Any) -> list[dict[str, Any]]:
+def _rows(model_input: Any) -> list[dict[str, Any]]:
     """Return a table, a dict or a list of dicts as a list of dicts of plain values."""
-    if hasattr(given, "to_dict"):
-        given = given.to_dict("records")
-    if isinstance(given, dict):
-        given = [given]
-    if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
+    if hasattr(model_input, "to_dict"):
+        model_input = model_input.to_dict("records")
+    rows = [model_input] if isinstance(model_input, dict) else model_input
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError("The request must be a table or a list of rows, such as [{'n': 4}].")
-    return [{str(key): _plain(value) for key, value in row.items()} for row in given]
+    return [{str(key): _plain(value) for key, value in row.items()} for row in rows]
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`ddpm serve`: the champion over HTTP, with the requests and answers of `mlflow models serve`.
+"""`ddpm serve`: serve the champion over HTTP, in the protocol of `mlflow models serve`.
 
 POST /invocations   images, or a JSON error
 GET  /health, /ping 200 as soon as the process is up
@@ -14,11 +14,12 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -31,47 +32,148 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import UserError
-from ddpm_core.registry.connection import MOST, Connection
-from ddpm_core.registry.current import Current
+from ddpm_core.registry.connection import MAX_CONNECTIONS, Connection
 from ddpm_core.registry.drawing import DrawingQueue, Full, Job
+from ddpm_core.registry.models import Registry, fetch_to, mlflow_errors, row_of
 from ddpm_core.registry.request import rows_of
+from ddpm_core.text import masked
 from ddpm_core.tracking.errors import reason
 
-LARGEST_BODY = 2**18  # bytes
-GRACE = 20.0  # seconds that requests under way have to end after SIGTERM
+if TYPE_CHECKING:
+    from ddpm_core.registry.serving import Served
+
+MAX_BODY = 2**18  # bytes
+GRACE = 20.0  # seconds to finish running requests after SIGTERM
 JSON = "application/json"
 RETRY_AFTER = {"Retry-After": "5"}  # seconds
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may take of the server."""
+    """Limits for one client."""
 
     work: int  # images x pixels x steps of a request
     waiting: int  # requests in the queue
     timeout: float  # seconds for a client to send a header, or a body
 
 
-def serve(config: Config, host: str, port: int, every: float, limits: Limits) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises UserError if the address is unavailable.
+@dataclass(frozen=True)
+class Loaded:
+    """A version in memory, and what /version reports about it."""
 
-    Requests that are under way then are answered first; without any it ends at once.
+    key: tuple[str, Any]  # the creation time, too: a deleted registry starts at version 1 again
+    served: Served
+    facts: dict[str, Any]
+
+
+class CurrentChampion:
+    """The newest champion that could be loaded. It stays if a later one cannot be loaded.
+
+    One thread calls `refresh`. The others read `loaded`, which is None until the first champion is
+    loaded, and `trouble`, the reason why it is not the newest. A request keeps the version that it
+    started with; the last request of a version frees its memory.
+
+    Only the checkpoint of a version is downloaded (safetensors and JSON), so no code from the
+    registry runs here. Use `mlflow models serve` for a model that needs its own code.
     """
-    current = Current(config)
+
+    def __init__(self, config: Config) -> None:
+        if not config.tracking.uri:
+            raise UserError("tracking.uri is empty, but the champion is stored in MLflow.")
+        self._config = config
+        self._reported = ""
+        self.loaded: Loaded | None = None
+        self.trouble = f"MLflow at {masked(config.tracking.uri)} was not asked yet."
+
+    def refresh_forever(self, interval: float) -> None:
+        """Call `refresh` every `interval` seconds."""
+        pause = threading.Event()
+        while True:
+            self.refresh()
+            pause.wait(interval)
+
+    def refresh(self) -> None:
+        """Ask MLflow once for the champion, and load it if it is new. Never raises."""
+        kind = "MLflow"
+        try:
+            registry = Registry(self._config)
+            version = registry.champion()
+            kind = "champion"
+            if version is None:
+                raise UserError(
+                    f"{registry.name} has no version with the alias {registry.alias!r} at "
+                    f"{masked(registry.uri)}. `ddpm register` sets it."
+                )
+            kind = f"version {version.version}"
+            if self.loaded is None or self.loaded.key != _key(version):
+                self.loaded = self._load(registry, version)
+                say(f"serve: serving {registry.name} version {version.version}.")
+        except UserError as error:
+            self._report(kind, str(error))
+        except Exception as error:  # such as a lack of memory or disk space
+            self._report(kind, f"The champion, {kind}, cannot be loaded: {reason(error)}")
+        else:
+            self.trouble = self._reported = ""
+
+    def _load(self, registry: Registry, version: Any) -> Loaded:
+        """Download a version, load it and draw one image with it. Deletes the files again."""
+        # Imported here because PyTorch takes seconds, for which /health does not wait.
+        from ddpm_core.registry.serving import Served
+
+        with tempfile.TemporaryDirectory(prefix="ddpm-champion-") as target:
+            with mlflow_errors(registry.uri):
+                folder = fetch_to(f"models:/{registry.name}/{version.version}", target)
+            served = Served(folder)
+        served.try_out()
+        row = row_of(version, "rescored") or row_of(version, "row")
+        return Loaded(
+            key=_key(version),
+            served=served,
+            facts={
+                "name": registry.name,
+                "alias": registry.alias,
+                "version": str(version.version),
+                "step": row.get("step"),
+                "score_name": row.get("score_name"),
+                "score": row.get("score"),
+                "evidence": row.get("evidence"),
+            },
+        )
+
+    def _report(self, kind: str, trouble: str) -> None:
+        """Set `trouble`; print it if the last one was of a different kind."""
+        self.trouble = trouble
+        if kind != self._reported:
+            serving = self.loaded and f"Still serving version {self.loaded.facts['version']}."
+            warn(f"serve: {trouble} {serving or 'Waiting.'}")
+        self._reported = kind
+
+
+def _key(version: Any) -> tuple[str, Any]:
+    return str(version.version), version.creation_timestamp
+
+
+def serve(config: Config, host: str, port: int, every: float, limits: Limits) -> None:
+    """Serve until SIGTERM or Ctrl-C, and then finish the running requests.
+
+    Raises:
+        UserError: the address is unavailable, or tracking.uri is empty.
+    """
+    champion = CurrentChampion(config)
     listener = listen(host, port)
-    threading.Thread(target=current.keep_looking, args=(every,), daemon=True).start()
-    # uvicorn raises the signal again when it is done: an end that was asked for is no failure.
+    threading.Thread(target=champion.refresh_forever, args=(every,), daemon=True).start()
+    # uvicorn raises the signal again when it is done; an orderly stop must end with status 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     say(f"serve: listening on {host}, port {listener.getsockname()[1]}.")
     protocol: Any = partial(Connection, timeout=limits.timeout)
     settings = uvicorn.Config(
-        application(current, limits),
+        application(champion, limits),
         http=protocol,
         ws="none",
         lifespan="off",
         log_level="warning",
         access_log=False,
-        backlog=MOST,  # also how many connections asyncio accepts before it looks at them
+        backlog=MAX_CONNECTIONS,  # also how many connections asyncio accepts in one go
     )
     _Server(settings).run(sockets=[listener])
 
@@ -82,14 +184,14 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        told = getattr(error, "strerror", None) or str(error)
+        cause = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"--host {host} --port {port} cannot be listened on: {told}. Choose another one."
+            f"Cannot listen on --host {host} --port {port}: {cause}. Choose a different address."
         ) from error
 
 
-def application(current: Current, limits: Limits) -> Starlette:
-    """Return the routes; handlers find the model and the queue in `app.state`."""
+def application(champion: CurrentChampion, limits: Limits) -> Starlette:
+    """Return the web application. Its handlers find the model and the queue in `app.state`."""
     routes = [
         Route("/invocations", invocations, methods=["POST"]),
         Route("/ping", health),
@@ -97,15 +199,18 @@ def application(current: Current, limits: Limits) -> Starlette:
         Route("/ready", ready),
         Route("/version", version),
     ]
-    app = Starlette(routes=routes, middleware=[Middleware(OneLength)])
-    app.state.current = current
+    app = Starlette(routes=routes, middleware=[Middleware(SingleLength)])
+    app.state.champion = champion
     app.state.limits = limits
     app.state.queue = DrawingQueue(limits.waiting)
     return app
 
 
-class OneLength:
-    """Refuses requests whose length is given twice: proxies and servers may read it differently."""
+class SingleLength:
+    """Rejects requests that state their length twice.
+
+    A proxy and this server could read different lengths, which allows request smuggling.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -114,107 +219,107 @@ class OneLength:
         app = self._app
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             message = "The request has both Transfer-Encoding and Content-Length. Send one of them."
-            app = refusal(400, "BAD_REQUEST", message, {"Connection": "close"})
+            app = error_response(400, "BAD_REQUEST", message, {"Connection": "close"})
         await app(scope, receive, send)
 
 
 async def health(request: Request) -> Response:
-    return JSONResponse({"message": "It lives."})
+    return JSONResponse({"message": "The server is up."})
 
 
 async def ready(request: Request) -> Response:
-    current: Current = request.app.state.current
-    loaded = current.loaded
+    champion: CurrentChampion = request.app.state.champion
+    loaded = champion.loaded
     if loaded is None:
-        return not_yet(current)
-    return JSONResponse({"version": loaded.facts["version"], "message": current.trouble})
+        return not_ready(champion)
+    return JSONResponse({"version": loaded.facts["version"], "message": champion.trouble})
 
 
 async def version(request: Request) -> Response:
-    current: Current = request.app.state.current
-    loaded = current.loaded
-    return not_yet(current) if loaded is None else JSONResponse(loaded.facts)
+    champion: CurrentChampion = request.app.state.champion
+    loaded = champion.loaded
+    return not_ready(champion) if loaded is None else JSONResponse(loaded.facts)
 
 
 async def invocations(request: Request) -> Response:
+    """Validate a request and draw its images. Status 400 is for invalid requests only."""
     try:
         body = await read_body(request)
     except ClientDisconnect:
         say("serve: a client left before its request was complete.")
-        return Response(status_code=400)  # goes nowhere
+        return Response(status_code=400)  # nobody receives it
     if body is None:
-        told = f"The request is larger than {LARGEST_BODY:,} bytes. Send fewer rows at once."
-        return refusal(413, "REQUEST_LIMIT_EXCEEDED", told)
-    current: Current = request.app.state.current
-    loaded = current.loaded
+        message = f"The request is larger than {MAX_BODY:,} bytes. Send fewer rows at once."
+        return error_response(413, "REQUEST_LIMIT_EXCEEDED", message)
+    champion: CurrentChampion = request.app.state.champion
+    loaded = champion.loaded
     if loaded is None:
-        return not_yet(current)
+        return not_ready(champion)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
-        return refusal(415, "BAD_REQUEST", f"Content-Type must be {JSON}.")
+        return error_response(415, "BAD_REQUEST", f"Content-Type must be {JSON}.")
     try:
         payload = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return refusal(400, "BAD_REQUEST", f"The request is not valid JSON: {error}.")
+        return error_response(400, "BAD_REQUEST", f"The request is not valid JSON: {error}.")
     limits: Limits = request.app.state.limits
     try:
         tasks = loaded.served.tasks(rows_of(payload), limits.work)
     except UserError as error:
-        return refusal(400, "INVALID_PARAMETER_VALUE", str(error))
-    return await drawn(request, Job(loaded.served, tasks))
+        return error_response(400, "INVALID_PARAMETER_VALUE", str(error))
+    return await draw(request, Job(loaded.served, tasks))
 
 
 async def read_body(request: Request) -> bytes | None:
     """Return the body, or None if it is too large. Raises ClientDisconnect.
 
-    A body that is too large is read to its end, since a client that still sends reads no answer;
-    the connection's deadline bounds that.
+    A body that is too large is read to its end, because most clients read no response while they
+    still send. The connection's deadline bounds that.
     """
     body, size = bytearray(), 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size <= LARGEST_BODY:
+        if size <= MAX_BODY:
             body += chunk
-    return bytes(body) if size <= LARGEST_BODY else None
+    return bytes(body) if size <= MAX_BODY else None
 
 
-async def drawn(request: Request, job: Job) -> Response:
-    """Queue a job and return its answer; abandon it when the client leaves."""
+async def draw(request: Request, job: Job) -> Response:
+    """Queue a job and return its images; abandon the job when the client leaves."""
     queue: DrawingQueue = request.app.state.queue
     try:
         queue.add(job)
     except Full:
-        told = "The queue of requests is full. Try again in a few seconds."
-        return refusal(429, "RESOURCE_EXHAUSTED", told, RETRY_AFTER)
+        message = "The queue of requests is full. Try again in a few seconds."
+        return error_response(429, "RESOURCE_EXHAUSTED", message, RETRY_AFTER)
     answer: asyncio.Future[Any] = asyncio.wrap_future(job.answer)
-    leaving: asyncio.Future[Any] = asyncio.ensure_future(left(request))
+    leaving: asyncio.Future[Any] = asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             say("serve: a client left before its images were drawn.")
-            return Response(status_code=400)  # goes nowhere
+            return Response(status_code=400)  # nobody receives it
         return Response(answer.result(), media_type=JSON)
-    except UserError as error:
-        return refusal(400, "INVALID_PARAMETER_VALUE", str(error))
-    except Exception as error:  # no memory, or a mistake of this program
+    except Exception as error:  # a UserError too: the request was valid
         warn(f"serve: drawing failed: {reason(error)}")
-        return refusal(500, "INTERNAL_ERROR", "Drawing failed. The server's log has the reason.")
+        message = "Drawing failed. The server's log has the reason."
+        return error_response(500, "INTERNAL_ERROR", message)
     finally:
         queue.abandon(job)
         leaving.cancel()
         answer.cancel()
 
 
-async def left(request: Request) -> None:
-    """Return when the client has closed its connection."""
+async def disconnected(request: Request) -> None:
+    """Wait until the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def not_yet(current: Current) -> Response:
-    return refusal(503, "TEMPORARILY_UNAVAILABLE", current.trouble, RETRY_AFTER)
+def not_ready(champion: CurrentChampion) -> Response:
+    return error_response(503, "TEMPORARILY_UNAVAILABLE", champion.trouble, RETRY_AFTER)
 
 
-def refusal(
+def error_response(
     status: int, code: str, message: str, headers: dict[str, str] | None = None
 ) -> Response:
     """Return an error in MLflow's form: {"error_code": ..., "message": ...}."""
@@ -222,7 +327,7 @@ def refusal(
 
 
 class _Server(uvicorn.Server):
-    """Ends at a signal, if need be without the answers that take longer than GRACE."""
+    """Ends at a signal, and drops the requests that take longer than GRACE after it."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         limit = threading.Timer(GRACE, os._exit, (0,))

@@ -1,4 +1,4 @@
-"""A loaded model that draws images for requests; used by `ddpm serve` and by MLflow's server."""
+"""A loaded model that draws images for requests, in `ddpm serve` and in MLflow's server."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.errors import UserError
-from ddpm_core.registry.request import LARGEST, Task, check_size, parse, resolve
+from ddpm_core.registry.request import MAX_IMAGES, Task, check_size, parse, resolve
 from ddpm_core.runtime.device import choose_device
 from ddpm_core.sampling.conditions import Conditions
 from ddpm_core.sampling.images import Pixels, png
 from ddpm_core.sampling.sampler import ImageSampler
 
-# Limits of one batch, for memory: images, and pixels of all of them.
+# Limits of one batch, to bound the memory: images, and the pixels of all images.
 BATCH = 64
 BATCH_PIXELS = 2**18
 
@@ -23,10 +23,10 @@ OnStep = Callable[[int], None]
 
 
 class Served:
-    """A model in memory: checks requests (see request.Request) and draws their images."""
+    """A model in memory: validates requests (see request.Request) and draws their images."""
 
     def __init__(self, folder: Path) -> None:
-        """Read a checkpoint folder, which is not needed afterwards. Raises Corrupt."""
+        """Load a checkpoint folder, which may be deleted afterwards. Raises Corrupt."""
         self._checkpoint = Checkpoint.open(folder)
         ema = self._checkpoint.params.sample.ema
         self._model = self._checkpoint.load(ema, choose_device("auto"))
@@ -34,14 +34,15 @@ class Served:
         self._pixels = self._model.config.image_size**2
 
     def try_out(self) -> None:
-        """Draw one image in one step. Raises the errors that a request would."""
+        """Draw one image in one step, to fail now rather than at the first request."""
         prompt = "" if self._model.config.conditioning == "text" else None
         list(self.images(self.tasks([{"n": 1, "steps": 1, "prompt": prompt}])))
 
     def tasks(self, rows: Sequence[Mapping[str, Any]], max_work: int | None = None) -> list[Task]:
         """Validate a request. Raises UserError with the mistakes of the first invalid row."""
-        if len(rows) > LARGEST:
-            raise UserError(f"The request has {len(rows):,} rows; at most {LARGEST} are allowed.")
+        if len(rows) > MAX_IMAGES:
+            count = len(rows)
+            raise UserError(f"The request has {count:,} rows; at most {MAX_IMAGES} are allowed.")
         tasks = [resolve(parse(row), self._checkpoint.params, self._classes) for row in rows]
         check_size(tasks, self._pixels, max_work)
         return tasks
@@ -49,10 +50,12 @@ class Served:
     def images(
         self, tasks: Sequence[Task], on_step: OnStep | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Draw; yield each image with its number and settings.
+        """Draw the images; yield each one with its number and settings.
 
-        `on_step(i)` is called after each step of a batch; an exception that it raises ends the
-        drawing.
+        Args:
+            tasks: What `tasks` has returned.
+            on_step: Called with the step's index after each step of a batch. It may raise an
+                exception to stop the drawing.
         """
         for task in tasks:
             yield from self._images(task, on_step)
@@ -62,9 +65,9 @@ class Served:
         sampler = ImageSampler(self._model, checkpoint.data, settings, checkpoint.params.diffusion)
         conditions = Conditions(self._model.config.conditioning, checkpoint.data, settings)
         labels = conditions.labels(numbers)
-        at_once = max(1, min(BATCH, BATCH_PIXELS // self._pixels))
-        for start in range(0, len(numbers), at_once):
-            batch = numbers[start : start + at_once]
+        size = max(1, min(BATCH, BATCH_PIXELS // self._pixels))
+        for start in range(0, len(numbers), size):
+            batch = numbers[start : start + size]
             for number, pixels in zip(batch, sampler.images(batch, on_step), strict=True):
                 label = None if labels is None else self._classes[labels[number - numbers.start]]
                 yield {
@@ -78,5 +81,6 @@ class Served:
                 }
 
 
-def _encode(pixels: Pixels, form: str) -> Any:
-    return base64.b64encode(png(pixels)).decode() if form == "png" else pixels.tolist()
+def _encode(pixels: Pixels, kind: str) -> Any:
+    """Return a PNG as base64 text, or the pixels as nested lists."""
+    return base64.b64encode(png(pixels)).decode() if kind == "png" else pixels.tolist()

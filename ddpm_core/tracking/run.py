@@ -1,4 +1,4 @@
-"""One run on an MLflow server: found again or made, and told everything once.
+"""One run on an MLflow server. Everything is sent once, also after a restart.
 
 Each call may raise whatever the network or the server raises; the tracker handles that.
 """
@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,67 +20,75 @@ import ddpm_core
 from ddpm_core.errors import require
 from ddpm_core.text import masked
 from ddpm_core.tracking.client import connect, find_experiment, is_active
-from ddpm_core.tracking.logtail import Row
 
-PARAM_LENGTH, TAG_LENGTH = 6000, 8000  # what a server takes
+# MLflow's limits: characters of a value, and items of a request.
+PARAM_LENGTH, TAG_LENGTH = 6000, 8000
 DATASET_LENGTH, RUN_LENGTH = 500, 250
 METRIC_BATCH, PARAM_BATCH = 1000, 100
 
+# Tags of a run.
+TOKEN = "ddpm.token"  # identifies the workspace, whose record may lack the run's ID after a crash
+EVIDENCE = "ddpm.evidence"  # the hash of the evidence of its scores
+PARENT = "mlflow.parentRunId"  # the UI shows the run below this one
 
 T = TypeVar("T")
 
 
-TOKEN = "ddpm.token"  # the tag of a run by which whoever made it finds it again
-EVIDENCE = "ddpm.evidence"  # the tag of a run that says which scores are in it
-PARENT = "mlflow.parentRunId"  # by which the UI shows a run below another
+@dataclass(frozen=True)
+class Row:
+    """The numbers in one line of log.jsonl, their step, and the time in Unix milliseconds."""
+
+    step: int
+    milliseconds: int
+    values: dict[str, float]
 
 
 class MlflowRun:
-    """A run that is open on a server. Rows and metrics that the server has are not sent again."""
+    """An open run on a server. Rows and metrics that the server already has are not sent again."""
 
     def __init__(self, client: Any, run_id: str) -> None:
         self.client = client
         self.run_id = run_id
         run = client.get_run(run_id)
         self._params: dict[str, str] = dict(run.data.params)
+        # The last step of each metric comes with the run. The history of a metric takes further
+        # requests, so `_history` has it only for metrics that get an earlier step.
         self._last = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         self._history: dict[str, list[Any]] = {}
-        self._datasets = {given.dataset.digest for given in run.inputs.dataset_inputs}
+        self._datasets = {used.dataset.digest for used in run.inputs.dataset_inputs}
         self._experiment = run.info.experiment_id
         self._evidence = run.data.tags.get(EVIDENCE)
-        self._measured: dict[str, MlflowRun] = {}
+        self._children: dict[str, MlflowRun] = {}
 
     @classmethod
     def open(cls, uri: str, experiment: str, name: str, known: str | None, token: str) -> MlflowRun:
-        """The known run if this server has it, else the one made with this token, or a new one.
+        """Return the run with the ID `known`, or the run tagged with `token`, or a new run.
 
-        A server that went away in the middle may have made the run and not have said so.
+        The token matters when a connection breaks after the server has created the run, and before
+        the response with its ID arrives.
         """
         client = connect(uri)
         if known and is_active(client, known):
             client.update_run(known, status="RUNNING")
             return cls(client, known)
-        place = find_experiment(client, uri, experiment)
-        made = client.search_runs([place], f"tags.`{TOKEN}` = '{token}'", max_results=1)
-        tags = {TOKEN: token, **_origin()}
-        run = (
-            made[0]
-            if made
-            else client.create_run(place, run_name=_ending(name, RUN_LENGTH), tags=tags)
-        )
-        return cls(client, str(run.info.run_id))
+        parent = find_experiment(client, uri, experiment)
+        runs = client.search_runs([parent], f"tags.`{TOKEN}` = '{token}'", max_results=1)
+        if not runs:
+            tags = {TOKEN: token, **_origin()}
+            runs = [client.create_run(parent, run_name=_shorten(name, RUN_LENGTH), tags=tags)]
+        return cls(client, str(runs[0].info.run_id))
 
     def experiment(self) -> str:
-        """The name of the experiment that it is in."""
+        """Return the name of the run's experiment."""
         return str(self.client.get_experiment(self._experiment).name)
 
     @property
-    def is_bare(self) -> bool:
-        """Whether it has no params: nobody who trains, or knows of the training, has told it."""
+    def is_empty(self) -> bool:
+        """Return whether no command has logged params to this run yet."""
         return not self._params
 
     def rows(self, rows: Sequence[Row]) -> None:
-        """Send what the server lacks of rows with ascending steps, as metrics `train/NAME`."""
+        """Send the new ones among rows of ascending steps, as metrics `train/NAME`."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -95,17 +104,17 @@ class MlflowRun:
     def scores(
         self, evidence: Mapping[str, Any], step: int, milliseconds: int, values: Mapping[str, float]
     ) -> None:
-        """Send what was measured of a checkpoint, into the run that has scores of this evidence."""
-        self._measured_by(evidence).metrics(step, milliseconds, values)
+        """Send the scores of a checkpoint to the run for this evidence."""
+        self._run_for(evidence).metrics(step, milliseconds, values)
 
     def report(self, path: str, folder: str | None, evidence: Mapping[str, Any]) -> None:
-        """Send a file about scores of this evidence."""
-        self._measured_by(evidence).artifact(path, folder)
+        """Send a file to the run for this evidence."""
+        self._run_for(evidence).artifact(path, folder)
 
-    def _measured_by(self, evidence: Mapping[str, Any]) -> MlflowRun:
-        """This run for the first evidence that it is told of, and one below it for any other.
+    def _run_for(self, evidence: Mapping[str, Any]) -> MlflowRun:
+        """Return this run for the first evidence that it gets, and a child run for any other.
 
-        So no curve mixes two ways of sampling, and each run's params are those of its scores.
+        So no curve mixes two ways of sampling, and the params of a run belong to its scores.
         """
         key = hashlib.sha256(json.dumps(evidence, sort_keys=True).encode()).hexdigest()[:16]
         if self._evidence is None:
@@ -113,20 +122,20 @@ class MlflowRun:
             self._evidence = key
         if key == self._evidence:
             return self
-        if key not in self._measured:
-            place, mine = [self._experiment], f"tags.`{PARENT}` = '{self.run_id}'"
-            found = self.client.search_runs(place, f"{mine} and tags.`{EVIDENCE}` = '{key}'")
-            if not found:
+        if key not in self._children:
+            query = f"tags.`{PARENT}` = '{self.run_id}' and tags.`{EVIDENCE}` = '{key}'"
+            runs = self.client.search_runs([self._experiment], query)
+            if not runs:
                 tags = {PARENT: self.run_id, EVIDENCE: key}
-                name = _measurement(evidence)
-                found = [self.client.create_run(self._experiment, run_name=name, tags=tags)]
-            self._measured[key] = run = MlflowRun(self.client, str(found[0].info.run_id))
-            run.params(evidence)
-            run.end("FINISHED")
-        return self._measured[key]
+                name = _child_name(evidence)
+                runs = [self.client.create_run(self._experiment, run_name=name, tags=tags)]
+            self._children[key] = child = MlflowRun(self.client, str(runs[0].info.run_id))
+            child.params(evidence)
+            child.end("FINISHED")
+        return self._children[key]
 
     def metrics(self, step: int, milliseconds: int, values: Mapping[str, float]) -> None:
-        """Send values of one step, but none that the server has for that step already."""
+        """Send values of one step, except those that the server already has for that step."""
         from mlflow.entities import Metric
 
         named = {metric_name("", key): float(value) for key, value in values.items()}
@@ -150,7 +159,7 @@ class MlflowRun:
         )
 
     def params(self, params: Mapping[str, Any]) -> None:
-        """Send params, flattened. A server keeps the first value; a later one becomes a tag."""
+        """Send params, flattened. MLflow keeps the first value; a different one becomes a tag."""
         from mlflow.entities import Param
 
         flat = {key: masked(value)[:PARAM_LENGTH] for key, value in flatten(params).items()}
@@ -161,6 +170,7 @@ class MlflowRun:
         self.tags({f"changed.{k}": v for k, v in flat.items() if self._params[k] != v})
 
     def tags(self, tags: Mapping[str, Any]) -> None:
+        """Send tags; a later value replaces an earlier one."""
         from mlflow.entities import RunTag
 
         items = [RunTag(key, masked(_text(value))[:TAG_LENGTH]) for key, value in tags.items()]
@@ -168,12 +178,12 @@ class MlflowRun:
             self.client.log_batch(self.run_id, tags=batch)
 
     def dataset(self, name: str, fingerprint: str, source: Mapping[str, Any]) -> None:
-        """Name the data that the run learns from."""
+        """Log the training data as an input of the run."""
         from mlflow.entities import Dataset, DatasetInput
 
         if fingerprint not in self._datasets:
             data = Dataset(
-                _ending(masked(name), DATASET_LENGTH),
+                _shorten(masked(name), DATASET_LENGTH),
                 fingerprint,
                 "ddpm",
                 masked(json.dumps(source)),
@@ -182,37 +192,37 @@ class MlflowRun:
             self._datasets.add(fingerprint)
 
     def artifact(self, path: str, folder: str | None) -> None:
-        """Send a file; one that is no longer there has been replaced by newer work."""
+        """Send a file, unless it is gone: newer work has then replaced it."""
         if Path(path).is_file():
             self.client.log_artifact(self.run_id, path, folder)
 
     def end(self, status: str) -> None:
-        """FINISHED, FAILED or KILLED."""
+        """End the run with the status FINISHED, FAILED or KILLED."""
         self.client.set_terminated(self.run_id, status)
 
 
 def _origin() -> dict[str, str]:
-    """Who made a run and by which code, where the UI looks for them."""
+    """Return the tags by which the UI shows who created a run, and from which commit."""
     tags = {"mlflow.source.name": "ddpm", "mlflow.source.type": "LOCAL"}
-    with suppress(KeyError, OSError, ImportError):  # a pod's user may have no name
+    with suppress(KeyError, OSError, ImportError):  # the user of a pod may have no name
         tags["mlflow.user"] = getpass.getuser()
-    place = Path(ddpm_core.__file__).parents[1]
-    if (place / ".git").exists():
+    root = Path(ddpm_core.__file__).parents[1]
+    if (root / ".git").exists():
         utilities = require("mlflow.utils.git_utils", "tracking")
-        if commit := utilities.get_git_commit(str(place)):
+        if commit := utilities.get_git_commit(str(root)):
             tags["mlflow.source.git.commit"] = commit
     return tags
 
 
-def _measurement(evidence: Mapping[str, Any]) -> str:
-    """A run's name: "ddim, 50 steps, 500 images, seed 1"."""
+def _child_name(evidence: Mapping[str, Any]) -> str:
+    """Return for example "ddim, 50 steps, 500 images, seed 1"."""
     sampler = evidence.get("sampler") or {}
-    said = f"{sampler.get('sampler')}, {sampler.get('steps')} steps"
-    return f"{said}, {evidence.get('count')} images, seed {evidence.get('seed')}"
+    name = f"{sampler.get('sampler')}, {sampler.get('steps')} steps"
+    return f"{name}, {evidence.get('count')} images, seed {evidence.get('seed')}"
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """{"train": {"ema": [0.99]}} to {"train.ema": "[0.99]"}."""
+    """Flatten nested params: {"train": {"ema": [0.99]}} becomes {"train.ema": "[0.99]"}."""
     flat: dict[str, str] = {}
     for key, value in params.items():
         if isinstance(value, Mapping):
@@ -223,7 +233,7 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def metric_name(section: str, key: str) -> str:
-    """A name that servers take; the UI shows what stands before the last / as a section."""
+    """Return a valid metric name; the UI groups metrics by the part before the last slash."""
     name = re.sub(r"[^/\w.\- :]", "_", key)
     return f"{section}/{name}" if section else name
 
@@ -232,9 +242,9 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _ending(name: str, most: int) -> str:
-    """A name of `most` characters at most: of a long one the end, which tells paths apart."""
-    return name if len(name) <= most else f"…{name[1 - most :]}"
+def _shorten(name: str, length: int) -> str:
+    """Cut a name at its start, because paths differ at their end."""
+    return name if len(name) <= length else f"…{name[1 - length :]}"
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

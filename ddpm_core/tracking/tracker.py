@@ -1,11 +1,12 @@
-"""What MLflow is told of a run, from a thread of its own, whether MLflow is there or not.
+"""Follow a run's log.jsonl with an MLflow run, from a background thread.
 
-log.jsonl is the record and MLflow a follower: rows beyond the last step that the server has are
-sent, each once, also after the server was away or this process was killed.
+log.jsonl is the record of a run, and MLflow follows it: rows after the last step that the server
+has are sent, each once, also after an outage of the server or the death of this process.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import traceback
@@ -23,20 +24,76 @@ from ddpm_core.storage import MANIFEST
 from ddpm_core.storage.workspace import DATA, LOG, RUN, Workspace
 from ddpm_core.text import counted, masked
 from ddpm_core.tracking.client import is_active
-from ddpm_core.tracking.errors import is_refusal, may_pass, reason
-from ddpm_core.tracking.logtail import Log
-from ddpm_core.tracking.run import MlflowRun
+from ddpm_core.tracking.errors import is_rejection, is_transient, reason
+from ddpm_core.tracking.record import Entry, RunRecord, copied_from, read_record, write_record
+from ddpm_core.tracking.run import MlflowRun, Row
 
 INTERVAL = 1.0  # seconds between two looks at the log
-LONGEST_PAUSE = 30.0  # seconds between two attempts to reach a server that is away
+MAX_PAUSE = 30.0  # seconds between two attempts during an outage; the pauses double up to it
+ROWS_AT_ONCE = 100
 
-Entry = list[Any]  # [method of MlflowRun, *arguments], plain data
-SENDS = ("artifact", "report")  # methods that send a file, whose path is their first argument
-SENT = ("params", "tags", "metrics", "scores", "dataset", *SENDS)  # that entries may name
+# What an entry of the queue may name, and the method that sends it.
+SENDERS: dict[str, Callable[..., None]] = {
+    "params": MlflowRun.params,
+    "tags": MlflowRun.tags,
+    "metrics": MlflowRun.metrics,
+    "scores": MlflowRun.scores,
+    "dataset": MlflowRun.dataset,
+    "artifact": MlflowRun.artifact,
+    "report": MlflowRun.report,
+    "end": MlflowRun.end,
+}
+FILES = ("artifact", "report")  # entries whose first argument is the path of a file
+
+
+class Log:
+    """Reads the rows of a log.jsonl while it grows. `offset` is the position in bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+
+    def peek(self, limit: int = ROWS_AT_ONCE) -> tuple[list[Row], int]:
+        """Return the rows of up to `limit` complete lines, and the offset after them."""
+        if not self.path.is_file():
+            return [], self.offset
+        if self.path.stat().st_size < self.offset:  # truncated by a run that resumed
+            self.offset = 0
+        rows, end = [], self.offset
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            for line, _ in zip(file, range(limit), strict=False):
+                if not line.endswith(b"\n"):
+                    break
+                end += len(line)
+                if row := parse_row(line):
+                    rows.append(row)
+        return rows, end
+
+    def remaining(self) -> int:
+        """Return the number of complete rows after the offset."""
+        rows, _ = self.peek(limit=2**62)
+        return len(rows)
+
+
+def parse_row(line: bytes) -> Row | None:
+    """Return the numbers of a line of log.jsonl, or None if the line is damaged."""
+    try:
+        values = json.loads(line)
+        step = int(values.pop("step"))
+        milliseconds = int(1000 * float(values.pop("time", None) or time.time()))
+        numbers = {
+            key: float(value)
+            for key, value in values.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+    return Row(step, milliseconds, numbers)
 
 
 class Tracker:
-    """The MLflow run of a workspace. No call blocks, and none raises."""
+    """Sends a workspace's log, settings and scores to MLflow. No call blocks, and none raises."""
 
     def __init__(self, config: Config, workspace: Workspace, identity: str | None) -> None:
         self._uri = config.tracking.uri
@@ -44,13 +101,13 @@ class Tracker:
         self._workspace = workspace
         self._identity = identity
         self._log = Log(workspace.path(LOG))
-        self._copied_from = original(workspace)
-        self._queue: deque[Entry] = deque(_sendable(self._known().get("unsent"), workspace.uri))
+        self._copied_from = copied_from(workspace)
+        self._queue: deque[Entry] = deque(_allowed(self._known().unsent, workspace.uri))
         self._run: MlflowRun | None = None
         self._outage = console.Outage()
         self._silent = self._quiet = False
-        self.trouble = ""  # why MLflow cannot be used at present
-        self._record: Callable[[Tracker], None] | None = None
+        self.trouble = ""  # why MLflow is unavailable at present
+        self._replay: Callable[[Tracker], None] | None = None
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -60,27 +117,32 @@ class Tracker:
         config: Config,
         workspace: Workspace,
         identity: str | None = None,
-        record: Callable[[Tracker], None] | None = None,
+        replay: Callable[[Tracker], None] | None = None,
         log: Path | None = None,
         quiet: bool = False,
     ) -> Tracker:
-        """Begin to tell what the workspace's log holds, and what the methods below are given.
+        """Start to send the log, and the entries that the methods below add.
 
-        The MLflow run is the one noted in run.json, unless that belongs to another server, to the
-        workspace that this one was copied from or, by `identity` (the training's fingerprint,
-        where the caller knows it), to another training.
-        `record` tells, by the methods below, what a run has been told by earlier commands; it is
-        asked where the run has nothing, as it was made anew. `log`: the workspace's, where it is
-        written now. `quiet`: the caller reports `trouble`.
+        The MLflow run is the one in run.json, unless that belongs to a different server, to a
+        different training, or to the workspace that this one was copied from.
+
+        Args:
+            config: Its `tracking` names the server and the experiment.
+            workspace: Has the log and run.json.
+            identity: The fingerprint of the training, if the caller knows it.
+            replay: Logs again, by the methods below, what earlier commands have logged. Called if
+                the run is empty, because it is new.
+            log: The log.jsonl that is written now, if that is not the workspace's.
+            quiet: Do not print outages; the caller reports `trouble`.
         """
         tracker = cls(config, workspace, identity)
         tracker._quiet = quiet
-        tracker._record = record
+        tracker._replay = replay
         tracker._log = Log(log) if log else tracker._log
         if not config.tracking.uri:
             return tracker
         if find_spec("mlflow") is None:
-            console.warn(f"No tracking. {not_installed('mlflow', 'tracking')}")
+            console.warn(f"Tracking is off. {not_installed('mlflow', 'tracking')}")
             return tracker
         tracker._thread = threading.Thread(target=tracker._work, name="tracking", daemon=True)
         tracker._put_data()
@@ -89,63 +151,64 @@ class Tracker:
 
     @classmethod
     def catch_up(cls, config: Config, workspace: Workspace, identity: str | None) -> None:
-        """Send what an earlier command could not, where there is any."""
-        known = workspace.read_json(RUN).get("mlflow")
-        if isinstance(known, dict) and (known.get("unsent") or known.get("behind")):
+        """Send what an earlier command could not send, if there is anything."""
+        record = read_record(workspace)
+        if record.unsent or record.behind:
             cls.open(config, workspace, identity).close()
 
     def params(self, params: Mapping[str, Any]) -> None:
-        """Nested params; a later value of one that is known becomes the tag `changed.NAME`."""
+        """Log nested params. A later, different value becomes the tag `changed.NAME`."""
         self._put("params", dict(params))
 
     def tags(self, tags: Mapping[str, Any]) -> None:
+        """Log tags; a later value replaces an earlier one."""
         self._put("tags", dict(tags))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Values that are not in log.jsonl, at the step they belong to."""
+        """Log values of a step that are not in log.jsonl."""
         self._put("metrics", step, int(time.time() * 1000), dict(values))
 
     def scores(self, evidence: Mapping[str, Any], step: int, values: Mapping[str, float]) -> None:
-        """What was measured of the checkpoint of a step; each evidence has a run of its own."""
+        """Log the scores of the checkpoint of a step. Each evidence has a separate run."""
         self._put("scores", dict(evidence), step, int(time.time() * 1000), dict(values))
 
     def report(self, path: Path, folder: str | None, evidence: Mapping[str, Any]) -> None:
-        """A file about scores of this evidence, read when it is sent."""
+        """Upload a file to the run for this evidence. It is read when it is sent."""
         self._put("report", str(path), folder, dict(evidence))
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
-        """A file, read when it is sent."""
+        """Upload a file. It is read when it is sent."""
         self._put("artifact", str(path), folder)
 
     def close(self, timeout: float = 30.0, status: str = "FINISHED") -> None:
-        """Send what is left, for at most `timeout` seconds, and end the MLflow run.
+        """Send the rest, for at most `timeout` seconds, and end the MLflow run.
 
-        What could not be sent is told, kept in the workspace, and sent by its next command.
+        What could not be sent is reported, kept in run.json, and sent by the next command.
         """
         if self._thread is None:
             return
         self._queue.append(["end", status])
-        self._closing.set()
+        self._closing.set()  # after the append, so that the last attempt sends the end
         self._wake.set()
         self._thread.join(timeout)
         if self._thread.is_alive() and not self._run:
             self.trouble = reason(TimeoutError())
-        self._silent = True
+        self._silent = True  # the thread may still run, but this process reports no more
         left = list(self._queue)
         unsent = [entry for entry in left if entry[0] != "end"]
-        lacking = self._log.remaining()
+        rows = self._log.remaining()
         try:
-            # With entries left, and be it the end alone, the run is still RUNNING there.
-            self._note(unsent=unsent, behind=bool(lacking or left))
+            # With any entry left, even the end alone, the run is still RUNNING on the server.
+            self._update_record(unsent=unsent, behind=bool(rows or left))
         except (OSError, UserError) as error:
-            console.warn(f"What MLflow lacks could not be noted in {RUN}: {error}")
-        if (lacking or unsent) and not (self._quiet and self.trouble):
-            rows = f"{counted(lacking, 'row')} of {self._log.path.name}"
+            console.warn(f"Could not record in {RUN} what MLflow has not received: {error}")
+        if (rows or unsent) and not (self._quiet and self.trouble):
+            parts = [f"{counted(rows, 'row')} of {self._log.path.name}"] * bool(rows)
             entries = f"{counted(len(unsent), 'entry')} such as settings, scores and files"
-            what = [rows] * bool(lacking) + [entries] * bool(unsent)
+            parts += [entries] * bool(unsent)
             console.warn(
-                f"MLflow at {masked(self._uri)} still lacks {' and '.join(what)}. The next "
-                "command on this workspace sends what is missing."
+                f"MLflow at {masked(self._uri)} has not received {' and '.join(parts)}. The next "
+                "command on this workspace sends them."
             )
         self._thread = None
 
@@ -155,7 +218,7 @@ class Tracker:
             self._wake.set()
 
     def _put_data(self) -> None:
-        """Which data the run is about: in the UI, and as tags to search for."""
+        """Log which data and training the run is about: for the UI, and as tags for searches."""
         manifest = self._workspace.read_json(f"{DATA}/{MANIFEST}")
         if "fingerprint" in manifest:
             source = manifest["source"] if isinstance(manifest.get("source"), dict) else {}
@@ -166,164 +229,139 @@ class Tracker:
             self.tags({"training": self._identity, "ddpm": __version__})
 
     def _work(self) -> None:
+        """Send new rows and entries until the tracker is closed, then once more.
+
+        No tenacity here: closing must cut a pause short but still allow a last attempt, and that
+        took three callbacks that share state, in 28 lines instead of 20.
+        """
         pause = INTERVAL
         while True:
             last = self._closing.is_set()
             try:
                 self._send()
-                self._has_answered()
+                self._report_recovery()
                 pause = INTERVAL
             except Exception as error:
                 self._run = None
-                if not may_pass(error):
-                    self._gives_up(error)
+                if not is_transient(error):
+                    self._report_bug(error)
                     return
-                self._has_failed(error)
-                pause = min(LONGEST_PAUSE, pause * 2)
+                self._report_outage(error)
+                pause = min(MAX_PAUSE, pause * 2)
             if last:
                 return
-            # While the server is away only closing hurries the next attempt.
+            # During an outage new entries do not shorten the pause; closing does.
             (self._closing if self._outage.on else self._wake).wait(pause)
             self._wake.clear()
 
     def _send(self) -> None:
-        """Send all that there is by now."""
+        """Send all rows and entries that exist now."""
         run = self._run = self._run or self._open()
         while True:
             rows, end = self._log.peek()
             run.rows(rows)
             if end == self._log.offset:
                 break
-            self._log.offset = end
+            self._log.offset = end  # only now, so that rows whose sending failed are sent again
         while self._queue:
-            method, *arguments = self._queue[0]
+            name, *arguments = self._queue[0]
             try:
-                getattr(run, method)(*arguments)
+                SENDERS[name](run, *arguments)
             except Exception as error:
-                if is_refusal(error) and is_active(run.client, run.run_id):
-                    console.warn(f"MLflow refuses an entry, which is left out: {reason(error)}")
-                elif may_pass(error):
+                if is_rejection(error) and is_active(run.client, run.run_id):
+                    console.warn(f"MLflow rejected an entry; skipped it: {reason(error)}")
+                elif is_transient(error):
                     raise
                 else:
                     console.warn(
-                        f"Skipped an invalid {method!r} entry for MLflow ({_named(error)})."
+                        f"Skipped an invalid {name!r} entry for MLflow ({_describe(error)})."
                     )
             self._queue.popleft()
 
     def _open(self) -> MlflowRun:
-        known = self._known()
+        """Return the workspace's MLflow run, and note its ID in run.json."""
+        record = self._known()
         name = Path(self._workspace.uri).name
         if self._identity:
             name = f"{name}-{self._identity[:8]}"
-        token = known.get("token")
-        if not (isinstance(token, str) and token.isalnum()):
+        token = record.token
+        if not token:
             token = uuid4().hex
-            self._note(token=token)
-        run = MlflowRun.open(self._uri, self._experiment, name, known.get("run_id"), token)
-        if known and (place := run.experiment()) != self._experiment:
+            self._update_record(token=token)  # before the run exists, see MlflowRun.open
+        run = MlflowRun.open(self._uri, self._experiment, name, record.run_id or None, token)
+        if record.uri and (experiment := run.experiment()) != self._experiment:
             console.warn(
-                f"MLflow's run of this workspace is in the experiment {place!r} and stays there; "
-                f"tracking.experiment is {self._experiment!r} now."
+                f"The MLflow run of this workspace stays in the experiment {experiment!r}; "
+                f"tracking.experiment is now {self._experiment!r}."
             )
-        self._log.offset = 0
-        training = self._identity or known.get("training")
-        self._note(run_id=run.run_id, training=training, behind=True)  # until it is closed
+        self._log.offset = 0  # MlflowRun.rows skips the rows that the server already has
+        training = self._identity or record.training
+        self._update_record(run_id=run.run_id, training=training, behind=True)  # until `close`
         if self._copied_from:
             console.say(
                 f"This workspace is a copy of {self._copied_from}. It gets a separate MLflow run."
             )
             self._copied_from = ""
-        if self._record and run.is_bare:
-            self._record(self)
-        self._record = None
+        if self._replay and run.is_empty:
+            self._replay(self)
+        self._replay = None
         return run
 
-    def _known(self) -> dict[str, Any]:
-        """What run.json says of the MLflow run, if that is this server's and this training's."""
-        known = self._workspace.read_json(RUN).get("mlflow")
-        if not isinstance(known, dict) or masked(str(known.get("uri"))) != masked(self._uri):
-            return {}
-        other = self._identity and known.get("training") not in (None, self._identity)
-        copied = self._copied_from and known.get("workspace") == self._copied_from
-        return {} if other or copied else known
+    def _known(self) -> RunRecord:
+        """Return the record of run.json, or an empty one if its run is not for this tracker."""
+        record = read_record(self._workspace)
+        other_server = masked(record.uri) != masked(self._uri)
+        other_training = self._identity and record.training not in ("", self._identity)
+        copied = self._copied_from and record.workspace == self._copied_from
+        return RunRecord() if other_server or other_training or copied else record
 
-    def _note(self, **facts: Any) -> None:
-        """Put facts into run.json; empty ones are taken out."""
-        run = self._workspace.read_json(RUN)
+    def _update_record(self, **changes: Any) -> None:
         own = {"uri": masked(self._uri), "workspace": self._workspace.uri}
-        merged = {**self._known(), **own, **facts}
-        mlflow = {key: value for key, value in merged.items() if value}
-        if run.get("mlflow") != mlflow:
-            self._workspace.write_json(RUN, {**run, "mlflow": mlflow})
+        record = self._known().model_copy(update={**own, **changes})
+        write_record(self._workspace, record)
 
-    def _has_failed(self, error: Exception) -> None:
+    def _report_outage(self, error: Exception) -> None:
         self.trouble = reason(error)
         if not (self._silent or self._quiet):
             self._outage.begins(
-                f"MLflow at {masked(self._uri)} cannot be used: {self.trouble} The work goes on; "
-                "what MLflow lacks is sent later."
+                f"MLflow at {masked(self._uri)} is unavailable: {self.trouble} The command "
+                "continues; MLflow gets the missing entries later."
             )
 
-    def _gives_up(self, error: Exception) -> None:
+    def _report_bug(self, error: Exception) -> None:
         self.trouble = "an internal error."
         if not self._silent:
             console.warn(
-                f"Stopped logging to MLflow after an internal error ({_named(error)}). "
-                f"The work goes on, and {LOG} has all rows. Please report what follows."
+                f"Stopped logging to MLflow after an internal error ({_describe(error)}). "
+                f"The command continues, and {LOG} has all rows. Please report this traceback:"
             )
             traceback.print_exception(error)
 
-    def _has_answered(self) -> None:
+    def _report_recovery(self) -> None:
         self.trouble = ""
         if not self._silent:
-            self._outage.ends(f"MLflow at {masked(self._uri)} is back and has got what it lacked.")
+            self._outage.ends(f"MLflow at {masked(self._uri)} is back and up to date.")
 
 
-def original(workspace: Workspace) -> str:
-    """Return the workspace that this one was copied from, or "".
-
-    run.json names the workspace that wrote it. If that still exists with the same MLflow run, this
-    one is a copy; otherwise it was moved, or is mounted elsewhere.
-    """
-    known = workspace.read_json(RUN).get("mlflow")
-    if not isinstance(known, dict):
-        return ""
-    place = known.get("workspace")
-    if not isinstance(place, str) or place == workspace.uri:
-        return ""
-    if place.startswith("s3://") and not workspace.uri.startswith("s3://"):
-        return ""  # do not contact S3 for a workspace that does not use it
-    try:
-        if not place.startswith("s3://") and Path(place).samefile(workspace.uri):
-            return ""
-        theirs = Workspace.open(place).read_json(RUN).get("mlflow")
-    except (OSError, ValueError, UserError):
-        return ""
-    same = isinstance(theirs, dict) and theirs.get("token") == known.get("token") is not None
-    return place if same else ""
-
-
-def _named(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {reason(error).rstrip('.')}"
 
 
-def _sendable(entries: Any, root: str) -> list[Entry]:
-    """The entries of a run.json that this program may have put there.
+def _allowed(entries: list[Entry], root: str) -> list[Entry]:
+    """Return the entries of a run.json that this program may have written.
 
-    A workspace may be a stranger's: it must not call what it likes, nor send files from elsewhere.
+    A workspace may come from a stranger, whose entries must not send files from outside it.
     """
-    listed = entries if isinstance(entries, list) else []
     return [
         entry
-        for entry in listed
-        if isinstance(entry, list)
-        and len(entry) > 1
-        and entry[0] in SENT
-        and (entry[0] not in SENDS or _below(entry[1], root))
+        for entry in entries
+        if entry[0] in SENDERS
+        and entry[0] != "end"
+        and (entry[0] not in FILES or _is_below(entry[1], root))
     ]
 
 
-def _below(path: Any, root: str) -> bool:
+def _is_below(path: Any, root: str) -> bool:
     try:
         return Path(path).resolve().is_relative_to(Path(root).resolve())
     except (TypeError, ValueError, OSError, RuntimeError):

@@ -1,6 +1,6 @@
-"""The chain as DVC stages, by real git and dvc in a clone: killed, varied, skipped; raw data.
+"""The chain as DVC stages, and raw data tracked by DVC, with real git and dvc in clones.
 
-What is killed is started as it is; the rest is forked, see prefork.
+Commands that get killed are started normally; the others are forked, see support/prefork.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ddpm_core.config import load as params
 
 ROOT = Path(__file__).parents[2]
 OURS = ("dvc.yaml", ".gitignore", ".dvcignore", ".dvc/config", ".dvc/.gitignore")
-# All sections, and few settings: the others keep their defaults.
+# All sections, but few settings: the others keep their defaults.
 TINY = {
     "seed": 0,
     "prepare": {"image_size": 8, "workers": 1},
@@ -50,10 +50,10 @@ TINY = {
 
 
 class Repository:
-    """A git repository with DVC in a folder of its own."""
+    """A git repository with DVC."""
 
     def __init__(self, folder: Path, forked: Path) -> None:
-        """`forked` are the programs for PATH."""
+        """`forked` is a folder with programs for PATH."""
         self.folder, self.forked = folder, forked
         self.environment = {
             **os.environ,
@@ -68,7 +68,7 @@ class Repository:
 
     @classmethod
     def of_this_project(cls, folder: Path, forked: Path) -> Repository:
-        """Our pipeline files in a new repository."""
+        """Create a repository with our pipeline files."""
         for name in OURS:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
@@ -101,7 +101,7 @@ class Repository:
         return done.stdout
 
     def kill_once(self, command: list[str], there: str) -> None:
-        """Start a command and kill it with all it started as soon as a path is there."""
+        """Start a command and kill its process group as soon as a path exists."""
         process = subprocess.Popen(
             command,
             cwd=self.folder,
@@ -148,7 +148,7 @@ def clone(origin: Repository, tmp_path_factory: pytest.TempPathFactory) -> Repos
 # The files
 
 
-def test_params_yaml_holds_the_defaults_and_every_setting(tmp_path: Path) -> None:
+def test_params_yaml_has_every_setting_with_its_default(tmp_path: Path) -> None:
     path = ROOT / "params.yaml"
     assert params.load(path) == params.load()
     defaults = Config().dump()
@@ -166,30 +166,30 @@ def test_each_stage_is_its_verb_and_depends_on_its_section() -> None:
         assert not [name for name in stage["params"] if "." in name]
 
 
-# The chain, each test going on from the one before
+# The chain: each test continues from the one before
 
 
-def test_a_killed_repro_goes_on_where_it_stopped(clone: Repository) -> None:
+def test_a_killed_repro_resumes(clone: Repository) -> None:
     clone.kill_once(["dvc", "repro"], "workspace/snapshots/step-00000008")
-    told = clone.dvc("repro", "evaluate")
-    assert "Stage 'prepare' didn't change, skipping" in told
-    assert "train: resuming from step" in told
+    output = clone.dvc("repro", "evaluate")
+    assert "Stage 'prepare' didn't change, skipping" in output
+    assert "train: resuming from step" in output
     lines = (clone.folder / "workspace/log.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(2, 41, 2))
 
 
-def test_an_experiment_is_trained_afresh_and_compared(clone: Repository) -> None:
+def test_an_experiment_trains_from_scratch_and_is_compared(clone: Repository) -> None:
     clone.git("add", "dvc.lock", "workspace/metrics.json")
     clone.git("commit", "--quiet", "-m", "scores")
-    told = clone.dvc("exp", "run", "evaluate", "-S", "train.loss.weighting=uniform")
-    assert "train.loss.weighting: min_snr -> uniform" in told
-    assert "in-domain classifier" not in told  # kept: scores of both are of the same features
+    output = clone.dvc("exp", "run", "evaluate", "-S", "train.loss.weighting=uniform")
+    assert "train.loss.weighting: min_snr -> uniform" in output
+    assert "in-domain classifier" not in output  # the extractor is kept, so the scores compare
     difference = json.loads(clone.dvc("metrics", "diff", "--json"))["workspace/metrics.json"]
     assert difference["fd_in_domain_20"]["diff"] != 0
     assert "weighting: uniform" in clone.git("diff", "params.yaml")
 
 
-def test_plots_are_drawn_from_tables_and_pictures(clone: Repository) -> None:
+def test_plots_show_tables_and_images(clone: Repository) -> None:
     assert "index.html" in clone.dvc("plots", "diff")
     page = (clone.folder / "dvc_plots/index.html").read_text()
     assert "FID_vs_TrainingSteps.png" in page
@@ -204,15 +204,15 @@ def test_a_fresh_clone_compares_what_was_committed(clone: Repository, tmp_path: 
     assert compared["workspace/metrics.json"]["fd_in_domain_20"]["diff"] != 0
 
 
-def test_a_setting_runs_its_own_stage_alone_and_a_second_repro_nothing(clone: Repository) -> None:
+def test_a_changed_setting_runs_only_its_own_stage(clone: Repository) -> None:
     clone.change_params(tracking={"uri": "sqlite:///mlflow.db"})
-    told = clone.dvc("repro")
-    assert told.count("didn't change, skipping") == 4
-    assert "Promoted: there was no champion." in told
+    output = clone.dvc("repro")
+    assert output.count("didn't change, skipping") == 4
+    assert "Promoted: there was no champion." in output
     assert clone.dvc("repro").count("didn't change, skipping") == 5
 
 
-def test_what_is_kept_of_a_result_is_all_there_in_another_clone(
+def test_another_clone_restores_all_results_from_the_cache(
     clone: Repository, tmp_path: Path
 ) -> None:
     kept = ("params.yaml", "dvc.lock", "workspace/metrics.json", "workspace/registered.json")
@@ -233,7 +233,7 @@ def test_what_is_kept_of_a_result_is_all_there_in_another_clone(
 def test_relative_paths_are_the_same_in_all_experiments(
     layout: str, kind: str, tmp_path: Path, forked: Path
 ) -> None:
-    """A stage prints where its settings lead; `photos` is tracked, what else it names is not."""
+    """A stage prints what its paths resolve to; git tracks `photos` only."""
     repository = Repository(tmp_path / "git", forked)
     repository.folder.mkdir()
     repository.git("init", "--quiet")
@@ -251,12 +251,12 @@ def test_relative_paths_are_the_same_in_all_experiments(
     network = Path(os.path.relpath(tmp_path / "network", project))
     (project / "where.py").write_text(
         "import json, os, sys\n"
-        "from ddpm_core import params\n"
+        "from ddpm_core.config import load as params\n"
         "from ddpm_core.config.paths import input_path\n"
         f"names = ['photos', 'weights', {str(network)!r}]\n"
         "found = [os.path.realpath(input_path(name)) for name in names]\n"
-        "told = [params.load().tracking.uri, os.getcwd(), *found]\n"
-        f"open({str(tmp_path / 'told.json')!r}, 'w').write(json.dumps(told))\n"
+        "resolved = [params.load().tracking.uri, os.getcwd(), *found]\n"
+        f"open({str(tmp_path / 'resolved.json')!r}, 'w').write(json.dumps(resolved))\n"
     )
     stage = {"cmd": f"{sys.executable} where.py", "params": ["seed"]}
     (project / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"where": stage}}))
@@ -266,9 +266,9 @@ def test_relative_paths_are_the_same_in_all_experiments(
     repository.dvc("exp", "run", *options, "-S", "seed=1")
     if kind == "--queue":
         repository.dvc("queue", "start")
-    told = tmp_path / "told.json"
-    wait_until(lambda: told.exists() and told.read_text(), "the stage has run")
-    store, folder, *found = json.loads(told.read_text())
+    resolved = tmp_path / "resolved.json"
+    wait_until(lambda: resolved.exists() and resolved.read_text(), "the stage has run")
+    store, folder, *found = json.loads(resolved.read_text())
     assert (folder == str(project)) == (kind == "workspace")
     assert store == f"sqlite:///{project}/mlflow.db"
     assert found == [f"{folder}/photos", str(project / "weights"), str(tmp_path / "network")]
@@ -279,9 +279,7 @@ def test_relative_paths_are_the_same_in_all_experiments(
 # Raw data
 
 
-def test_raw_data_that_dvc_tracks_travel_through_a_remote(
-    origin: Repository, tmp_path: Path
-) -> None:
+def test_raw_data_tracked_by_dvc_is_shared_by_a_remote(origin: Repository, tmp_path: Path) -> None:
     owner = origin.clone(tmp_path / "owner")
     draw_photos(owner.folder / "photos")
     settings = owner.folder / ".dvc/config"
@@ -309,7 +307,7 @@ def test_raw_data_that_dvc_tracks_travel_through_a_remote(
 
 
 def draw_photos(folder: Path) -> None:
-    """Two classes of 12 small pictures."""
+    """Draw two classes of 12 small images."""
     for label, name in enumerate(("disc", "square")):
         (folder / name).mkdir(parents=True)
         for number in range(12):

@@ -1,4 +1,4 @@
-"""The card of a registered version: data, scores, evidence, settings and caveats."""
+"""The model card: data, scores, evidence, settings and caveats."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def test_the_card_names_data_scores_evidence_and_caveats(tmp_path: Path) -> None
         "# shapes: gray images by class of 8 x 8 pixels",
         "**fd_in_domain_500: 12.35**",
         "recall_in_domain_500: 0.5",
-        "right on 97.5% of held-out images",
+        "accuracy 97.5% on held-out images",
         "against 1,628 training images",
         "somewhat nearer to the training images",
         "source revision: v1",
         r"classes: a\|b (3), c d (2), \<b\>\\x1b\\u202e (1)",
-        "rest on 500 images",
-        "is no FID",
+        "are from 500 images",
+        "is not an FID",
         "licence of the images is not known",
         "timesteps: 50",
     ):
         assert text in card, card
 
 
-def test_the_card_has_the_settings_of_the_training_and_the_evidence_of_the_score(
+def test_the_card_has_training_settings_and_the_scores_evidence(
     tmp_path: Path,
 ) -> None:
     trained = write_checkpoint(tmp_path / "step")
@@ -61,13 +61,13 @@ def test_the_card_has_the_settings_of_the_training_and_the_evidence_of_the_score
 
 
 @pytest.mark.parametrize("classes", [1, 600], ids=["in the settings", "before them"])
-def test_a_long_card_is_cut_to_what_every_store_takes(classes: int) -> None:
+def test_a_long_card_is_cut_to_the_limit_of_every_database(classes: int) -> None:
     settings = "".join(f"prompt{n}: a photo\n" for n in range(400))
     listed = "- a class\n" * classes
     card = f"# shapes\n{listed}## Settings\n```yaml\n{settings}```\n"
     described = as_description(card)
     assert 4900 < len(described) <= 5000
-    kept, _, told = described.rpartition("\n… ")
-    assert told == "The rest is in this version's files: `artifacts/README.md`.\n"
+    kept, _, note = described.rpartition("\n… ")
+    assert note == "The rest is in this version's files: `artifacts/README.md`.\n"
     assert card.startswith(kept.removesuffix("```\n")) and kept.count("```") % 2 == 0
     assert as_description(card[:5000]) == card[:5000]

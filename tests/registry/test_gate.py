@@ -1,4 +1,4 @@
-"""The gate: the champion gives way only to a better score that was measured in the same way."""
+"""The gate: only a better score that was measured in the same way replaces the champion."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from ddpm_core.registry.gate import Champion, Decision, Unfit, best_of, decide
 from ddpm_core.scores import Row
 
 
-def gate(candidate: Row, *champion: Row, anew: Row | Unfit | None = None) -> Decision:
-    """The decision over version 7, which has the rows `champion`; `anew` is its new score."""
+def gate(candidate: Row, *champion: Row, rescored: Row | Unfit | None = None) -> Decision:
+    """Decide against version 7 with the rows `champion`; rescoring gives or raises `rescored`."""
 
     def rescore() -> Row:
-        assert anew is not None, "it was not to be scored anew"
-        if isinstance(anew, Unfit):
-            raise anew
-        return anew
+        assert rescored is not None, "the champion must not be scored again"
+        if isinstance(rescored, Unfit):
+            raise rescored
+        return rescored
 
     return decide(candidate, Champion("7", list(champion)), rescore)
 
 
-def test_a_lower_score_of_the_same_evidence_is_promoted() -> None:
+def test_a_lower_score_with_the_same_evidence_is_promoted() -> None:
     decision = gate(row(10.0), row(11.0))
     assert decision.promote
     assert decision.why == ("Promoted: fd_500 10 is below the 11 of the champion, version 7.")
 
 
 @pytest.mark.parametrize("score", [11.0, 12.0])
-def test_an_equal_or_higher_score_is_not(score: float) -> None:
+def test_an_equal_or_higher_score_is_not_promoted(score: float) -> None:
     decision = gate(row(score), row(11.0))
     assert not decision.promote
     assert "is not below the 11 of the champion" in decision.why
 
 
-def test_scores_that_are_nearly_equal_are_told_in_digits_that_differ() -> None:
+def test_nearly_equal_scores_are_shown_with_enough_digits() -> None:
     assert "fd_500 268.31 is below the 268.34 of" in gate(row(268.312), row(268.338)).why
     assert "fd_500 268.3 is not below the 268.3 of" in gate(row(268.312), row(268.312)).why
     beside = float(np.nextafter(268.312, 300))
@@ -53,67 +53,70 @@ def test_the_first_version_is_the_champion() -> None:
     "change",
     [{"data": "x"}, {"extractor_fingerprint": "x"}, {"sampler": {"steps": 5}}, {"count": 10}],
 )
-def test_a_champion_of_other_evidence_is_scored_anew(change: dict[str, Any]) -> None:
-    anew = row(9.0)
-    decision = gate(row(10.0), row(11.0, **change), anew=anew)
+def test_a_champion_with_different_evidence_is_scored_again(change: dict[str, Any]) -> None:
+    rescored = row(9.0)
+    decision = gate(row(10.0), row(11.0, **change), rescored=rescored)
     assert not decision.promote
-    assert decision.rescored is anew
-    assert f"measured anew, as it differs in {next(iter(change))}" in decision.why
-    assert gate(row(10.0), row(9.0, **change), anew=row(11.0)).promote
+    assert decision.rescored is rescored
+    assert f"measured again, because it differs in {next(iter(change))}" in decision.why
+    assert gate(row(10.0), row(9.0, **change), rescored=row(11.0)).promote
 
 
 @pytest.mark.parametrize("scale", [0.01, 100.0])
-def test_another_score_is_never_compared_whichever_is_the_smaller(scale: float) -> None:
+def test_different_metrics_are_never_compared(scale: float) -> None:
     candidate = {**row(scale), "score_name": "kid_500"}
     worse, better = [{**row(scale * by), "score_name": "kid_500"} for by in (2, 0.5)]
-    decision = gate(candidate, row(1.0), anew=worse)
+    decision = gate(candidate, row(1.0), rescored=worse)
     assert decision.promote and decision.rescored is worse
-    assert decision.why.endswith("version 7 (measured anew, as it differs in score).")
-    assert not gate(candidate, row(1.0), anew=better).promote
+    assert decision.why.endswith("version 7 (measured again, because it differs in score).")
+    assert not gate(candidate, row(1.0), rescored=better).promote
 
 
-def test_a_champion_once_scored_anew_is_not_scored_again() -> None:
+def test_a_champion_is_scored_again_only_once() -> None:
     assert gate(row(10.0), row(11.0), row(3.0, data="older")).promote
 
 
-def test_another_seed_is_no_other_evidence() -> None:
+def test_scores_with_different_seeds_compare() -> None:
     assert gate(row(10.0, seed=1), row(11.0, seed=2)).promote
 
 
-def test_what_cannot_be_measured_any_more_gives_way() -> None:
-    decision = gate(row(10.0), row(1.0, data="x"), anew=Unfit("it draws other sizes."))
+def test_an_unfit_champion_is_replaced() -> None:
+    decision = gate(row(10.0), row(1.0, data="x"), rescored=Unfit("it draws other sizes."))
     assert decision.promote
     assert decision.why.endswith(
         "cannot be measured with the present evidence: it draws other sizes."
     )
 
 
-def test_a_model_that_copies_is_never_promoted() -> None:
-    decision = gate(row(1.0, verdict="copies"), row(11.0))
-    assert not decision.promote
-    assert not decide(row(1.0, verdict="copies"), None, dict).promote
-    assert "copies training images" in decision.why
+FAULTY = {
+    "memorisation": (row(1.0, verdict="copies"), "copies training images"),
+    "collapse": (
+        {**row(1.0), "collapse": {"verdict": "collapsed"}},
+        "draws the same images repeatedly",
+    ),
+}
 
 
-def test_a_champion_that_copies_gives_way_whatever_the_scores() -> None:
-    decision = decide(row(10.0), Champion("7", [row(1.0)], "memorisation"), dict)
-    assert decision.promote
-    assert decision.why == "Promoted: the champion, version 7, copies training images."
-
-
-def test_a_model_that_has_collapsed_is_never_promoted_and_gives_way() -> None:
-    collapsed = {**row(1.0), "collapse": {"verdict": "collapsed"}}
-    for decision in (gate(collapsed, row(11.0)), decide(collapsed, None, dict)):
+@pytest.mark.parametrize("check", FAULTY)
+def test_a_model_that_fails_a_check_is_never_promoted(check: str) -> None:
+    faulty, fault = FAULTY[check]
+    for decision in (gate(faulty, row(11.0)), decide(faulty, None, dict)):
         assert not decision.promote
-        assert decision.why == (
-            "Not promoted: it draws the same images repeatedly, by the collapse check."
-        )
+        assert decision.why == f"Not promoted: it {fault}, by the {check} check."
+
+
+@pytest.mark.parametrize("check", FAULTY)
+def test_a_champion_that_fails_a_check_is_always_replaced(check: str) -> None:
+    decision = decide(row(10.0), Champion("7", [row(1.0)], check), dict)
+    assert decision.promote
+    assert decision.why == f"Promoted: the champion, version 7, {FAULTY[check][1]}."
+
+
+def test_some_repeated_images_do_not_prevent_a_promotion() -> None:
     assert gate({**row(1.0), "collapse": {"verdict": "repeats"}}, row(11.0)).promote
-    decision = decide(row(10.0), Champion("7", [row(1.0)], "collapse"), dict)
-    assert decision.why == "Promoted: the champion, version 7, draws the same images repeatedly."
 
 
-def test_of_versions_announced_at_once_all_find_the_same_to_be_the_best() -> None:
+def test_concurrent_versions_agree_on_the_best() -> None:
     scores = {"2": 11.0, "10": 9.0, "3": 9.0}
     for own, score in scores.items():
         rivals = [Champion(v, [row(s)]) for v, s in scores.items() if v != own]

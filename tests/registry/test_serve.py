@@ -1,4 +1,4 @@
-"""`ddpm serve`: waits for a champion, takes the next one, loses no request, outlives MLflow."""
+"""`ddpm serve`: its champion, the change to the next one, invalid requests, and outages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from mlflow.exceptions import MlflowException
+from starlette.testclient import TestClient
 from support.mlflow_server import shared_server, wait_until
 from support.models import write_checkpoint
 from support.program import Program, ddpm, start
@@ -21,7 +23,11 @@ from support.s3_server import Gate
 from support.served_models import SHAPES, address, ask, assert_same_images, drawn, get, publish
 
 from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.config import Config
+from ddpm_core.errors import UserError
 from ddpm_core.registry.models import Registry
+from ddpm_core.registry.request import Task, parse, resolve
+from ddpm_core.registry.server import CurrentChampion, Limits, Loaded, application
 
 ROW = {
     "step": 4,
@@ -38,7 +44,7 @@ ROW = {
 
 @dataclass
 class Serving:
-    """A running `ddpm serve`, the way from it to MLflow, and two versions."""
+    """A running `ddpm serve`, its connection to MLflow, and two versions."""
 
     process: Program
     url: str
@@ -55,7 +61,7 @@ class Serving:
         return ask(f"{self.url}/invocations", body)
 
     def takes(self, number: int) -> None:
-        """Make a version the champion and wait until it answers."""
+        """Make a version the champion and wait until it is served."""
         self.registry.promote(self.versions[number - 1])
         self.answers_with(number)
 
@@ -66,13 +72,13 @@ class Serving:
         )
 
     def says(self, words: str) -> None:
-        """Wait until the reason why it is not ready, or not up to date, is a certain one."""
+        """Wait until /ready gives a certain reason why the newest champion is not served."""
         wait_until(lambda: words in self.get("ready")[1]["message"], f"/ready says {words!r}")
 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """Started while MLflow is away, and through what it waits for to the first champion."""
+    """Started while MLflow is unavailable; ready with its first champion."""
     folder = tmp_path_factory.mktemp("serve")
     server = shared_server().running()
     checkpoints = [write_checkpoint(folder / f"step-{seed}", seed=seed) for seed in (1, 2)]
@@ -93,9 +99,9 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def begin(serving: Serving, uri: str, folder: Path) -> None:
-    """No MLflow, then no champion, then one; each told by name, and each request refused."""
+    """Check the reasons and responses without MLflow, without a champion, and with one."""
     assert get(f"{serving.url}/health")[0] == get(f"{serving.url}/ping")[0] == 200
-    serving.says("cannot be used: the connection was refused")
+    serving.says("is unavailable: the connection was refused")
     serving.gate.open()
     serving.says("champions has no version with the alias 'champion'")
     assert serving.get("ready")[0] == serving.get("version")[0] == 503
@@ -111,7 +117,7 @@ def begin(serving: Serving, uri: str, folder: Path) -> None:
     wait_until(lambda: serving.get("ready")[0] == 200, "it is ready")
 
 
-def test_the_champion_answers_with_the_images_that_sampling_gives(serving: Serving) -> None:
+def test_the_champion_draws_the_same_images_as_sampling(serving: Serving) -> None:
     serving.takes(1)
     status, predictions = serving.ask({"dataframe_records": [{"n": 3}]})
     assert status == 200
@@ -122,7 +128,7 @@ def test_the_champion_answers_with_the_images_that_sampling_gives(serving: Servi
     )
 
 
-def test_every_form_of_a_request_is_answered_alike(serving: Serving) -> None:
+def test_all_forms_of_a_request_get_the_same_response(serving: Serving) -> None:
     serving.takes(1)
     results = [serving.ask(body) for body in SHAPES]
     assert all(result == results[0] for result in results)
@@ -130,7 +136,7 @@ def test_every_form_of_a_request_is_answered_alike(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "told"),
+    ("body", "status", "expected"),
     [
         ({"inputs": [{"n": 0}]}, 400, "n: got 0; must be"),
         ({"inputs": [{"seed": 0}]}, 400, "n: missing; must be"),
@@ -158,23 +164,25 @@ def test_every_form_of_a_request_is_answered_alike(serving: Serving) -> None:
         (b" " * (2**20 + 1), 413, "larger than 262,144 bytes"),
     ],
 )
-def test_a_bad_request_is_a_sentence(serving: Serving, body: Any, status: int, told: str) -> None:
-    answered, message = serving.ask(body)
-    assert (answered, told in message) == (status, True), message
+def test_an_invalid_request_gets_a_short_message(
+    serving: Serving, body: Any, status: int, expected: str
+) -> None:
+    actual, message = serving.ask(body)
+    assert (actual, expected in message) == (status, True), message
     assert len(message) <= 500
     assert "Traceback" not in message
 
 
 @pytest.mark.parametrize("kind", ["text/csv", "application/jsonl", "text/html; charset=utf-8"])
-def test_json_alone_is_taken(serving: Serving, kind: str) -> None:
+def test_only_json_is_accepted(serving: Serving, kind: str) -> None:
     asked = urllib.request.Request(f"{serving.url}/invocations", b"n\n1\n", {"Content-Type": kind})
-    with pytest.raises(urllib.error.HTTPError) as refused:
+    with pytest.raises(urllib.error.HTTPError) as raised:
         urllib.request.urlopen(asked, timeout=60)
-    told = json.load(refused.value)["message"]
-    assert (refused.value.code, told) == (415, "Content-Type must be application/json.")
+    message = json.load(raised.value)["message"]
+    assert (raised.value.code, message) == (415, "Content-Type must be application/json.")
 
 
-def test_the_next_champion_answers_without_a_lost_request(serving: Serving) -> None:
+def test_the_next_champion_takes_over_without_a_lost_request(serving: Serving) -> None:
     serving.takes(1)
     answers: list[tuple[int, Any]] = []
     done = threading.Event()
@@ -200,12 +208,12 @@ def test_the_next_champion_answers_without_a_lost_request(serving: Serving) -> N
     assert len([1 for before, after in pairwise(kinds) if before != after]) == 1
 
 
-def test_it_goes_on_while_mlflow_is_away_and_while_the_new_version_is_damaged(
+def test_an_outage_or_a_damaged_version_does_not_stop_serving(
     serving: Serving,
 ) -> None:
     serving.takes(1)
     serving.gate.shut()
-    serving.says("cannot be used")
+    serving.says("is unavailable")
     weights = (serving.checkpoints[1].folder / "ema-0.9.safetensors").read_bytes()
     [stored] = [
         path
@@ -223,20 +231,61 @@ def test_it_goes_on_while_mlflow_is_away_and_while_the_new_version_is_damaged(
     stored.write_bytes(weights)
     serving.answers_with(2)
     serving.says("")
-    assert serving.process.said().count("Version 1 goes on answering.") == 2
+    assert serving.process.said().count("Still serving version 1.") == 2
     assert list(serving.temporary.iterdir()) == []
 
 
-def test_sigterm_ends_it_at_once_and_cleanly(serving: Serving) -> None:
+def test_sigterm_ends_an_idle_server_at_once(serving: Serving) -> None:
     serving.process.send_signal(signal.SIGTERM)
-    said = serving.process.ended(10)
-    assert serving.process.returncode == 0, said
-    told = [line for line in said.splitlines() if "serve: " not in line]
-    assert not told  # no traceback, and none of MLflow's advice
+    output = serving.process.ended(10)
+    assert serving.process.returncode == 0, output
+    unexpected = [line for line in output.splitlines() if "serve: " not in line]
+    assert not unexpected  # no traceback, and no advice from MLflow
 
 
-def test_an_address_that_cannot_be_had_is_a_sentence(tmp_path: Path) -> None:
-    said = ddpm(tmp_path, "serve", "--host", "192.0.2.1", status=1)
-    assert "ddpm serve: --host 192.0.2.1 --port 8080 cannot be listened on" in said
-    said = ddpm(tmp_path, "serve", "-S", "tracking.uri=''", status=1)
-    assert "the champion is kept in MLflow" in said
+def test_an_unavailable_address_is_an_error(tmp_path: Path) -> None:
+    output = ddpm(tmp_path, "serve", "--host", "192.0.2.1", status=1)
+    assert "ddpm serve: Cannot listen on --host 192.0.2.1 --port 8080" in output
+    output = ddpm(tmp_path, "serve", "-S", "tracking.uri=''", status=1)
+    assert "the champion is stored in MLflow" in output
+
+
+# Errors
+
+
+class FailingModel:
+    """Validates requests, but cannot draw any image."""
+
+    def tasks(self, rows: list[dict[str, Any]], max_work: int = 0) -> list[Task]:
+        return [resolve(parse(row), Config(), []) for row in rows]
+
+    def images(self, tasks: list[Task], on_step: Any = None) -> Iterator[dict[str, Any]]:
+        raise UserError("1 of 1 images are not finite.")
+
+
+FAILURES = [({"n": 0}, 400, "n: got 0; must be"), ({"n": 1}, 500, "Drawing failed")]
+
+
+@pytest.mark.parametrize(("row", "status", "expected"), FAILURES)
+def test_a_valid_request_that_fails_is_a_server_error(
+    row: dict[str, Any], status: int, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    champion = CurrentChampion(Config())
+    champion.loaded = Loaded(("1", 0), cast(Any, FailingModel()), {"version": "1"})
+    client = TestClient(application(champion, Limits(work=10**9, waiting=1, timeout=1.0)))
+    response = client.post("/invocations", json={"inputs": [row]})
+    assert (response.status_code, expected in response.json()["message"]) == (status, True)
+    assert ("1 of 1 images are not finite" in capsys.readouterr().err) == (status == 500)
+
+
+@pytest.mark.parametrize(("row", "status", "expected"), FAILURES)
+def test_mlflows_server_responds_with_the_same_status(
+    row: dict[str, Any], status: int, expected: str
+) -> None:
+    from ddpm_core.registry.served import Model
+
+    model = Model()
+    model._served = FailingModel()
+    with pytest.raises(MlflowException, match=expected) as raised:
+        model.predict(None, [row])
+    assert raised.value.get_http_status_code() == status

@@ -1,4 +1,4 @@
-"""`ddpm serve` and clients that leave, stall, ask for too much or send nonsense."""
+"""`ddpm serve` with clients that leave, stall, ask for too much or send nonsense."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.models import write_checkpoint
 from support.program import Program, start
 from support.served_models import address, ask, get, publish
 
-from ddpm_core.registry.connection import MOST, Connection
+from ddpm_core.registry.connection import MAX_CONNECTIONS, Connection
 
 TIMEOUT = 2.0  # of the server, seconds
 WAITING = 2  # requests that may wait
@@ -52,18 +52,18 @@ class Serving:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
     def send(self, body: Any, rest: bytes = b"") -> socket.socket:
-        """A connection on which a request was sent, and nothing read yet."""
+        """Return a connection on which a request was sent, and no response read."""
         connection = self.connect()
         connection.sendall(request(json.dumps(body).encode()) + rest)
         return connection
 
     def is_busy(self) -> bool:
-        """Whether a request would have to wait, so that one is being drawn."""
+        """Return whether a request has to wait, because another one is being drawn."""
         with contextlib.closing(self.send(SHORT)) as connection:
             return not early(connection)
 
     def fill(self) -> tuple[list[socket.socket], bytes]:
-        """Send long requests until one is refused; the others, and that answer."""
+        """Send long requests until one is rejected; return the others and that response."""
         wait_until(lambda: self.ask(SHORT)[0] == 200, "the queue is empty")
         taken = []
         while not (refused := early(connection := self.send(LONG))):
@@ -72,17 +72,17 @@ class Serving:
         return taken, refused
 
     def sockets(self) -> int:
-        """How many sockets the server has open."""
+        """Return how many sockets the server has open."""
         folder = Path(f"/proc/{self.process.pid}/fd")
         return sum(target(link).startswith("socket:") for link in folder.iterdir())
 
     def seconds(self) -> float:
-        """Processor time that the server has used."""
+        """Return the CPU seconds that the server has used."""
         stat = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory(self) -> int:
-        """Resident bytes of the server."""
+        """Return the resident memory of the server in bytes."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
@@ -100,7 +100,7 @@ def request(body: bytes, headers: str = "") -> bytes:
 
 
 def answer(connection: socket.socket) -> bytes:
-    """Everything until the server closes."""
+    """Return everything until the server closes the connection."""
     data = b""
     with contextlib.suppress(ConnectionError):
         while part := connection.recv(2**16):
@@ -109,7 +109,7 @@ def answer(connection: socket.socket) -> bytes:
 
 
 def early(connection: socket.socket) -> bytes:
-    """What comes within a second; nothing while a request waits or is drawn."""
+    """Return what arrives within a second: nothing while a request waits or is drawn."""
     connection.settimeout(1)
     try:
         return connection.recv(2**12)
@@ -125,7 +125,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     uri = put_store(folder / "mlflow.db")
     checkpoint = write_checkpoint(folder / "step", timesteps=1000)
     cwd = Path.cwd()
-    os.chdir(folder)  # MLflow keeps the artifacts of such a store in the current folder
+    os.chdir(folder)  # MLflow puts the artifacts of such a store into the current folder
     try:
         registry, version = publish(uri, "champions", checkpoint, folder / "package")
     finally:
@@ -145,16 +145,16 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 @pytest.fixture
-def said(serving: Serving) -> Iterator[Any]:
-    """What the server printed during the test; never a traceback."""
+def printed(serving: Serving) -> Iterator[Any]:
+    """A function that returns what the server printed during the test; no traceback."""
     before = len(serving.process.said())
     yield lambda: serving.process.said()[before:]
     assert "Traceback" not in serving.process.said()
 
 
 @pytest.mark.parametrize("rest", [b"", request(b"{}"), b"\r\nnonsense"])
-def test_drawing_stops_when_its_client_leaves(serving: Serving, said: Any, rest: bytes) -> None:
-    """Also if the client sent something after its request."""
+def test_drawing_stops_when_its_client_leaves(serving: Serving, printed: Any, rest: bytes) -> None:
+    """That includes clients that sent something after their request."""
     connection = serving.send(LONG)
     wait_until(serving.is_busy, "the request is drawn")
     connection.sendall(rest)
@@ -163,10 +163,10 @@ def test_drawing_stops_when_its_client_leaves(serving: Serving, said: Any, rest:
     status, images = serving.ask(SHORT)
     assert (status, len(images)) == (200, 1)
     assert time.monotonic() - started < 20
-    assert "a client left before its images were drawn" in said()
+    assert "a client left before its images were drawn" in printed()
 
 
-def test_the_queue_is_bounded_and_clients_that_left_are_dropped(serving: Serving) -> None:
+def test_the_queue_is_bounded_and_drops_clients_that_left(serving: Serving) -> None:
     (first, *waiting), refused = serving.fill()
     assert refused.startswith(b"HTTP/1.1 429 ")
     assert b"retry-after: 5\r\n" in refused.lower()
@@ -175,13 +175,13 @@ def test_the_queue_is_bounded_and_clients_that_left_are_dropped(serving: Serving
     for connection in waiting:
         connection.close()
     with contextlib.closing(serving.send(SHORT)) as last:
-        assert not early(last)  # it has a place, and waits for the first
+        assert not early(last)  # it is in the queue, and waits for the first
         first.close()
         assert last.recv(12) == b"HTTP/1.1 200"
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "expected"),
     [
         ([{"n": 256, "steps": 601}], "needs 9,846,784 images x pixels x steps; at most 9,830,400"),
         ([{"n": 1}] * 257, "has 257 rows; at most 256 are allowed"),
@@ -189,12 +189,12 @@ def test_the_queue_is_bounded_and_clients_that_left_are_dropped(serving: Serving
         ([], "asks for 0 images"),
     ],
 )
-def test_the_size_of_a_request_is_limited(serving: Serving, rows: list[Any], told: str) -> None:
+def test_the_size_of_a_request_is_limited(serving: Serving, rows: list[Any], expected: str) -> None:
     status, message = serving.ask({"inputs": rows})
-    assert (status, told in message) == (400, True), message
+    assert (status, expected in message) == (400, True), message
 
 
-def test_half_sent_headers_are_closed_and_lock_out_nobody(serving: Serving, said: Any) -> None:
+def test_half_sent_headers_do_not_lock_out_other_clients(serving: Serving, printed: Any) -> None:
     with contextlib.ExitStack() as stack:
         halves = []
         for _ in range(700):
@@ -204,16 +204,21 @@ def test_half_sent_headers_are_closed_and_lock_out_nobody(serving: Serving, said
             if len(halves) == 400:
                 assert get(f"{serving.url}/health")[0] == 200
         assert get(f"{serving.url}/health")[0] == 200
-        assert serving.sockets() < MOST + 20
+        assert serving.sockets() < MAX_CONNECTIONS + 20
         started = time.monotonic()
         answers = [answer(half) for half in halves]
         assert time.monotonic() - started < TIMEOUT + 5
-        # The oldest made room for the others; these had their time, and are told so.
-        assert len([one for one in answers if one.startswith(b"HTTP/1.1 408 ")]) >= MOST - 10
-    assert said() == ""
+        # The oldest made room for the others; these had their time, and got status 408.
+        assert (
+            len([one for one in answers if one.startswith(b"HTTP/1.1 408 ")])
+            >= MAX_CONNECTIONS - 10
+        )
+    assert printed() == ""
 
 
-def test_unfinished_bodies_cost_little_memory_and_a_line(serving: Serving, said: Any) -> None:
+def test_unfinished_bodies_cost_little_memory_and_one_log_line(
+    serving: Serving, printed: Any
+) -> None:
     head = request(b"x" * 2**18)[:-1]
     before = serving.memory()
     with contextlib.ExitStack() as stack:
@@ -221,16 +226,16 @@ def test_unfinished_bodies_cost_little_memory_and_a_line(serving: Serving, said:
         for half in halves:
             half.sendall(head)
         halves[0].close()
-        wait_until(lambda: said().count("\n") == 1, "the client that left is logged")
+        wait_until(lambda: printed().count("\n") == 1, "the client that left is logged")
         assert serving.memory() - before < 150 * 2**20
         assert {answer(half)[:12] for half in halves[1:]} == {b"HTTP/1.1 408"}
-    wait_until(lambda: said().count("\n") == 200, "each unfinished body is logged")
-    assert set(said().splitlines()) == {"serve: a client left before its request was complete."}
+    wait_until(lambda: printed().count("\n") == 200, "each unfinished body is logged")
+    assert set(printed().splitlines()) == {"serve: a client left before its request was complete."}
 
 
 @pytest.mark.parametrize("line", ["POST /invocations", "GET /health"])
-def test_a_body_that_trickles_is_closed(serving: Serving, line: str) -> None:
-    """Also if the request was answered without its body."""
+def test_a_trickling_body_is_closed(serving: Serving, line: str) -> None:
+    """That includes requests that got a response without their body."""
     with contextlib.closing(serving.connect()) as connection:
         connection.sendall(f"{line} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
         started = time.monotonic()
@@ -242,35 +247,35 @@ def test_a_body_that_trickles_is_closed(serving: Serving, line: str) -> None:
 
 
 @pytest.mark.parametrize(("fields", "status"), [(15_000, 400), (50_000, 413)])
-def test_unknown_fields_are_refused_at_once(
-    serving: Serving, said: Any, fields: int, status: int
+def test_unknown_fields_are_rejected_quickly(
+    serving: Serving, printed: Any, fields: int, status: int
 ) -> None:
     row = {"n": 1, **{f"field{number}": 1 for number in range(fields)}}
     before = serving.seconds()
-    answered, message = serving.ask({"dataframe_records": [row]})
+    actual, message = serving.ask({"dataframe_records": [row]})
     assert serving.seconds() - before < 0.5
-    assert (answered, len(message) < 300) == (status, True), message[:400]
-    assert said() == ""
+    assert (actual, len(message) < 300) == (status, True), message[:400]
+    assert printed() == ""
 
 
-def test_a_length_that_is_given_twice_is_refused(serving: Serving) -> None:
+def test_a_request_with_two_lengths_is_rejected(serving: Serving) -> None:
     body = b'1e\r\n{"inputs":[{"n":1,"steps":1}]}\r\n0\r\n\r\n'
     with contextlib.closing(serving.connect()) as connection:
         connection.sendall(request(body, "Transfer-Encoding: chunked\r\n"))
-        told = answer(connection)
-    assert told.startswith(b"HTTP/1.1 400 ")
-    assert b"both Transfer-Encoding and Content-Length" in told
+        response = answer(connection)
+    assert response.startswith(b"HTTP/1.1 400 ")
+    assert b"both Transfer-Encoding and Content-Length" in response
 
 
 async def large_answer(scope: Any, receive: Any, send: Any) -> None:
-    """As many times LARGE bytes as the path says."""
+    """Respond with LARGE bytes times the number in the path."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"x" * LARGE * int(scope["path"][1:])})
 
 
 @contextlib.contextmanager
 def answering(timeout: float) -> Iterator[tuple[uvicorn.Server, socket.socket]]:
-    """A real server with our connections and large answers, and a client of it."""
+    """Yield a real server that uses Connection and large responses, and a client of it."""
     protocol: Any = partial(Connection, timeout=timeout)
     config = uvicorn.Config(large_answer, http=protocol, ws="none", lifespan="off")
     server = uvicorn.Server(config)
@@ -290,7 +295,7 @@ def get_large(client: socket.socket, times: int = 1) -> None:
 
 
 def read_large(client: socket.socket, times: int = 1, pause: float = 0.0) -> None:
-    """Read one answer, which is larger than the kernel's buffers."""
+    """Read one response, which is larger than the kernel's buffers."""
     received = 0
     while received < LARGE * times:
         part = client.recv(2**20)
@@ -299,7 +304,7 @@ def read_large(client: socket.socket, times: int = 1, pause: float = 0.0) -> Non
         time.sleep(pause)
 
 
-def test_an_answer_that_is_not_read_is_dropped() -> None:
+def test_a_response_that_is_not_read_is_dropped() -> None:
     with answering(0.5) as (server, client):
         get_large(client)
         assert client.recv(8) == b"HTTP/1.1"
@@ -307,7 +312,7 @@ def test_an_answer_that_is_not_read_is_dropped() -> None:
         assert len(answer(client)) < LARGE
 
 
-def test_an_answer_that_is_read_slowly_arrives() -> None:
+def test_a_response_that_is_read_slowly_arrives() -> None:
     with answering(0.5) as (_, client):
         started = time.monotonic()
         get_large(client)
@@ -315,19 +320,19 @@ def test_an_answer_that_is_read_slowly_arrives() -> None:
         assert time.monotonic() - started > 0.5
 
 
-def test_each_answer_of_a_connection_has_its_own_deadline() -> None:
+def test_each_response_of_a_connection_has_a_new_deadline() -> None:
     with answering(2) as (_, client):
         started = time.monotonic()
         get_large(client)
         read_large(client)
         time.sleep(max(0.0, started + 1.5 - time.monotonic()))
         get_large(client, times=2)
-        time.sleep(0.8)  # past the deadline of the first answer
+        time.sleep(0.8)  # past the deadline of the first response
         read_large(client, times=2)
 
 
-def test_sigterm_waits_for_requests_and_for_no_half_ones(serving: Serving) -> None:
-    """The last test: it ends the server."""
+def test_sigterm_waits_only_for_complete_requests(serving: Serving) -> None:
+    """This is the last test: it stops the server."""
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(
             contextlib.closing(serving.send({"inputs": [{"n": 256, "steps": 20}]}))
@@ -338,6 +343,6 @@ def test_sigterm_waits_for_requests_and_for_no_half_ones(serving: Serving) -> No
         wait_until(serving.is_busy, "the request is drawn")
         serving.process.send_signal(signal.SIGTERM)
         assert answer(connection).startswith(b"HTTP/1.1 200 ")
-        said = serving.process.ended(TIMEOUT + 10)
+        output = serving.process.ended(TIMEOUT + 10)
         assert serving.process.returncode == 0
-        assert "Traceback" not in said
+        assert "Traceback" not in output

@@ -1,4 +1,4 @@
-"""The served model: what it answers, what it refuses, and that it needs nothing but itself."""
+"""A version in `mlflow models serve`: images, invalid requests, and its content."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def url(server: Server, name: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def environment_without_us(folder: Path) -> Path:
-    """A virtual environment with the packages of this one but without this project; its bin/.
+    """Create a virtual environment with our packages but without this project; return its bin/.
 
-    A .pth file puts the packages on the path; the .pth among them that leads to our sources is
-    not read from there.
+    A .pth file adds the packages to the path. Python does not read .pth files from there, so the
+    one that leads to our sources has no effect.
     """
     venv.create(folder, symlinks=True)
     binaries = folder / "bin"
@@ -94,10 +94,10 @@ def environment_without_us(folder: Path) -> Path:
     return binaries
 
 
-# Served from another folder, without this project
+# With MLflow's server, without this project
 
 
-def test_a_seed_gives_the_images_that_sampling_gives(url: str, checkpoint: Checkpoint) -> None:
+def test_a_seed_draws_the_same_images_as_sampling(url: str, checkpoint: Checkpoint) -> None:
     status, predictions = ask(url, {"dataframe_records": [{"n": 5}]})
     assert status == 200
     assert_same_images(predictions, drawn(checkpoint, 5))
@@ -105,14 +105,14 @@ def test_a_seed_gives_the_images_that_sampling_gives(url: str, checkpoint: Check
     assert {answer["sampler"] for answer in predictions} == {"ddim"}
 
 
-def test_all_shapes_of_a_request_are_answered_alike(url: str) -> None:
+def test_all_forms_of_a_request_get_the_same_response(url: str) -> None:
     results = [ask(url, body) for body in SHAPES]
     assert all(result == results[0] for result in results)
     assert results[0][0] == 200
     assert len(results[0][1]) == 2
 
 
-def test_classes_samplers_and_arrays(url: str, checkpoint: Checkpoint) -> None:
+def test_classes_samplers_and_arrays_are_supported(url: str, checkpoint: Checkpoint) -> None:
     rows = [
         {"n": 2, "class": "square", "format": "array"},
         {"n": 1, "class": 0, "sampler": "ddpm", "steps": 3, "guidance": 2},
@@ -130,7 +130,7 @@ def test_classes_samplers_and_arrays(url: str, checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "expected"),
     [
         ({"n": 0}, "n: got 0; must be an integer from 1 to 256"),
         ({"n": 257}, "n: got 257; must be"),
@@ -148,34 +148,36 @@ def test_classes_samplers_and_arrays(url: str, checkpoint: Checkpoint) -> None:
         ({"n": [1, 2]}, "n: got [1, 2]; must be"),
         (
             {"n": 1, "seed": 1e300},
-            "seed: got 1e+300; must be an integer from 0 to 2^63 - 1; from 2^53 on",
+            "seed: got 1e+300; must be an integer from 0 to 2^63 - 1; integers of 2^53 or more",
         ),
         ({"n": 1, "guidance": 10**400}, "guidance: got 1000"),
         ({"n": 1, "class": "x" * 9000}, "xxx...; must be one of circle, square, 7"),
         ({"seed": 1}, "missing inputs ['n']"),
     ],
 )
-def test_a_mistake_in_a_request_is_one_sentence(url: str, row: dict[str, Any], told: str) -> None:
+def test_an_invalid_request_gets_a_short_message(
+    url: str, row: dict[str, Any], expected: str
+) -> None:
     status, message = ask(url, {"dataframe_records": [row]})
     assert status == 400
-    assert told in message and len(message) < 500
+    assert expected in message and len(message) < 500
     assert "Traceback" not in message
 
 
-def test_a_large_seed_is_never_another_one(url: str) -> None:
+def test_a_large_seed_is_never_rounded(url: str) -> None:
     seed = 2**53 + 1
     status, predictions = ask(url, {"dataframe_records": [{"n": 1, "seed": seed}]})
     assert (status, predictions[0]["seed"]) == (200, seed)
     status, message = ask(url, {"dataframe_records": [{"n": 1, "seed": seed}, {"n": 1}]})
-    assert (status, "send the field in every row" in message) == (400, True), message
+    assert (status, "send an integer in every row" in message) == (400, True), message
 
 
-def test_many_rows_may_not_ask_for_more_than_one_may(url: str) -> None:
+def test_the_image_limit_holds_for_all_rows_together(url: str) -> None:
     status, message = ask(url, {"dataframe_records": [{"n": 200}, {"n": 57}]})
     assert (status, "asks for 257 images" in message) == (400, True)
 
 
-def test_the_code_that_is_served_is_the_models_own(server: Server, name: str) -> None:
+def test_a_version_is_downloaded_without_secrets_or_paths(server: Server, name: str) -> None:
     config = params.validate({"tracking": {"uri": server.uri}})
     folder = download(config, f"models:/{name}@champion")
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -188,11 +190,11 @@ def test_the_code_that_is_served_is_the_models_own(server: Server, name: str) ->
     settings = (folder / "config.json").read_text()
     assert "tracking" not in json.loads(settings)["params"]
     assert "https://***@host/shapes.zip" in settings
-    with pytest.raises(UserError, match="cannot be used"):
+    with pytest.raises(UserError, match="is unavailable"):
         download(config, "models:/none@champion")
 
 
-def test_a_version_carries_what_it_imports_and_no_more(tmp_path: Path) -> None:
+def test_a_version_contains_only_the_code_that_it_imports(tmp_path: Path) -> None:
     with package.code() as folder:
         shutil.copytree(folder, tmp_path / folder.name)
     carried = [path.relative_to(tmp_path) for path in tmp_path.rglob("*.py")]
@@ -200,7 +202,7 @@ def test_a_version_carries_what_it_imports_and_no_more(tmp_path: Path) -> None:
     assert "ddpm_core.sampling.sampler" in names
     for unneeded in ("ddpm_core.training", "ddpm_core.evaluation", "ddpm_core.cli"):
         assert unneeded not in names
-    # Each is imported where there is no other of our modules, what it imports of ours included.
+    # Each module must be importable without any other module of ours.
     script = f"import importlib as i\nfor name in {names}: i.import_module(name)\n"
     script += "import sys\nprint({m.__file__ for n, m in sys.modules.items() if 'ddpm' in n})"
     command = [sys.executable, "-c", script]
@@ -211,14 +213,14 @@ def test_a_version_carries_what_it_imports_and_no_more(tmp_path: Path) -> None:
 # Requests, without a server
 
 
-def test_a_request_falls_back_on_the_models_settings(checkpoint: Checkpoint) -> None:
+def test_omitted_fields_take_the_models_settings(checkpoint: Checkpoint) -> None:
     row = {"n": 3.0, "seed": None, "class": float("nan")}
     task = request.resolve(request.parse(row), checkpoint.params, CLASSES)
     assert (task.numbers, task.format) == (range(3), "png")
     assert task.settings == checkpoint.params.sample
 
 
-def test_a_model_of_texts_takes_prompts_and_no_classes(tmp_path: Path) -> None:
+def test_a_text_model_takes_prompts_and_no_classes(tmp_path: Path) -> None:
     config = write_checkpoint(tmp_path / "texts", "text").params
     asked = request.parse({"n": 1, "prompt": "a red circle"})
     assert request.resolve(asked, config, CLASSES).settings.prompts == ("a red circle",)
@@ -226,7 +228,7 @@ def test_a_model_of_texts_takes_prompts_and_no_classes(tmp_path: Path) -> None:
         request.resolve(request.parse({"n": 1, "class": "circle"}), config, CLASSES)
 
 
-def test_guidance_is_refused_where_the_model_has_none(tmp_path: Path) -> None:
+def test_guidance_is_rejected_by_a_model_without_it(tmp_path: Path) -> None:
     config = write_checkpoint(tmp_path / "plain").params
     assert (
         request.resolve(request.parse({"n": 1, "guidance": 1}), config, []).settings.guidance == 1
@@ -235,7 +237,7 @@ def test_guidance_is_refused_where_the_model_has_none(tmp_path: Path) -> None:
         request.resolve(request.parse({"n": 1, "guidance": 2}), config, [])
 
 
-def test_every_mistake_of_a_row_is_named() -> None:
+def test_every_invalid_field_of_a_row_is_named() -> None:
     with pytest.raises(UserError, match=r"^n: got 0; .* class: got \[\]; .* steps: got True; "):
         request.parse({"n": 0, "steps": True, "class": []})
     with pytest.raises(UserError, match=r"^Unknown field 'a' and 1 more. Known fields: n, seed, "):
@@ -243,7 +245,7 @@ def test_every_mistake_of_a_row_is_named() -> None:
 
 
 @pytest.mark.parametrize(("size", "count"), [(8, 256), (128, 256), (256, 64), (4096, 1)])
-def test_the_pixels_of_an_answer_are_limited(size: int, count: int) -> None:
+def test_the_pixels_of_a_response_are_limited(size: int, count: int) -> None:
     def tasks(n: int) -> list[request.Task]:
         return [request.resolve(request.parse({"n": 1}), Config(), [])] * n
 

@@ -1,4 +1,4 @@
-"""Tracking: MLflow follows log.jsonl whatever happens to it, and the work never waits for it."""
+"""The tracker: MLflow gets every row once, whatever fails, and no command waits for it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from ddpm_core.storage.workspace import LOG, RUN, Workspace
 from ddpm_core.text import masked
 from ddpm_core.tracking.client import _create_store, connect
 from ddpm_core.tracking.errors import reason
-from ddpm_core.tracking.logtail import Log
 from ddpm_core.tracking.run import MlflowRun, flatten
-from ddpm_core.tracking.tracker import Tracker
+from ddpm_core.tracking.tracker import Log, Tracker
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 @pytest.fixture
 def silent_uri() -> Iterator[str]:
-    """A server that takes connections and never answers."""
+    """A server that accepts connections and never responds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -70,7 +69,7 @@ def run_id(workspace: Workspace) -> str:
 
 
 def history(uri: str, run: str, key: str) -> list[tuple[int, float, int]]:
-    """What the server has: (step, value, unix ms), in the order of their arrival."""
+    """Return what the server has: (step, value, Unix ms), in the order of arrival."""
     metrics = connect(uri).get_metric_history(run, key)
     return [(metric.step, metric.value, metric.timestamp) for metric in metrics]
 
@@ -81,7 +80,7 @@ def logged(workspace: Workspace, key: str) -> list[tuple[int, float, int]]:
 
 
 def assert_follows(uri: str, workspace: Workspace) -> None:
-    """The server's history equals log.jsonl, row for row."""
+    """Check that the server's history equals log.jsonl, row for row."""
     for key in ("loss", "lr"):
         assert history(uri, run_id(workspace), f"train/{key}") == logged(workspace, key)
 
@@ -93,12 +92,10 @@ def has_step(uri: str, workspace: Workspace, step: int) -> bool:
     )
 
 
-# What the server gets
+# What the server receives
 
 
-def test_every_number_of_the_log_reaches_the_server_once(
-    server: Server, workspace: Workspace
-) -> None:
+def test_every_number_of_the_log_is_sent_once(server: Server, workspace: Workspace) -> None:
     tracker = Tracker.open(config(server.uri), workspace)
     log_rows(workspace, range(1, 2001))
     tracker.close()
@@ -108,7 +105,7 @@ def test_every_number_of_the_log_reaches_the_server_once(
     assert run.info.status == "FINISHED"
 
 
-def test_a_resumed_run_goes_on_in_the_same_mlflow_run(server: Server, workspace: Workspace) -> None:
+def test_a_resumed_training_keeps_its_mlflow_run(server: Server, workspace: Workspace) -> None:
     seen = []
     for steps in (range(1, 11), range(11, 21)):
         log_rows(workspace, steps)
@@ -118,7 +115,7 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(server: Server, workspace:
     assert_follows(server.uri, workspace)
 
 
-def test_a_copied_workspace_gets_its_own_mlflow_run(
+def test_a_copied_workspace_gets_a_separate_mlflow_run(
     server: Server, workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_rows(workspace, range(1, 11))
@@ -131,11 +128,11 @@ def test_a_copied_workspace_gets_its_own_mlflow_run(
         Tracker.open(config(server.uri), one, identity="same").close()
         assert_follows(server.uri, one)
     assert run_id(workspace) == first != run_id(copy)
-    told = f"This workspace is a copy of {workspace.uri}. It gets a separate MLflow run."
-    assert capsys.readouterr().err.count(told) == 1
+    notice = f"This workspace is a copy of {workspace.uri}. It gets a separate MLflow run."
+    assert capsys.readouterr().err.count(notice) == 1
 
 
-def test_a_moved_or_linked_workspace_stays_in_its_mlflow_run(
+def test_a_moved_or_linked_workspace_keeps_its_mlflow_run(
     server: Server, workspace: Workspace, tmp_path: Path
 ) -> None:
     log_rows(workspace, range(1, 11))
@@ -148,7 +145,7 @@ def test_a_moved_or_linked_workspace_stays_in_its_mlflow_run(
     assert run_id(moved) == first
 
 
-def test_rows_that_are_done_again_after_a_resume_are_not_sent_again(
+def test_rows_repeated_after_a_resume_are_not_sent_again(
     server: Server, workspace: Workspace
 ) -> None:
     log_rows(workspace, range(1, 11))
@@ -163,7 +160,7 @@ def test_rows_that_are_done_again_after_a_resume_are_not_sent_again(
     ]
 
 
-def test_another_training_gets_another_mlflow_run(server: Server, workspace: Workspace) -> None:
+def test_a_different_training_gets_a_new_mlflow_run(server: Server, workspace: Workspace) -> None:
     log_rows(workspace, range(1, 4))
     Tracker.open(config(server.uri), workspace, identity="one").close()
     first = run_id(workspace)
@@ -173,7 +170,7 @@ def test_another_training_gets_another_mlflow_run(server: Server, workspace: Wor
     assert_follows(server.uri, workspace)
 
 
-def test_a_run_that_the_server_does_not_know_is_made_anew(
+def test_a_run_that_the_server_does_not_have_is_replaced(
     server: Server, workspace: Workspace
 ) -> None:
     log_rows(workspace, range(1, 4))
@@ -189,7 +186,7 @@ def test_a_run_that_the_server_does_not_know_is_made_anew(
         assert_follows(server.uri, workspace)
 
 
-def test_a_run_that_was_made_without_an_answer_is_found_and_not_made_again(
+def test_a_run_created_before_a_broken_connection_is_found(
     server: Server, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin, lost = MlflowRun.__init__, []
@@ -209,7 +206,7 @@ def test_a_run_that_was_made_without_an_answer_is_found_and_not_made_again(
     assert_follows(server.uri, workspace)
 
 
-def test_a_run_says_who_made_it_and_by_which_code(server: Server, workspace: Workspace) -> None:
+def test_a_run_has_tags_for_its_user_and_commit(server: Server, workspace: Workspace) -> None:
     Tracker.open(config(server.uri), workspace).close()
     tags = connect(server.uri).get_run(run_id(workspace)).data.tags
     assert tags["mlflow.user"] == getpass.getuser()
@@ -218,7 +215,7 @@ def test_a_run_says_who_made_it_and_by_which_code(server: Server, workspace: Wor
         assert len(tags["mlflow.source.git.commit"]) == 40
 
 
-def test_a_run_stays_in_its_experiment_and_whoever_asks_for_another_is_told(
+def test_a_run_stays_in_its_experiment_with_a_warning(
     server: Server, workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Tracker.open(config(server.uri), workspace).close()
@@ -228,10 +225,13 @@ def test_a_run_stays_in_its_experiment_and_whoever_asks_for_another_is_told(
     tracking = given.tracking.model_copy(update={"experiment": "another"})
     Tracker.open(given.model_copy(update={"tracking": tracking}), workspace).close()
     assert run_id(workspace) == first
-    assert "in the experiment 'tests' and stays there" in capsys.readouterr().err
+    assert (
+        "stays in the experiment 'tests'; tracking.experiment is now 'another'"
+        in capsys.readouterr().err
+    )
 
 
-def test_params_tags_scores_and_files(server: Server, workspace: Workspace) -> None:
+def test_params_tags_scores_and_files_are_sent_once(server: Server, workspace: Workspace) -> None:
     given = config(server.uri, train={"steps": 7})
     grid = workspace.path("grid.png")
     grid.write_bytes(b"picture")
@@ -258,7 +258,7 @@ def test_params_tags_scores_and_files(server: Server, workspace: Workspace) -> N
     ]
 
 
-def test_scores_of_earlier_steps_are_sent_once_and_asked_for_once(
+def test_scores_of_earlier_steps_are_sent_and_queried_once(
     server: Server, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient
@@ -280,24 +280,24 @@ def test_scores_of_earlier_steps_are_sent_once_and_asked_for_once(
     assert sorted(sent) == [(step, step / 7) for step in steps]
 
 
-def test_what_a_run_was_told_before_is_told_to_a_bare_one_alone(
+def test_earlier_entries_are_replayed_into_an_empty_run_only(
     server: Server, workspace: Workspace
 ) -> None:
     asked: list[str] = []
 
-    def record(tracker: Tracker) -> None:
+    def replay(tracker: Tracker) -> None:
         asked.append("")
         tracker.params({"seed": 3})
 
     for _ in range(2):
-        Tracker.open(config(server.uri), workspace, record=record).close()
+        Tracker.open(config(server.uri), workspace, replay=replay).close()
     assert len(asked) == 1
     connect(server.uri).delete_run(run_id(workspace))
-    Tracker.open(config(server.uri), workspace, record=record).close()
+    Tracker.open(config(server.uri), workspace, replay=replay).close()
     assert connect(server.uri).get_run(run_id(workspace)).data.params == {"seed": "3"}
 
 
-def test_the_advice_on_a_deleted_experiment_restores_it(
+def test_the_advice_for_a_deleted_experiment_restores_it(
     workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = config(put_store(tmp_path / "mlflow.db"))
@@ -307,9 +307,9 @@ def test_the_advice_on_a_deleted_experiment_restores_it(
     client.delete_experiment(place)
     log_rows(workspace, range(1, 4))
     Tracker.open(given, workspace).close()
-    told = capsys.readouterr().err
-    assert "The experiment 'tests' is deleted." in told
-    advice = re.search("`(MLFLOW_TRACKING_URI=.*)`, or set tracking.experiment", told)
+    output = capsys.readouterr().err
+    assert "The experiment 'tests' is deleted." in output
+    advice = re.search("`(MLFLOW_TRACKING_URI=.*)`, or set tracking.experiment", output)
     assert advice
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(advice[1], shell=True, check=True, env={**os.environ, **QUIET, "PATH": path})
@@ -318,7 +318,7 @@ def test_the_advice_on_a_deleted_experiment_restores_it(
 
 
 def test_the_run_names_its_data_and_training(server: Server, workspace: Workspace) -> None:
-    uri = f"/data/{'deep/' * 100}shapes.zip"  # MLflow refuses a data set's name of 501 characters
+    uri = f"/data/{'deep/' * 100}shapes.zip"  # MLflow rejects a data set's name of 501 characters
     source = {"uri": uri, "sha256": "abc"}
     workspace.write_json("data/manifest.json", {"fingerprint": "feed", "source": source})
     for _ in range(2):
@@ -333,7 +333,7 @@ def test_the_run_names_its_data_and_training(server: Server, workspace: Workspac
     assert run.data.tags["ddpm"] == __version__
 
 
-def test_a_changed_param_is_told_beside_the_first(server: Server, workspace: Workspace) -> None:
+def test_a_changed_param_becomes_a_tag(server: Server, workspace: Workspace) -> None:
     for steps in (100, 200):
         tracker = Tracker.open(config(server.uri), workspace)
         tracker.params({"train": {"steps": steps}})
@@ -343,7 +343,7 @@ def test_a_changed_param_is_told_beside_the_first(server: Server, workspace: Wor
     assert data.tags["changed.train.steps"] == "200"
 
 
-def test_what_the_server_refuses_is_left_out_and_the_rest_goes_on(
+def test_a_rejected_entry_is_skipped(
     server: Server, workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tracker = Tracker.open(config(server.uri), workspace)
@@ -351,24 +351,24 @@ def test_what_the_server_refuses_is_left_out_and_the_rest_goes_on(
     tracker.tags({"after": "it"})
     tracker.close()
     assert connect(server.uri).get_run(run_id(workspace)).data.tags["after"] == "it"
-    assert "MLflow refuses an entry" in capsys.readouterr().err
+    assert "MLflow rejected an entry" in capsys.readouterr().err
 
 
-def test_an_entry_that_is_none_is_left_out_and_the_rest_goes_on(
+def test_an_invalid_entry_is_skipped(
     workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run.json may have been changed by hand."""
+    """A user may have edited run.json."""
     given = config(put_store(tmp_path / "mlflow.db"))
     unsent = [["metrics", 3], ["params", 7], ["tags", {"after": "them"}]]
     workspace.write_json(RUN, {"mlflow": {"uri": given.tracking.uri, "unsent": unsent}})
     Tracker.open(given, workspace).close()
     data = connect(given.tracking.uri).get_run(run_id(workspace)).data
     assert data.tags["after"] == "them"
-    told = capsys.readouterr().err
-    assert told.count("Skipped an invalid ") == 2 and "is back" not in told
+    output = capsys.readouterr().err
+    assert output.count("Skipped an invalid ") == 2 and "is back" not in output
 
 
-def test_a_mistake_of_this_program_is_told_as_one_and_not_tried_for_ever(
+def test_an_internal_error_stops_the_tracker_with_a_message(
     workspace: Workspace,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -385,8 +385,8 @@ def test_a_mistake_of_this_program_is_told_as_one_and_not_tried_for_ever(
     assert not thread.is_alive()
     tracker.metrics(1, {"fid": 2.0})
     tracker.close()
-    told = capsys.readouterr().err
-    assert "an internal error (KeyError: 'loss')" in told and "cannot be used" not in told
+    output = capsys.readouterr().err
+    assert "an internal error (KeyError: 'loss')" in output and "unavailable" not in output
     assert workspace.read_json(RUN)["mlflow"]["unsent"][0][0] == "metrics"
 
 
@@ -407,16 +407,18 @@ def test_a_store_on_a_full_disk_is_an_outage_that_ends(
     given = config(put_store(tmp_path / "mlflow.db"))
     log_rows(workspace, range(1, 4))
     Tracker.open(given, workspace).close()
-    told = capsys.readouterr().err
-    assert "cannot be used: the disk is full. Free some space there. The work goes on" in told
-    assert "is back" in told
+    output = capsys.readouterr().err
+    assert (
+        "is unavailable: the disk is full. Free some space there. The command continues" in output
+    )
+    assert "is back" in output
     assert_follows(given.tracking.uri, workspace)
 
 
-# A server that goes away
+# Outages
 
 
-def test_a_server_killed_in_the_middle_gets_each_row_once_when_it_is_back(
+def test_a_killed_server_gets_each_row_once_when_it_is_back(
     server: Server, workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tracker = Tracker.open(config(server.uri), workspace)
@@ -428,8 +430,8 @@ def test_a_server_killed_in_the_middle_gets_each_row_once_when_it_is_back(
     (tmp_path / "short").mkdir()
     short = Workspace.open(str(tmp_path / "short"))
     run_during_an_outage(config(server.uri), short)
-    told = capsys.readouterr().err
-    assert "still lacks 20 rows of log.jsonl and 2 entries such as settings" in told
+    output = capsys.readouterr().err
+    assert "has not received 20 rows of log.jsonl and 2 entries such as settings" in output
     server.start()
     log_rows(workspace, range(201, 301))
     tracker.close()
@@ -451,7 +453,7 @@ def run_during_an_outage(given: Config, workspace: Workspace) -> None:
     tracker.close()
 
 
-def test_a_server_that_freezes_with_rows_on_their_way_gets_them_once(
+def test_a_frozen_server_gets_each_row_once(
     server: Server, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
@@ -468,7 +470,7 @@ def test_a_server_that_freezes_with_rows_on_their_way_gets_them_once(
     assert_follows(server.uri, workspace)
 
 
-def test_a_killed_process_loses_no_row_and_sends_none_twice(
+def test_a_killed_process_loses_no_row_and_repeats_none(
     server: Server, workspace: Workspace
 ) -> None:
     code = f"""
@@ -481,7 +483,7 @@ def test_a_killed_process_loses_no_row_and_sends_none_twice(
         sys.stdin.read()
     """
     log_rows(workspace, range(1, 3001))
-    for last in (300, 1200):  # it is killed while it sends what comes after
+    for last in (300, 1200):  # killed while it sends the rows after this step
         command = [sys.executable, "-c", textwrap.dedent(code)]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             wait_until(lambda: has_step(server.uri, workspace, last), f"step {last}")  # noqa: B023
@@ -490,11 +492,11 @@ def test_a_killed_process_loses_no_row_and_sends_none_twice(
     assert_follows(server.uri, workspace)
 
 
-# The work never waits
+# No command waits
 
 
 @pytest.mark.parametrize("kind", ["refused", "silent"])
-def test_calls_return_at_once_where_no_server_answers(
+def test_calls_return_at_once_without_a_server(
     kind: str,
     silent_uri: str,
     workspace: Workspace,
@@ -511,25 +513,25 @@ def test_calls_return_at_once_where_no_server_answers(
     assert time.monotonic() - started < 0.5
     wait_until(lambda: tracker._outage.on, "the outage is noticed")
     tracker.close(timeout=20)
-    told = capsys.readouterr().err
-    assert told.count("cannot be used") == 1
-    assert ("refused" if kind == "refused" else "does not answer in time") in told
+    output = capsys.readouterr().err
+    assert output.count("is unavailable") == 1
+    assert ("refused" if kind == "refused" else "the request timed out") in output
 
 
-def test_closing_keeps_its_limit(silent_uri: str, workspace: Workspace) -> None:
+def test_close_returns_within_its_timeout(silent_uri: str, workspace: Workspace) -> None:
     tracker = Tracker.open(config(silent_uri), workspace)
     started = time.monotonic()
     tracker.close(timeout=0.5)
     assert time.monotonic() - started < 2
 
 
-def test_closing_on_a_full_disk_is_a_warning(
+def test_a_full_disk_while_closing_is_a_warning(
     silent_uri: str,
     workspace: Workspace,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It ends a run that was asked to stop, whose exit status says so."""
+    """An error here would change the exit status of a run that was asked to stop."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -541,9 +543,7 @@ def test_closing_on_a_full_disk_is_a_warning(
     assert "No space left" in capsys.readouterr().err
 
 
-def test_bounded_requests_are_no_setting_of_the_environment(
-    server: Server, workspace: Workspace
-) -> None:
+def test_timeouts_do_not_change_the_environment(server: Server, workspace: Workspace) -> None:
     Tracker.open(config(server.uri), workspace).close()
     assert not [name for name in os.environ if name.startswith("MLFLOW_HTTP")]
 
@@ -551,9 +551,9 @@ def test_bounded_requests_are_no_setting_of_the_environment(
 # The store without a server
 
 
-def test_a_store_whose_making_was_killed_is_made_again_in_silence(tmp_path: Path) -> None:
+def test_a_store_whose_creation_was_killed_is_created_again(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/store/mlflow.db"
-    kill_while_it_is_made(uri)
+    kill_during_creation(uri)
     assert list((tmp_path / "store").glob(".mlflow.db.*"))
     assert not (tmp_path / "store/mlflow.db").exists()
     code = f"""
@@ -587,8 +587,8 @@ def test_a_store_whose_making_was_killed_is_made_again_in_silence(tmp_path: Path
     assert [m[:2] for m in history(uri, run_id(workspace), "train/loss")] == [(1, 0.5)]
 
 
-def kill_while_it_is_made(uri: str) -> None:
-    """Kill a process at its 40th statement to a new store. MLflow can never open what is left."""
+def kill_during_creation(uri: str) -> None:
+    """Kill a process at its 40th SQL statement, which leaves a store that MLflow cannot open."""
     code = f"""
         import os, signal
         from sqlalchemy import event
@@ -606,8 +606,8 @@ def kill_while_it_is_made(uri: str) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
-class Quick:
-    """As mlflow, whose client takes seconds to make a store."""
+class QuickMlflow:
+    """Replaces mlflow, whose client takes seconds to create a store."""
 
     class MlflowClient:
         def __init__(self, uri: str) -> None:
@@ -617,7 +617,7 @@ class Quick:
 
 
 @pytest.mark.parametrize("first", ["us", "another"])
-def test_where_there_are_no_hard_links_a_store_is_made_and_replaces_none(
+def test_a_store_is_created_without_hard_links_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     path, others = tmp_path / "mlflow.db", b"made by another meanwhile"
@@ -628,12 +628,12 @@ def test_where_there_are_no_hard_links_a_store_is_made_and_replaces_none(
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(Path, "hardlink_to", none)
-    _create_store(Quick, path)
+    _create_store(QuickMlflow, path)
     assert [file.name for file in tmp_path.iterdir()] == ["mlflow.db"]
     assert (path.read_bytes() == others) == (first == "another")
 
 
-def test_no_uri_means_no_tracking_and_no_import(tmp_path: Path) -> None:
+def test_an_empty_uri_means_no_tracking_and_no_import(tmp_path: Path) -> None:
     code = f"""
         import sys, threading
         from pathlib import Path
@@ -652,7 +652,7 @@ def test_no_uri_means_no_tracking_and_no_import(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_without_the_package_the_extra_is_named_and_the_work_goes_on(tmp_path: Path) -> None:
+def test_a_missing_mlflow_is_a_warning_that_names_the_extra(tmp_path: Path) -> None:
     code = f"""
         import sys
         sys.modules["mlflow"] = None  # as if it were not installed
@@ -673,7 +673,7 @@ def test_without_the_package_the_extra_is_named_and_the_work_goes_on(tmp_path: P
 # Small parts
 
 
-def test_a_line_half_written_waits_for_its_rest(tmp_path: Path) -> None:
+def test_a_half_written_line_waits_for_its_rest(tmp_path: Path) -> None:
     log = Log(tmp_path / LOG)
     assert log.peek() == ([], 0)
     log.path.write_bytes(b'{"step": 1, "loss": 2.0, "time": 3}\n{"step": 2, "lo')
@@ -686,7 +686,7 @@ def test_a_line_half_written_waits_for_its_rest(tmp_path: Path) -> None:
     assert [row.step for row in log.peek()[0]] == [2, 3]
 
 
-def test_nested_params_are_flat() -> None:
+def test_nested_params_are_flattened() -> None:
     given = {"train": {"loss": {"kind": "l2"}, "ema": [0.9]}, "seed": 0, "none": None}
     assert flatten(given) == {
         "train.loss.kind": "l2",
@@ -696,28 +696,28 @@ def test_nested_params_are_flat() -> None:
     }
 
 
-def test_a_password_in_the_uri_is_not_shown() -> None:
+def test_a_password_in_a_uri_is_masked() -> None:
     assert masked("https://me:secret@host:5000/x") == "https://***@host:5000/x"
     assert masked("https://TOKEN:x-oauth-basic@host/r.git") == "https://***@host/r.git"
     assert masked("sqlite:////a/b.db") == "sqlite:////a/b.db"
     assert masked("from s3://u:p@ss and http://h:80/x") == "from s3://u:***@ss and http://h:80/x"
 
 
-def test_a_server_that_hangs_up_has_no_password_told(
+def test_an_error_message_of_mlflow_contains_no_password(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """MLflow's message then has the whole address."""
+    """MLflow's message contains the whole address if the server hangs up."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=hang_up, args=(listener,), daemon=True).start()
         place = f"127.0.0.1:{listener.getsockname()[1]}"
         Tracker.open(config(f"http://me:secret@{place}"), workspace).close()
         listener.shutdown(socket.SHUT_RDWR)
-    told = capsys.readouterr().err
-    assert f"API request to http://***@{place}/api" in told and "secret" not in told
+    output = capsys.readouterr().err
+    assert f"API request to http://***@{place}/api" in output and "secret" not in output
 
 
 def hang_up(listener: socket.socket) -> None:
-    """On whoever asks something, until the listener is shut."""
+    """Close every connection after its first bytes, until the listener is shut down."""
     with suppress(OSError):
         while True:
             connection, _ = listener.accept()
@@ -725,26 +725,26 @@ def hang_up(listener: socket.socket) -> None:
                 connection.recv(1000)
 
 
-def test_a_long_message_is_cut_after_its_password_is_gone() -> None:
-    told = reason(Exception("x" * 280 + " https://me:a-long-secret@host/api"))
-    assert len(told) <= 300 and "secre" not in told
+def test_a_long_message_is_masked_before_it_is_cut() -> None:
+    output = reason(Exception("x" * 280 + " https://me:a-long-secret@host/api"))
+    assert len(output) <= 300 and "secre" not in output
 
 
 def test_an_unknown_host_name_is_reported(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Tracker.open(config("http://no-such-host.invalid:5000"), workspace).close()
-    told = capsys.readouterr().err
-    assert "cannot be used: the host name is unknown. The work goes on" in told
+    output = capsys.readouterr().err
+    assert "is unavailable: the host name is unknown. The command continues" in output
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "Allowed hosts must not resolve to other names.",
         "The tag was refused: it is too long.",
         "Param train.timeout has another value.",
     ],
 )
-def test_what_a_server_says_of_other_things_stands_as_it_is(said: str) -> None:
-    assert reason(Exception(said)) == said
+def test_other_messages_of_a_server_are_unchanged(message: str) -> None:
+    assert reason(Exception(message)) == message
