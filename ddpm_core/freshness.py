@@ -13,7 +13,7 @@ Check = Callable[[Config, Workspace], str | None]  # why the verb has work to do
 # In their order. Whoever waits for data and training imports these alone, and is a tenth of what
 # it is with torch.
 CHECKS = {
-    "prepare": "ddpm_core.data.freshness",
+    "prepare": "ddpm_core.data.prepare",
     "train": "ddpm_core.training.freshness",
     "sample": "ddpm_core.sampling.run",
     "evaluate": "ddpm_core.evaluation.freshness",
