@@ -29,7 +29,7 @@ CHECK_SHARE = 0.1  # at most about this share of the waiting time goes into chec
 
 
 def _prepare() -> Check:
-    from ddpm_core.data.freshness import stale
+    from ddpm_core.data.prepare import stale
 
     return stale
 

@@ -10,7 +10,7 @@ import pytest
 from support.program import TINY, ddpm, settings, write_params
 
 from ddpm_core.config.load import load_text
-from ddpm_core.data.freshness import stale
+from ddpm_core.data.prepare import stale
 from ddpm_core.errors import UserError
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.text import masked, shown, throughout

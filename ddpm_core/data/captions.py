@@ -1,4 +1,4 @@
-"""A text for each image: from a list of captions, from a text beside it, or from its class."""
+"""A text for each image: from a list of captions, from a text file beside it, or its class."""
 
 from __future__ import annotations
 
@@ -14,50 +14,59 @@ from numpy.typing import NDArray
 from ddpm_core.config import Prepare
 from ddpm_core.data import names
 from ddpm_core.data.names import composed
-from ddpm_core.data.sources.base import CAPTION_SUFFIXES, CAPTIONS, Listing
+from ddpm_core.data.sources.base import CAPTION_LISTS, CAPTION_SUFFIXES, Listing
 from ddpm_core.errors import UserError
 from ddpm_core.storage.files import text_of
+from ddpm_core.text import counted
 
 CAPTION_BYTES = 64
-FILE_NAME = "file_name"  # the key of Hugging Face's ImageFolder in metadata.jsonl and .csv
-OWN_LIST = "captions.jsonl"
-OWN = ("file", "caption")  # its keys
+FILE_NAME = "file_name"  # the key for files in Hugging Face's metadata.jsonl and metadata.csv
+OUR_LIST = "captions.jsonl"
+OUR_KEYS = ("file", "caption")
 SEPARATORS = ",;\t|"
 
 
-def written(listing: Listing, column: str, notes: list[str]) -> list[str | None]:
-    """Return the caption that files give each image, or None.
+def read_captions(listing: Listing, column: str, notes: list[str]) -> list[str | None]:
+    """Return the caption of each image from the files of the source, or None.
 
-    Of several the last counts: a text beside the image; metadata.csv and metadata.jsonl, as Hugging
-    Face's ImageFolder has them, with the columns "file_name" and `column`; captions.jsonl with
-    lines {"file": ..., "caption": ...}. Files are named relative to the folder of the list.
-    Messages for the user go to `notes`. Raises UserError for a list or text that can't be read.
+    Captions come from a text beside the image; from metadata.csv or metadata.jsonl, as in Hugging
+    Face's ImageFolder, with the columns "file_name" and `column`; and from captions.jsonl with
+    lines {"file": ..., "caption": ...}. If an image has several, the last of these wins. File names
+    in a list are relative to its folder. Adds messages for the user to `notes`.
+
+    Raises:
+        UserError: a list or text cannot be read, or no list can have the chosen column.
     """
-    lists = {name.rpartition("/")[2] for name in listing.texts} & {*CAPTIONS} - {OWN_LIST}
+    lists = {name.rpartition("/")[2] for name in listing.texts} & {*CAPTION_LISTS} - {OUR_LIST}
     if column != Prepare().caption_column and not lists:
         raise UserError(
             f"prepare.caption_column: got {column!r}, but the source has no metadata.csv or "
-            "metadata.jsonl with columns to choose from. Leave the setting out."
+            "metadata.jsonl with columns to choose from. Remove the setting."
         )
-    images = [composed(entry.name) for entry in listing.pictures]
+    images = [composed(entry.name) for entry in listing.images]
     found = _beside(listing, images)
-    for file in CAPTIONS:
+    for file in CAPTION_LISTS:
         lines = _from_lists(listing, file, column, notes)
         unknown = lines.keys() - set(images)
         if unknown:
-            notes.append(f"{len(unknown):,} of the captions in {file} name no image that is used.")
+            notes.append(
+                f"{counted(len(unknown), 'caption')} in {file} ignored: no such image is used."
+            )
         found |= lines
     return [found.get(image) for image in images]
 
 
-def captions(
+def add_class_captions(
     texts: Sequence[str | None], classes: Sequence[str | None], template: str, notes: list[str]
 ) -> list[str] | None:
-    """Return a caption for each image: the written one, or else `template` with its class in the
-    place of {class}, underscores as spaces. Returns None if no image has one."""
-    of_class = {name: _of_class(name, template) for name in set(classes)}
+    """Return a caption for each image, or None if all would be empty.
+
+    An image without a text gets `template` with {class} replaced by its class, where underscores
+    become spaces. An image without text and class gets an empty caption.
+    """
+    by_class = {name: _class_caption(name, template) for name in set(classes)}
     pairs = zip(texts, classes, strict=True)
-    filled = [of_class[name] if text is None else text for text, name in pairs]
+    filled = [by_class[name] if text is None else text for text, name in pairs]
     empty = filled.count("")
     if 0 < empty < len(filled):
         notes.append(f"{empty:,} of {len(filled):,} images have no caption.")
@@ -65,7 +74,7 @@ def captions(
 
 
 def encode(texts: Sequence[str]) -> NDArray[np.uint8]:
-    """UTF-8 in (N, 64) bytes padded with zeros, cut between characters where it is longer."""
+    """Return UTF-8 in uint8 (N, 64), padded with zeros; longer texts are cut between characters."""
     rows = np.zeros((len(texts), CAPTION_BYTES), np.uint8)
     for row, text in zip(rows, texts, strict=True):
         data = text.encode("utf-8", "replace")[:CAPTION_BYTES].decode("utf-8", "ignore").encode()
@@ -74,23 +83,27 @@ def encode(texts: Sequence[str]) -> NDArray[np.uint8]:
 
 
 def is_cut(text: str) -> bool:
+    """Return whether `encode` cuts a text."""
     return len(text.encode("utf-8", "replace")) > CAPTION_BYTES
 
 
-def _of_class(name: str | None, template: str) -> str:
+def _class_caption(name: str | None, template: str) -> str:
     return "" if name is None else template.replace("{class}", name.replace("_", " "))
 
 
 def _beside(listing: Listing, images: Sequence[str]) -> dict[str, str]:
-    """Captions from the texts beside images, by image. Raises UserError, which counts the texts
-    that can't be read."""
+    """Return captions from the texts beside images, by image.
+
+    Raises:
+        UserError: texts cannot be read; the message has their number and the first reason.
+    """
     beside = {
         names.stem(composed(name)): name
         for suffix in reversed(CAPTION_SUFFIXES)
         for name in listing.texts
         if names.suffix(name) == suffix
     }
-    found, wrong = dict[str, str](), dict[str, UserError]()
+    found, errors = dict[str, str](), dict[str, UserError]()
     for image in images:
         name = beside.get(names.stem(image))
         if name is None:
@@ -98,10 +111,10 @@ def _beside(listing: Listing, images: Sequence[str]) -> dict[str, str]:
         try:
             found[image] = _one_line(text_of(listing.texts[name], names.one_line(name)))
         except UserError as error:
-            wrong[name] = error
-    if wrong:
-        many = f"{len(wrong):,} captions cannot be read; the first: " if len(wrong) > 1 else ""
-        raise UserError(f"{many}{wrong[min(wrong)]}")
+            errors[name] = error
+    if errors:
+        count = f"{len(errors):,} captions cannot be read; the first: " if len(errors) > 1 else ""
+        raise UserError(f"{count}{errors[min(errors)]}")
     return found
 
 
@@ -110,12 +123,12 @@ def _one_line(text: str) -> str:
 
 
 def _from_lists(listing: Listing, file: str, column: str, notes: list[str]) -> dict[str, str]:
-    """Return by image what the lists of this name in all folders say. Raises UserError."""
+    """Return captions by image from the lists of this name in all folders. Raises UserError."""
     found = {}
     for name, data in listing.texts.items():
         folder, slash, last = name.rpartition("/")
         if last == file:
-            keys = OWN if file == OWN_LIST else (FILE_NAME, column)
+            keys = OUR_KEYS if file == OUR_LIST else (FILE_NAME, column)
             for image, caption in _pairs(names.one_line(name), data, keys, notes):
                 found[composed(folder + slash + image)] = caption
     return found
@@ -126,22 +139,22 @@ def _pairs(
 ) -> Iterator[tuple[str, str]]:
     """Yield image and caption of each line or row of a list.
 
-    A metadata file whose first row lacks the keys describes something else and is passed over,
-    unless the user chose the column.
+    A metadata file whose first row lacks the keys has another purpose and is ignored, unless the
+    user chose the column. Raises UserError.
     """
     rows = _csv_rows(name, data) if name.endswith(".csv") else _json_rows(name, data, keys)
     for count, (where, row) in enumerate(rows):
-        if count == 0 and keys != OWN and isinstance(row, dict) and not set(keys) <= {*row}:
-            notes.append(_without(name, keys, list(row)))
+        if count == 0 and keys != OUR_KEYS and isinstance(row, dict) and not set(keys) <= {*row}:
+            notes.append(_missing_keys(name, keys, list(row)))
             return
         image, caption = [row.get(key) for key in keys] if isinstance(row, dict) else (None, None)
         if not (isinstance(image, str) and isinstance(caption, str)):
-            raise UserError(_needed(where, keys, str(row)))
+            raise UserError(_invalid_row(where, keys, str(row)))
         yield image.removeprefix("./"), _one_line(caption)
 
 
-def _without(name: str, keys: tuple[str, str], columns: Sequence[Any]) -> str:
-    """Return the note about a metadata file without a key. Raises UserError for a chosen column."""
+def _missing_keys(name: str, keys: tuple[str, str], columns: Sequence[Any]) -> str:
+    """Return the note that a metadata file lacks a key. Raises UserError for a chosen column."""
     missing = " and ".join(key for key in keys if key not in columns)
     shown = names.one_line(", ".join(map(str, columns[:10])))
     if keys[1] != Prepare().caption_column:
@@ -149,21 +162,21 @@ def _without(name: str, keys: tuple[str, str], columns: Sequence[Any]) -> str:
             f"prepare.caption_column: got {keys[1]!r}, but {name} has no {missing}; its columns "
             f"are {shown}."
         )
-    how = "; to use one as captions, set prepare.caption_column" if FILE_NAME in columns else ""
+    hint = "; to use one for captions, set prepare.caption_column" if FILE_NAME in columns else ""
     return (
-        f"{name} has no {missing}, so no captions are read from it. Its columns are {shown}{how}."
+        f"{name} has no {missing}, so no captions are read from it. Its columns are {shown}{hint}."
     )
 
 
 def _json_rows(name: str, data: bytes, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    # splitlines() would also split at U+2028, which may be part of a JSON text.
+    # str.splitlines() would also split at U+2028, which JSON allows inside a string.
     for number, line in enumerate(io.StringIO(text_of(data, name), newline=None), 1):
         where = f"{name}, line {number}"
         try:
             if line.strip():
                 yield where, json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(_needed(where, keys, line[:80])) from error
+            raise UserError(_invalid_row(where, keys, line[:80])) from error
 
 
 def _csv_rows(name: str, data: bytes) -> Iterator[tuple[str, Any]]:
@@ -171,17 +184,17 @@ def _csv_rows(name: str, data: bytes) -> Iterator[tuple[str, Any]]:
     header = text.partition("\n")[0]
     try:
         content = io.StringIO(text, newline="")
-        separator = max(SEPARATORS, key=lambda mark: _weigh(header, mark))
+        separator = max(SEPARATORS, key=lambda mark: _rank(header, mark))
         reader = csv.DictReader(content, delimiter=separator, skipinitialspace=True, strict=True)
         for row in reader:
             where = f"{name}, line {reader.line_num}"
             yield where, row
     except csv.Error as error:
-        raise UserError(f"{where}: not CSV from here on: {error}.") from error
+        raise UserError(f"{where}: invalid CSV: {error}.") from error
 
 
 def _csv_text(name: str, data: bytes) -> str:
-    """Return the text of a CSV file; of one that lists no images whatever its encoding."""
+    """Return the text of a CSV file. One that lists no images may have any encoding."""
     try:
         return text_of(data, name)
     except UserError:
@@ -190,8 +203,8 @@ def _csv_text(name: str, data: bytes) -> str:
         return data.decode("utf-8", "replace")
 
 
-def _weigh(header: str, separator: str) -> tuple[bool, int]:
-    """Order separators: the one that gives the column of files, then the one of most columns."""
+def _rank(header: str, separator: str) -> tuple[bool, int]:
+    """Rank a separator by whether the header then has a column of files, then by its columns."""
     try:
         columns = next(csv.reader([header], delimiter=separator, skipinitialspace=True), [])
     except csv.Error:
@@ -199,7 +212,6 @@ def _weigh(header: str, separator: str) -> tuple[bool, int]:
     return FILE_NAME in columns, len(columns)
 
 
-def _needed(where: str, keys: Sequence[str], found: str) -> str:
-    wanted = ", ".join(f'"{key}": "..."' for key in keys)
-    shown = names.shown(found[:80])
-    return f"{where}: {{{wanted}}} is needed, both of them texts; {shown!r} was found."
+def _invalid_row(where: str, keys: Sequence[str], found: str) -> str:
+    expected = ", ".join(f'"{key}": "..."' for key in keys)
+    return f"{where}: got {names.shown(found[:80])!r}; must be {{{expected}}}, both texts."

@@ -1,109 +1,144 @@
-"""The verb check-data: what a folder of pictures holds, what is wrong with it, what to do."""
+"""The verb check-data: report what a source contains, its problems, and settings to start from."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.cells import cell_len
 
 from ddpm_core import console
-from ddpm_core.config import Config, Prepare
+from ddpm_core.config import Config, Prepare, yaml_text
 from ddpm_core.data import names
-from ddpm_core.data.captions import captions, written
-from ddpm_core.data.examine import Examined, examine
-from ddpm_core.data.findings import SIDES, DataReport, class_totals, lines
-from ddpm_core.data.layout import Layout, arrange
-from ddpm_core.data.pool import chunked, spread, workers_for
-from ddpm_core.data.rejected import in_order, refuse_nothing
+from ddpm_core.data.captions import add_class_captions, read_captions
+from ddpm_core.data.layout import Layout, find_layout
+from ddpm_core.data.rejected import SHOWN, require_images, sorted_by_name
 from ddpm_core.data.sources.base import Entry, Listing, Rejection, Source
-from ddpm_core.data.sources.cifar import recognise
 from ddpm_core.data.sources.download import KNOWN
-from ddpm_core.data.sources.open import open_source
+from ddpm_core.data.sources.open import open_source, recognise
 from ddpm_core.data.split import untrainable
+from ddpm_core.data.workers import Inspected, chunked, inspect_images, map_chunks, workers_for
 from ddpm_core.errors import UserError
+from ddpm_core.text import counted
 
-IMBALANCE = 3.0  # of the largest class to the smallest, from where on it is told
+IMBALANCE = 3.0  # ratio of the largest class to the smallest above which the report mentions it
+SIDES = (8, 16, 32, 64, 128, 256, 512, 1024)  # pixels; bins for the shorter sides
+_BAR = 40  # characters
+_COPIES = 5  # names shown of a group of copies
+_HEADINGS = {"train": "train", "holdout": "held out", "undecided": "images"}
+
+
+@dataclass(slots=True)
+class DataReport:
+    """What `check_data` found. Counts are of usable images; sizes are pixels of upright images.
+
+    `splits` maps train, holdout or undecided (prepare will split them) to counts by class.
+    `sides` maps the lower end of a bin to the number of shorter sides in it. `copies` lists groups
+    of images with the same content. `suggested` are settings for params.yaml.
+    """
+
+    source: str
+    count: int = 0
+    splits: dict[str, dict[str, int]] = field(default_factory=dict)
+    sides: dict[int, int] = field(default_factory=dict)
+    smallest: tuple[int, int] = (0, 0)
+    largest: tuple[int, int] = (0, 0)
+    median_side: int = 0
+    far_from_square: int = 0
+    stored: dict[str, int] = field(default_factory=dict)
+    rejected: list[Rejection] = field(default_factory=list)
+    copies: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    suggested: dict[str, Any] = field(default_factory=dict)
 
 
 def check_data(source: str | Path, settings: Prepare | None = None) -> DataReport:
-    """Look at every image of a source, print what there is to stdout, and return it.
+    """Inspect every image of a source, print a report to stdout, and return it.
 
-    Takes all that prepare.source takes, and reads it by the other `settings`. Raises UserError
-    where there is nothing to look at.
+    `source` may be anything that prepare.source may be. `settings` are the other settings of
+    prepare.
+
+    Raises:
+        UserError: the source cannot be read or contains no images.
     """
-    # A path is one, also that of a folder that is called digits.
+    # A Path is a file or folder, even if it is called digits.
     source = source if isinstance(source, str) else str(source.absolute())
     settings = (settings or Prepare()).model_copy(update={"source": source})
-    # A known archive is looked for where prepare puts it; nothing is written there.
-    kept = Path(Config().workspace) if source in KNOWN else None
+    # Read a known archive from where prepare stores it; nothing is written there.
+    downloads = Path(Config().workspace) if source in KNOWN else None
     with (
-        tempfile.TemporaryDirectory(prefix="ddpm-check-data-") as place,
-        open_source(settings, kept or Path(place)) as opened,
+        tempfile.TemporaryDirectory(prefix="ddpm-check-data-") as scratch,
+        open_source(settings, downloads or Path(scratch)) as opened,
     ):
-        pictures, listing = recognise(opened)
-        refuse_nothing(listing, settings)
-        layout = arrange(listing)
-        texts = _captions(listing, layout, settings)
-        examined = _examine_all(pictures, listing.pictures)
-    report = summarise(source, listing, layout, examined)
-    given = settings.model_dump(mode="json", exclude_defaults=True)
-    report.suggested["prepare"] = given | report.suggested["prepare"]
-    if report.count and all(texts[item.position] for item in examined if not item.reason):
+        recognised, listing = recognise(opened)
+        require_images(listing, settings)
+        layout = find_layout(listing)
+        texts = _read_captions(listing, layout, settings)
+        inspected = _inspect_all(recognised, listing.images)
+    report = build_report(source, listing, layout, inspected)
+    changed = settings.model_dump(mode="json", exclude_defaults=True)
+    report.suggested["prepare"] = changed | report.suggested["prepare"]
+    if report.count and all(texts[item.position] for item in inspected if not item.reason):
         report.suggested["model"]["conditioning"] = "text"
-    print(console.printable("\n".join(lines(report))))
+    print(console.printable("\n".join(format_report(report))))
     return report
 
 
-def _captions(listing: Listing, layout: Layout, settings: Prepare) -> list[str | None]:
-    """Return the written caption of each image, and note what prepare would say of captions."""
+def _read_captions(listing: Listing, layout: Layout, settings: Prepare) -> list[str | None]:
+    """Return the captions in the source; add what prepare would report about them to the notes."""
     try:
-        texts = written(listing, settings.caption_column, layout.notes)
+        texts = read_captions(listing, settings.caption_column, layout.notes)
     except UserError as error:
-        layout.notes.append(f"prepare stops: {error}")
-        return [None] * len(listing.pictures)
-    captions(texts, layout.classes, settings.caption, layout.notes)
+        layout.notes.append(f"prepare would fail: {error}")
+        return [None] * len(listing.images)
+    add_class_captions(texts, layout.classes, settings.caption, layout.notes)
     return texts
 
 
-def _examine_all(source: Source, entries: Sequence[Entry]) -> list[Examined]:
-    found: list[Examined] = []
-    count = workers_for(entries, "auto")
+def _inspect_all(source: Source, entries: Sequence[Entry]) -> list[Inspected]:
+    """Inspect all images, in one or several processes; returns them in the order of `entries`."""
+    found: list[Inspected] = []
+    workers = workers_for(entries, "auto")
     with console.progress("check", len(entries), "images") as advance:
-        for done in spread(examine, (), chunked(source.read(entries), 0), count):
+        for done in map_chunks(inspect_images, (), chunked(source.read(entries), 0), workers):
             found += done
             advance(len(done))
     return sorted(found, key=lambda item: item.position)
 
 
-def summarise(
-    source: str, listing: Listing, layout: Layout, examined: Sequence[Examined]
+def build_report(
+    source: str, listing: Listing, layout: Layout, inspected: Sequence[Inspected]
 ) -> DataReport:
-    """Counts, sizes, copies and advice from what is known of each picture."""
+    """Return the report on a source from the facts of each image."""
     report = DataReport(source, notes=list(layout.notes))
-    used = [item for item in examined if not item.reason]
+    used = [item for item in inspected if not item.reason]
     report.count = len(used)
-    report.rejected = in_order(
+    report.rejected = sorted_by_name(
         listing.rejected
-        + [Rejection(listing.pictures[i.position].name, i.reason) for i in examined if i.reason]
+        + [Rejection(listing.images[i.position].name, i.reason) for i in inspected if i.reason]
     )
     if used:
         _measure(report, np.array([(item.width, item.height) for item in used]))
     report.stored = dict(Counter(item.stored for item in used).most_common())
-    report.splits = _by_split(layout, used)
-    report.copies = _copies(listing, used)
+    report.splits = _count_splits(layout, used)
+    report.copies = _group_copies(listing, used)
     reason = untrainable([layout.held_out[item.position] for item in used])
-    report.notes += [f"prepare stops: {reason}."] if reason else []
+    report.notes += [f"prepare would fail: {reason}."] if reason else []
     report.notes += _advice(report, listing)
     report.suggested = suggest(report)
     return report
 
 
 def _measure(report: DataReport, sizes: NDArray[np.int64]) -> None:
+    """Fill in the facts about sizes (N, 2): width and height."""
     sides = sizes.min(axis=1)
     bins = Counter(max((s for s in SIDES if s <= side), default=0) for side in sides.tolist())
     report.sides = dict(sorted(bins.items()))
@@ -114,7 +149,7 @@ def _measure(report: DataReport, sizes: NDArray[np.int64]) -> None:
     report.far_from_square = int((sizes.max(axis=1) > 2 * sides).sum())
 
 
-def _by_split(layout: Layout, used: Sequence[Examined]) -> dict[str, dict[str, int]]:
+def _count_splits(layout: Layout, used: Sequence[Inspected]) -> dict[str, dict[str, int]]:
     label = {False: "train", True: "holdout", None: "undecided"}
     splits: dict[str, Counter[str]] = {}
     for item in used:
@@ -125,54 +160,125 @@ def _by_split(layout: Layout, used: Sequence[Examined]) -> dict[str, dict[str, i
     }
 
 
-def _copies(listing: Listing, used: Sequence[Examined]) -> list[list[str]]:
+def _group_copies(listing: Listing, used: Sequence[Inspected]) -> list[list[str]]:
     groups: dict[bytes, list[str]] = {}
     for item in used:
-        groups.setdefault(item.digest, []).append(names.shown(listing.pictures[item.position].name))
+        groups.setdefault(item.digest, []).append(names.shown(listing.images[item.position].name))
     return [group for group in groups.values() if len(group) > 1]
 
 
+def class_totals(report: DataReport) -> dict[str, int]:
+    """Return the number of images of each class in all splits."""
+    totals: Counter[str] = Counter()
+    for counts in report.splits.values():
+        totals.update({name: n for name, n in counts.items() if name})
+    return dict(totals)
+
+
 def _advice(report: DataReport, listing: Listing) -> list[str]:
+    """Return messages about imbalance, rejections, shapes and ignored files."""
     advice = []
-    per_class = class_totals(report)
-    if len(per_class) > 1 and max(per_class.values()) > IMBALANCE * min(per_class.values()):
-        most, least = (
-            max(per_class, key=per_class.__getitem__),
-            min(per_class, key=per_class.__getitem__),
-        )
+    totals = class_totals(report)
+    if len(totals) > 1 and max(totals.values()) > IMBALANCE * min(totals.values()):
+        most, least = max(totals, key=totals.__getitem__), min(totals, key=totals.__getitem__)
         advice.append(
-            f"Unbalanced: {per_class[most]:,} pictures of {most}, {per_class[least]:,} of {least}."
+            f"Unbalanced classes: {totals[most]:,} images of {most}, {totals[least]:,} of {least}."
         )
     share = len(report.rejected) / max(1, report.count + len(report.rejected))
     if share > Prepare().max_rejected:
         advice.append(
-            f"{share:.1%} of the pictures are unusable: prepare stops above "
-            f"prepare.max_rejected, {Prepare().max_rejected:g}."
+            f"{share:.1%} of the images are unusable: prepare would fail, because this is more "
+            f"than prepare.max_rejected={Prepare().max_rejected:g}."
         )
     if report.far_from_square > report.count / 10:
         advice.append(
-            f"{report.far_from_square:,} pictures are more than twice as long as wide: "
-            "prepare.resize=crop loses half of them or more, pad keeps all."
+            f"{report.far_from_square:,} images are more than twice as long as wide: "
+            "prepare.resize=crop loses at least half of each, pad keeps everything."
         )
     if listing.ignored:
         kinds = ", ".join(f"{n:,} .{kind}" for kind, n in listing.ignored.most_common(5))
-        advice.append(f"Files that are no pictures are passed over: {kinds}.")
+        advice.append(f"Ignored files that are not images: {kinds}.")
     return advice
 
 
 def suggest(report: DataReport) -> dict[str, Any]:
-    """Params to start from: an image size that most pictures have, and a network that fits it."""
+    """Return settings to start from: an image size that most images have, and a network for it."""
     fitting = [s for s in (16, 32, 64) if report.median_side >= s]
     size = fitting[-1] if fitting else 16
-    network = {16: [1, 2, 2], 32: [1, 2, 2, 2], 64: [1, 2, 3, 4]}[size]
-    several = len(class_totals(report)) > 1
+    multipliers = {16: [1, 2, 2], 32: [1, 2, 2, 2], 64: [1, 2, 3, 4]}[size]
     return {
         "prepare": {"source": report.source, "image_size": size},
         "model": {
             "channels": 32 if size == 16 else 64,
-            "multipliers": network,
+            "multipliers": multipliers,
             "attention": [8 if size == 16 else 16],
-            "conditioning": "class" if several else "none",
+            "conditioning": "class" if len(class_totals(report)) > 1 else "none",
         },
         "train": {"batch_size": max(1, min(64, report.count // 4))},
     }
+
+
+def format_report(report: DataReport) -> list[str]:
+    """Return the lines of a report to print."""
+    classes = class_totals(report)
+    text = [f"{report.source}: {counted(report.count, 'image')}, {counted(len(classes), 'class')}"]
+    text += _class_table(report)
+    if report.count:
+        text += _size_histogram(report)
+        text.append("stored as: " + ", ".join(f"{k} {n:,}" for k, n in report.stored.items()))
+    text += _section("unusable", [f"{r.name}: {r.reason}" for r in report.rejected])
+    text += _section("exact copies", [_format_copies(group) for group in report.copies])
+    text += [f"note: {note}" for note in report.notes]
+    suggested = [
+        f"  {section}: {{{', '.join(f'{key}: {_yaml(value)}' for key, value in values.items())}}}"
+        for section, values in report.suggested.items()
+    ]
+    return [*map(names.one_line, text), "params to start from:", *suggested]
+
+
+def _format_copies(group: Sequence[str]) -> str:
+    more = f" and {len(group) - _COPIES:,} more" if len(group) > _COPIES else ""
+    return " = ".join(group[:_COPIES]) + more
+
+
+def _yaml(value: Any) -> str:
+    """Return a value as YAML, with quotes if a text would be read as another type."""
+    if not isinstance(value, str):
+        return str(value)
+    with suppress(ValueError):
+        if yaml_text.value(f"[{value}]") == [value]:
+            return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _class_table(report: DataReport) -> list[str]:
+    """Return a table of classes and splits, aligned for scripts with wide letters too."""
+    splits = list(report.splits)
+    width = max([cell_len(name) for name in class_totals(report)] + [8])
+    table = ["  " + " " * width + "".join(f"{_HEADINGS[split]:>11}" for split in splits)]
+    for name in sorted({name for counts in report.splits.values() for name in counts}):
+        cells = "".join(f"{report.splits[split].get(name, 0):>11,}" for split in splits)
+        shown = name or "(none)"
+        table.append(f"  {shown}{' ' * (width - cell_len(shown))}{cells}")
+    return table
+
+
+def _size_histogram(report: DataReport) -> list[str]:
+    most = max(report.sides.values())
+    text = [
+        f"sizes: {report.smallest[0]} x {report.smallest[1]} to {report.largest[0]} x "
+        f"{report.largest[1]}, median of the shorter side {report.median_side}; shorter sides:"
+    ]
+    for low, count in report.sides.items():
+        high = next((side - 1 for side in SIDES if side > low), None)
+        label = f"{low}-{high}" if high is not None else f"{low} and more"
+        text.append(f"  {label:>13} {count:>9,} {'#' * max(1, count * _BAR // most)}")
+    return text
+
+
+def _section(title: str, items: list[str]) -> list[str]:
+    """Return a title with the number of items, and the first of them."""
+    if not items:
+        return [f"{title}: none"]
+    more = [f"  and {len(items) - SHOWN:,} more"] if len(items) > SHOWN else []
+    return [f"{title}: {len(items):,}", *(f"  {item}" for item in items[:SHOWN]), *more]

@@ -1,4 +1,4 @@
-"""The packed data set that training, sampling and evaluation read."""
+"""Open the packed arrays in data/, which training, sampling and evaluation read."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ PREFIX: dict[str, str] = {"train": "", "holdout": "holdout_"}
 
 
 class PackedArray:
-    """Rows of one array that lies in one or several .npy files, read as they are asked for.
+    """One array in one or several .npy files, whose rows are read on demand.
 
-    Indexing by a number, a slice or an array of numbers gives copies in memory. Rows are read from
-    the files, not mapped, so that a process never counts the data set as its own memory.
+    Indexing by a number, a slice or an array of numbers returns a copy in memory. Rows are read
+    and not memory-mapped, because mapped pages would count as memory of the process.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -40,7 +40,10 @@ class PackedArray:
         if any(
             (head.shape[1:], head.dtype) != (row, self.dtype) or not head.shape for head in heads
         ):
-            raise Corrupt(f"{files[0].name} and its parts hold rows of several kinds.")
+            raise Corrupt(
+                f"{files[0].name} and its parts have different row shapes or types. Run "
+                "`ddpm prepare` again."
+            )
         self.starts = np.cumsum([0, *(head.shape[0] for head in heads)])
         self.shape = (int(self.starts[-1]), *row)
         self._heads = heads
@@ -65,22 +68,29 @@ class PackedArray:
         return rows
 
     def take(self, indices: Indices) -> NDArray[Any]:
-        """Rows in the order of `indices`, which may repeat; negative ones count from the end."""
+        """Return rows in the order of `indices`; negative indices count from the end.
+
+        Raises IndexError, or Corrupt if a file became shorter.
+        """
         wanted = np.where(indices < 0, indices + len(self), indices).astype(np.int64)
         if len(wanted) and not (np.min(wanted) >= 0 and np.max(wanted) < len(self)):
-            raise IndexError(f"indices up to {np.max(indices)} of an array of {len(self)} rows")
+            raise IndexError(f"index {np.max(indices)} is out of range: array of {len(self)} rows")
         rows = np.empty((len(wanted), *self.shape[1:]), self.dtype)
         parts = np.searchsorted(self.starts, wanted, side="right") - 1
         for row, (index, part) in enumerate(zip(wanted.tolist(), parts.tolist(), strict=True)):
             offset = self._heads[part].offset + (index - int(self.starts[part])) * self._row_bytes
             data = os.pread(self._files[part].fileno(), self._row_bytes, offset)
             if len(data) < self._row_bytes:
-                raise Corrupt("The prepared data became shorter while they were read.")
+                raise Corrupt(
+                    f"{DATA}/{Path(self._files[part].name).name} became shorter while it was read. "
+                    "Run `ddpm prepare` again."
+                )
             rows[row] = np.frombuffer(data, self.dtype).reshape(self.shape[1:])
         return rows
 
 
-# What training and every score go by, which a hand may have changed in the manifest.
+# The facts of a manifest that training and every score depend on. The manifest has a checksum of
+# them, to detect that somebody edited it.
 BOUND = (
     "fingerprint",
     "holdout_fingerprint",
@@ -93,29 +103,29 @@ BOUND = (
 )
 
 
-class Prepared(Schema):
-    """The manifest of prepared data."""
+class DataManifest(Schema):
+    """The manifest of prepared data, data/manifest.json."""
 
     fingerprint: str
     holdout_fingerprint: str
     image_size: Annotated[int, Field(ge=1, le=2**16)]
     channels: Literal[1, 3]
-    classes: list[InstanceOf[str]]  # of file names, which may be no UTF-8
+    classes: list[InstanceOf[str]]  # not str: pydantic rejects names that are not valid UTF-8
     class_counts: list[Count]
     holdout_class_counts: list[Count]
     arrays: dict[str, list[str]]
     files: dict[str, FileRecord]
-    bound: str | None = None  # of BOUND; data of earlier versions have none
+    bound: str | None = None  # checksum of BOUND; earlier versions wrote none
     source: dict[str, Any] | None = None
     prepare: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """One split: uint8 images (N, H, W, C), a label each, and captions where there are any.
+    """One split: images uint8 (N, H, W, C), labels int64 (N,), and captions or None.
 
-    `classes` is empty where the source had none; then every label is 0. `captions` is uint8
-    (N, 64), UTF-8 padded with zeros, or None. `class_counts` are those of this split.
+    `captions` is uint8 (N, 64): UTF-8 padded with zeros. If the source has no classes, `classes` is
+    empty and every label is 0. `class_counts` and `fingerprint` are those of this split.
     """
 
     images: PackedArray
@@ -128,7 +138,7 @@ class PackedDataset:
         return len(self.images)
 
     def take(self, indices: Indices) -> NDArray[np.uint8]:
-        """Images (B, H, W, C) uint8 in the order of `indices`, copied into memory."""
+        """Return a copy of the images, uint8 (B, H, W, C), in the order of `indices`."""
         return self.images.take(indices)
 
     @property
@@ -153,7 +163,7 @@ class PackedDataset:
 
 
 def open_dataset(workspace: Workspace, split: Split = "train") -> PackedDataset:
-    """The prepared images of a workspace. Raises UserError where there are none, or not all."""
+    """Open a split of the prepared images. Raises UserError if they are missing or damaged."""
     manifest = _manifest(workspace)
     folder = workspace.path(DATA)
     arrays = manifest["arrays"]
@@ -162,12 +172,15 @@ def open_dataset(workspace: Workspace, split: Split = "train") -> PackedDataset:
         key = PREFIX[split] + stem
         names = arrays.get(key)
         if not names:
-            raise Corrupt(f"The manifest of the prepared data names no {key}: prepare them again.")
+            raise Corrupt(f"{DATA}/{MANIFEST} lists no {key}. Run `ddpm prepare` again.")
         for name in names:
             must_be_inside(DATA, name)
         array = PackedArray([folder / name for name in names])
         if array.dtype != dtype or array.shape[1:] != row:
-            raise Corrupt(f"The prepared {key} are {array.dtype} of {array.shape}: prepare again.")
+            raise Corrupt(
+                f"The prepared {key} are {array.dtype} {array.shape}; must be {np.dtype(dtype)} "
+                f"rows of shape {row}. Run `ddpm prepare` again."
+            )
         return array
 
     size, channels = manifest["image_size"], manifest["channels"]
@@ -176,46 +189,55 @@ def open_dataset(workspace: Workspace, split: Split = "train") -> PackedDataset:
     captions = None
     if PREFIX[split] + "captions" in arrays:
         captions = array("captions", np.uint8, CAPTION_BYTES)[:]
-    _must_agree(manifest, split, len(images), labels, captions)
+    _check_consistency(manifest, split, len(images), labels, captions)
     return PackedDataset(images, labels, captions, split, manifest)
 
 
-def _must_agree(
+def _check_consistency(
     manifest: dict[str, Any], split: Split, count: int, labels: Indices, captions: Any
 ) -> None:
-    """Raise Corrupt where arrays of a split have other lengths, or labels are of no class."""
+    """Raise Corrupt if arrays of a split differ in length, or labels or counts are invalid."""
     classes = max(1, len(manifest["classes"]))
     counts = manifest[PREFIX[split] + "class_counts"]
     lengths = {count, len(labels)} | ({len(captions)} if captions is not None else set())
     if len(lengths) > 1 or not ((labels >= 0) & (labels < classes)).all():
-        raise Corrupt(f"The prepared data of {split} don't fit each other: prepare them again.")
+        raise Corrupt(
+            f"The prepared arrays of {split} do not match each other, or have invalid labels. Run "
+            "`ddpm prepare` again."
+        )
     if manifest["classes"] and (len(counts) != classes or sum(counts) != count):
-        raise Corrupt(f"The prepared classes of {split} are counted wrong: prepare them again.")
+        raise Corrupt(
+            f"The class counts of {split} in {DATA}/{MANIFEST} are wrong. Run `ddpm prepare` again."
+        )
 
 
 def data_fingerprint(workspace: Workspace) -> str:
-    """That of the training images, without fetching them. Raises UserError as open_dataset does."""
+    """Return the fingerprint of the training split without fetching the images from S3.
+
+    Raises UserError as `open_dataset` does.
+    """
     return str(_manifest(workspace)[PREFIX["train"] + "fingerprint"])
 
 
-def bound(facts: dict[str, Any]) -> str:
-    """A fingerprint of the facts that belong together, to be put beside them."""
+def checksum_of_facts(facts: dict[str, Any]) -> str:
+    """Return the fingerprint of the facts in BOUND, which the manifest records."""
     return fingerprint_of({key: facts[key] for key in BOUND})
 
 
-def was_changed(manifest: dict[str, Any]) -> bool:
-    """Whether a Prepared manifest says something else than what was written with the arrays."""
-    return manifest.get("bound") not in (None, bound(manifest))
+def was_edited(manifest: dict[str, Any]) -> bool:
+    """Return whether the facts in BOUND differ from those written with the arrays."""
+    return manifest.get("bound") not in (None, checksum_of_facts(manifest))
 
 
 def _manifest(workspace: Workspace) -> dict[str, Any]:
-    manifest = workspace.read_json(f"{DATA}/{MANIFEST}", Prepared)
+    """Return the manifest of the prepared data. Raises UserError."""
+    manifest = workspace.read_json(f"{DATA}/{MANIFEST}", DataManifest)
     if not manifest:
-        raise UserError(f"There are no prepared data in {workspace.uri}: run `ddpm prepare` first.")
-    if was_changed(manifest):
+        raise UserError(f"There are no prepared data in {workspace.uri}. Run `ddpm prepare` first.")
+    if was_edited(manifest):
         raise Corrupt(
-            f"{DATA}/{MANIFEST} was changed after it was written, and may stand for other data: "
-            "run `ddpm prepare` again."
+            f"{DATA}/{MANIFEST} was edited after prepare wrote it, so it may not match the arrays. "
+            "Run `ddpm prepare` again."
         )
     missing = workspace.damage(DATA, manifest)
     if missing:

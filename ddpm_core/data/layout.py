@@ -1,4 +1,4 @@
-"""What the folders of a source mean: which are splits, which are classes."""
+"""Find splits and classes in the folder names of a source."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ddpm_core.data.sources.base import CLASS_SUFFIX, Listing, Rejection
 from ddpm_core.storage.files import text_of
 
 Parts = tuple[str, ...]
+# Folder names of splits, and whether their images are held out.
 HELD_OUT = {
     **dict.fromkeys(("train", "training"), False),
     **dict.fromkeys(("test", "testing", "val", "valid", "validation"), True),
@@ -19,56 +20,57 @@ HELD_OUT = {
 
 
 @dataclass(slots=True)
-class Place:
-    """The meaning of one folder; `held_out` is None where the content is to decide."""
+class FolderMeaning:
+    """What a folder says about its images."""
 
-    name: str | None  # of the class
-    held_out: bool | None
-    split: str  # the top folder that is one, or ""
+    class_name: str | None
+    held_out: bool | None  # None: decided by the content of each image
+    split: str  # the top folder that is a split, or ""
 
 
 @dataclass(slots=True)
 class Layout:
-    """Class name and split of each picture of a listing, and what is to be told about them."""
+    """Class and split of each image of a listing, and messages for the user."""
 
-    meaning: Meaning
+    rules: FolderRules
     classes: list[str | None] = field(default_factory=list)
     held_out: list[bool | None] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def arrange(listing: Listing) -> Layout:
-    """Read classes and splits off the folders.
+def find_layout(listing: Listing) -> Layout:
+    """Return the class and split of each image, from the names of its folders.
 
-    Folders around everything are passed over. Top folders with a name of HELD_OUT are splits;
-    below, the first folder is the class, and deeper ones belong to it. A source whose pictures for
-    training mostly lie outside of folders has no classes; otherwise those that do are rejected.
+    Folders that contain everything have no meaning. Below them, folders named as in HELD_OUT are
+    splits, the next folder is the class, and deeper folders belong to the class. If most training
+    images are in no class folder, the source has no classes. Otherwise such images are rejected:
+    they are removed from `listing.images`.
     """
     notes = list(listing.notes)
-    meaning = Meaning(listing, notes)
-    layout = Layout(meaning, notes=notes)
+    rules = FolderRules(listing, notes)
+    layout = Layout(rules, notes=notes)
     lists, labels = _file_lists(listing), _labels(listing)
-    found = [meaning.place(_parent(entry.name)) for entry in listing.pictures]
-    for entry, place in zip(listing.pictures, found, strict=True):
-        layout.classes.append(labels.get(names.stem(entry.name)) or place.name)
-        layout.held_out.append(lists.get(entry.name, place.held_out))
-    _drop_classes(layout)
-    _leave_out_unlabelled(listing, layout, [place.split for place in found])
+    found = [rules.meaning(_parent(entry.name)) for entry in listing.images]
+    for entry, meaning in zip(listing.images, found, strict=True):
+        layout.classes.append(labels.get(names.stem(entry.name)) or meaning.class_name)
+        layout.held_out.append(lists.get(entry.name, meaning.held_out))
+    _drop_rare_classes(layout)
+    _omit_unlabelled_splits(listing, layout, [meaning.split for meaning in found])
     _reject_strays(listing, layout)
-    layout.notes += _empty_folders(listing, meaning, layout)
-    layout.notes += _differ_by_case(layout)
+    layout.notes += _empty_class_notes(listing, layout)
+    layout.notes += _case_notes(layout)
     return layout
 
 
 def select(listing: Listing, layout: Layout, rows: Sequence[int]) -> None:
-    """Keep some pictures alone, in both."""
-    listing.pictures = [listing.pictures[row] for row in rows]
+    """Keep only the images at these positions, in both the listing and its layout."""
+    listing.images = [listing.images[row] for row in rows]
     layout.classes = [layout.classes[row] for row in rows]
     layout.held_out = [layout.held_out[row] for row in rows]
 
 
-def _drop_classes(layout: Layout) -> None:
-    """Where most pictures for training have none."""
+def _drop_rare_classes(layout: Layout) -> None:
+    """Drop all classes if most training images have none."""
     named = zip(layout.classes, layout.held_out, strict=True)
     training = [name for name, held in named if not held] or layout.classes
     if training.count(None) <= len(training) / 2:
@@ -76,53 +78,52 @@ def _drop_classes(layout: Layout) -> None:
     dropped = sorted({name for name in layout.classes if name is not None})
     if dropped:
         layout.notes.append(
-            "Most pictures for training lie in no folder of a class, so there are no classes; all "
-            f"are used, those in {_several(dropped)} too."
+            "Most training images are in no class folder, so the data have no classes. All images "
+            f"are used, also those in {_first_names(dropped)}."
         )
     layout.classes = [None] * len(layout.classes)
 
 
-def _leave_out_unlabelled(listing: Listing, layout: Layout, splits: Sequence[str]) -> None:
-    """A held-out split that has no classes, where others have: the test pictures of a contest."""
+def _omit_unlabelled_splits(listing: Listing, layout: Layout, splits: Sequence[str]) -> None:
+    """Omit a held-out split without classes if others have them: the test set of a contest."""
     labelled = {split for split, name in zip(splits, layout.classes, strict=True) if name}
     out = {row for row, held in enumerate(layout.held_out) if held and splits[row] not in labelled}
     if not labelled or not out:
         return
     rows = [row for row in range(len(splits)) if row not in out]
     select(listing, layout, rows)
-    told = "they are left out"
+    effect = "They are left out"
     if not any(layout.held_out):
         layout.held_out = [None] * len(rows)
-        told += ", and others are held out by their content"
-    where = _several(sorted({splits[row] for row in out}))
+        effect += ", and some training images are held out instead"
+    where = _first_names(sorted({splits[row] for row in out}))
     layout.notes.append(
-        f"The {len(out):,} pictures in {where} have no classes, unlike those for training: {told}."
+        f"The {len(out):,} images in {where} have no classes, unlike the training images. {effect}."
     )
 
 
-def _several(found: Sequence[str]) -> str:
+def _first_names(found: Sequence[str]) -> str:
     return ", ".join(names.shown(name) for name in found[:5]) + (" ..." if len(found) > 5 else "")
 
 
 def _reject_strays(listing: Listing, layout: Layout) -> None:
+    """Reject images without a class if others have one."""
     strays = {row for row, name in enumerate(layout.classes) if name is None}
     if strays and len(strays) < len(layout.classes):
-        reason = "lies beside the class folders, so it has no class"
-        listing.rejected += [
-            Rejection(listing.pictures[row].name, reason) for row in sorted(strays)
-        ]
-        rows = [row for row in range(len(listing.pictures)) if row not in strays]
+        reason = "has no class: it is not in a class folder"
+        listing.rejected += [Rejection(listing.images[row].name, reason) for row in sorted(strays)]
+        rows = [row for row in range(len(listing.images)) if row not in strays]
         select(listing, layout, rows)
 
 
-class Meaning:
-    """The rules for folders, worked out from those that hold pictures, and how many each."""
+class FolderRules:
+    """Which folders of a source are splits and classes, given the number of images in each."""
 
     def __init__(self, listing: Listing, notes: list[str]) -> None:
         self._archives = {entry.name for entry in listing.archives}
-        self._places: dict[str, Place] = {}
+        self._meanings: dict[str, FolderMeaning] = {}
         folders: Counter[Parts] = Counter()
-        for parent, count in Counter(_parent(e.name) for e in listing.pictures).items():
+        for parent, count in Counter(_parent(e.name) for e in listing.images).items():
             folders[self._parts(parent)] += count
         self.outer = _wrappers(folders)
         self.splits = _splits({folder[self.outer :] for folder in folders}, notes)
@@ -132,45 +133,49 @@ class Meaning:
         self.inner = _wrappers(inside)
         self.prefix = max(folders, key=len)[: self.outer] if folders else ()
 
-    def place(self, folder: str) -> Place:
-        if folder not in self._places:
-            self._places[folder] = self._placed(self._parts(folder))
-        return self._places[folder]
+    def meaning(self, folder: str) -> FolderMeaning:
+        """Return what a folder says about its images."""
+        if folder not in self._meanings:
+            self._meanings[folder] = self._find_meaning(self._parts(folder))
+        return self._meanings[folder]
 
     def class_of(self, name: str) -> str | None:
-        """Of any file of the source, by its name."""
-        return self.place(_parent(name)).name
+        """Return the class of any file of the source."""
+        return self.meaning(_parent(name)).class_name
 
     def classes(self, folders: Iterable[str]) -> set[str]:
-        """Return the names of the folders that stand where classes stand."""
+        """Return the names of those folders that are at the level of classes."""
         found = [self._parts(name) for name in folders]
         return {names.shown(folder[-1]) for folder in found if self._is_class(folder)}
 
-    def _placed(self, folder: Parts) -> Place:
+    def _find_meaning(self, folder: Parts) -> FolderMeaning:
         inside = folder[self.outer :]
         split = inside[0] if inside and inside[0] in self.splits else ""
         held_out = HELD_OUT[split.lower()] if split else None
-        # Beside a train or test folder everything else is for training.
+        # If there is a train or test folder, all other images are for training.
         if held_out is None and self.splits:
             held_out = False
         if self.splits and not any(HELD_OUT[split.lower()] for split in self.splits):
             held_out = None
         below = self._without_split(inside)[self.inner :]
-        return Place(names.shown(below[0]) if below else None, held_out, split)
+        return FolderMeaning(names.shown(below[0]) if below else None, held_out, split)
 
     def _is_class(self, folder: Parts) -> bool:
-        """Whether a folder stands where classes stand."""
+        """Return whether a folder is at the level of classes."""
         if folder[: self.outer] != self.prefix:
             return False
         return len(self._without_split(folder[self.outer :])) == self.inner + 1
 
     def _parts(self, parent: str) -> Parts:
-        """Return the folders of a path, without those that are archives; an archive named as a
-        split, such as imagenet-val-0003.tar, is the folder of that split."""
+        """Return the folders on a path.
+
+        An archive counts as a folder only if its name contains that of a split, as in
+        imagenet-val-0003.tar.
+        """
         parts, path = list[str](), ""
         for part in parent.split("/") if parent else ():
             path += part
-            parts += _split_named(part, parts) if path in self._archives else [part]
+            parts += _split_of_archive(part, parts) if path in self._archives else [part]
             path += "/"
         return tuple(parts)
 
@@ -182,17 +187,21 @@ def _parent(name: str) -> str:
     return name.rpartition("/")[0]
 
 
-def _split_named(archive: str, folders: Sequence[str]) -> list[str]:
-    """The split that an archive's name has as its only one, unless it lies in a split's folder."""
+def _split_of_archive(archive: str, folders: Sequence[str]) -> list[str]:
+    """Return the split in an archive's name, as a list of at most one.
+
+    The list is empty if the name contains several, or if a folder on its path is a split.
+    """
     found = {*re.split(r"[^a-z]+", archive.lower())} & {*HELD_OUT}
     inside = any(folder.lower() in HELD_OUT for folder in folders)
     return list(found) if len(found) == 1 and not inside else []
 
 
 def _wrappers(folders: Mapping[Parts, int]) -> int:
-    """How many levels hold one folder each, which is no split and has most of its pictures deeper.
+    """Return the number of levels with a single folder that contains everything.
 
-    Those on the way are strays, unless all others are of one class, which then has them too.
+    Such a folder is not a split, and most of its images are in deeper folders. Images directly in
+    it are strays, unless all images are of one class, which then includes them.
     """
     depth = 0
     while True:
@@ -207,33 +216,37 @@ def _wrappers(folders: Mapping[Parts, int]) -> int:
 
 
 def _splits(folders: set[Parts], notes: list[str]) -> set[str]:
-    """The top folders that are splits. A lone `train` full of pictures beside others is a class."""
+    """Return the top folders that are splits.
+
+    A folder such as `train` with images directly in it, beside folders that are not splits, is a
+    class.
+    """
     tops = {folder[0] if folder else "" for folder in folders}
     splits = {top for top in tops if top.lower() in HELD_OUT}
     flat = all(len(folder) == 1 for folder in folders if folder and folder[0] in splits)
-    # Pictures beside splits with classes are strays.
+    # Images beside splits with classes are strays.
     others = sorted(tops - splits - (set() if flat else {""}))
     if not splits or not others:
         return splits
     shown = ", ".join(names.shown(name) or "the top folder itself" for name in others[:5])
     if flat and len({HELD_OUT[split.lower()] for split in splits}) == 1:
         notes.append(
-            f"The folders {', '.join(sorted(splits))} are taken for classes, as they hold pictures "
-            f"beside other folders that do: {shown}."
+            f"The folders {', '.join(sorted(splits))} are used as classes, not as splits, because "
+            f"these folders beside them contain images too: {shown}."
         )
         return set()
     notes.append(
-        f"Beside the splits {', '.join(sorted(splits))} there are more pictures, taken for "
-        f"training, in: {shown}."
+        f"Images outside the splits {', '.join(sorted(splits))} are used for training; they are "
+        f"in: {shown}."
     )
     return splits
 
 
 def _file_lists(listing: Listing) -> dict[str, bool]:
-    """The first split of the Describable Textures Dataset, by picture, where its lists are there.
+    """Return whether an image is held out, by image, from the lists of the first split of DTD.
 
-    labels/train1.txt, val1.txt and test1.txt hold lines such as banded/banded_0002.jpg, below
-    images/. Training and validation train; the test pictures are held out.
+    In the Describable Textures Dataset, labels/train1.txt, val1.txt and test1.txt contain lines
+    such as banded/banded_0002.jpg, relative to images/. Only the test images are held out.
     """
     assigned = {}
     for name, text in listing.texts.items():
@@ -245,20 +258,20 @@ def _file_lists(listing: Listing) -> dict[str, bool]:
     return assigned
 
 
-def _empty_folders(listing: Listing, meaning: Meaning, layout: Layout) -> list[str]:
+def _empty_class_notes(listing: Listing, layout: Layout) -> list[str]:
     used = set(layout.classes)
     if used <= {None}:
         return []
-    empty = meaning.classes(listing.folders) - used
+    empty = layout.rules.classes(listing.folders) - used
     return [
-        f"There are no pictures in the folder {name}: it is no class." for name in sorted(empty)
+        f"The folder {name} contains no images, so it is not a class." for name in sorted(empty)
     ]
 
 
 def _labels(listing: Listing) -> dict[str, str]:
-    """Return the classes that WebDataset's .cls files give, by the image's name without extension.
+    """Return the class in each .cls file of WebDataset, by its name without extension.
 
-    Raises UserError for a file that is not text.
+    Raises UserError if a file is not text.
     """
     return {
         names.stem(name): " ".join(text_of(text, names.one_line(name)).split())
@@ -267,12 +280,12 @@ def _labels(listing: Listing) -> dict[str, str]:
     }
 
 
-def _differ_by_case(layout: Layout) -> list[str]:
+def _case_notes(layout: Layout) -> list[str]:
     by_case: dict[str, set[str]] = {}
     for name in set(layout.classes) - {None}:
         by_case.setdefault(str(name).casefold(), set()).add(str(name))
     return [
-        f"The classes {' and '.join(sorted(same))} differ by case alone; they are kept apart."
+        f"The classes {' and '.join(sorted(same))} differ only by case. They are not merged."
         for same in sorted(by_case.values(), key=sorted)
         if len(same) > 1
     ]

@@ -1,7 +1,7 @@
-"""Names of files that strangers made, and what a name says about its file.
+"""File names that come from users: how to store, show and compare them, and what they reveal.
 
-A name is text with `/` between its parts: the file system's bytes as UTF-8, bytes that are none
-kept as surrogates. So a name is the same in every locale, and any file can be opened by it.
+A name is text with `/` between its parts. It is the file system's bytes decoded as UTF-8, where
+invalid bytes become surrogates. So a name is the same in every locale, and opens any file.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import unicodedata
 
 from ddpm_core.text import visible
 
-_PICTURES = (
+_IMAGES = (
     "jpg jpeg jpe jfif jif png apng webp bmp dib gif tif tiff avif jp2 j2k ppm pgm pbm pnm ico "
     "mpo heic heif psd svg tga raw cr2 nef arw dng jxl exr"
 )
-PICTURE_SUFFIXES = frozenset(_PICTURES.split())
+IMAGE_SUFFIXES = frozenset(_IMAGES.split())
 _ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tbz2", ".tar.bz2", ".txz", ".tar.xz")
 _CLUTTER = frozenset(
     ["__macosx", "@eadir", "$recycle.bin", "lost+found", "thumbs.db", "ehthumbs.db", "desktop.ini"]
@@ -28,56 +28,62 @@ _MAGIC = (
     b"MM\x00*",
     b"\x00\x00\x00\x0cjP  \r\n",
 )
-HEAD = 16  # bytes of a file that `begins_like_a_picture` wants to see
+HEAD = 16  # bytes at the start of a file that `starts_like_image` needs
 
 
 def from_bytes(raw: bytes) -> str:
+    """Return the name for the bytes of a file system or archive."""
     return raw.decode("utf-8", "surrogateescape")
 
 
 def to_bytes(name: str) -> bytes:
+    """Return the bytes of a name; the inverse of `from_bytes`."""
     return name.encode("utf-8", "surrogateescape")
 
 
 def shown(name: str) -> str:
-    """A name as text that any file can hold: composed (NFC), bytes that are no UTF-8 as `\\xNN`."""
+    """Return a name as valid text: composed (NFC), with invalid UTF-8 bytes as `\\xNN`."""
     return composed(to_bytes(name).decode("utf-8", "backslashreplace"))
 
 
 def composed(name: str) -> str:
-    """The name under which two spellings of it are one (NFC): macOS takes letters apart."""
+    """Return a name in NFC, so that two spellings compare equal. macOS stores decomposed names."""
     return unicodedata.normalize("NFC", name)
 
 
 def one_line(text: str) -> str:
-    """Text with names in it as `shown` gives them, and control characters, among them new lines, as
-    `\\n` or `\\x1b`: nobody forges a line with one."""
+    """Return text that contains names on one line, for messages.
+
+    Control characters, including line breaks, become `\\n` or `\\x1b`, so that a file name cannot
+    forge a line of a log.
+    """
     return visible(shown(text))
 
 
 def suffix(name: str) -> str:
-    """The extension in lower case, without its dot; empty where there is none."""
+    """Return the extension in lower case without its dot, or an empty string."""
     _, dot, end = name.rpartition("/")[2].rpartition(".")
     return end.lower() if dot else ""
 
 
 def stem(name: str) -> str:
-    """The name without its extension, folders kept."""
+    """Return the name with its folders but without its extension."""
     end = suffix(name)
     return name[: -len(end) - 1] if end else name
 
 
 def is_archive(name: str) -> bool:
+    """Return whether a name has the extension of a zip or tar archive."""
     return name.lower().endswith(_ARCHIVES)
 
 
 def is_clutter(name: str) -> bool:
-    """Hidden files and folders, and what operating systems leave behind: no data of anybody's."""
+    """Return whether a path is hidden, or one of the files that operating systems leave behind."""
     return bool(clutter_of(name))
 
 
 def clutter_of(name: str) -> str:
-    """The outermost hidden file or folder on the way to a file; empty where there is none."""
+    """Return the outermost hidden file or folder on a path, or an empty string."""
     parts = name.split("/")
     for depth, part in enumerate(parts, 1):
         if part.startswith(".") or part.lower() in _CLUTTER:
@@ -85,23 +91,24 @@ def clutter_of(name: str) -> str:
     return ""
 
 
-def begins_like_a_picture(head: bytes) -> bool:
-    """Whether the first HEAD bytes of a file are those of a picture format."""
+def starts_like_image(head: bytes) -> bool:
+    """Return whether the first HEAD bytes of a file are those of an image format."""
     if head.startswith(_MAGIC):
         return True
     if head[:4] == b"RIFF":
         return head[8:12] == b"WEBP"
     if head[4:8] == b"ftyp":
         return head[8:12] in (b"avif", b"avis", b"heic", b"heix", b"mif1")
-    # "BM" alone begins many a text; the four reserved bytes of a bitmap are zero.
+    # Many texts start with "BM". A bitmap also has four reserved bytes, which are zero.
     return head[:2] == b"BM" and head[6:10] == bytes(4)
 
 
-def begins_like_a_pickle(head: bytes) -> bool:
+def starts_like_pickle(head: bytes) -> bool:
+    """Return whether the first bytes of a file are those of a Python pickle."""
     return head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
 
 
 def leaves_root(name: str) -> bool:
-    """Whether a path of an archive points out of the folder it is unpacked in."""
+    """Return whether a path in an archive points outside the folder it would be unpacked in."""
     parts = name.split("/")
     return name.startswith("/") or ".." in parts or (len(parts[0]) == 2 and parts[0][1] == ":")

@@ -1,4 +1,4 @@
-"""Which images a training step takes: a pure function of the seed and the step."""
+"""The order of training: the images of each step, as a pure function of seed and step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ Indices = NDArray[np.int64]
 
 
 def batch_indices(seed: int, n: int, step: int, batch_size: int) -> Indices:
-    """Indices (B,) into `n` images of the global batch of a step, from 0.
+    """Return the indices (B,) into `n` images of the global batch of a step; steps count from 0.
 
-    Position p of the endless stream is element p mod n of the permutation of epoch p div n; step s
-    takes positions [s B, (s + 1) B). A batch may end one epoch and begin the next.
+    Training reads an endless stream of images. Its position p is element p mod n of the
+    permutation of epoch p // n, and step s takes the positions from s B to (s + 1) B - 1. So a
+    batch may contain the end of one epoch and the beginning of the next.
     """
     positions = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
     epochs, elements = np.divmod(positions, n)
     indices = np.empty(batch_size, np.int64)
     for epoch in np.unique(epochs):
-        here = epochs == epoch
-        indices[here] = _permutation(seed, n, int(epoch))[elements[here]]
+        members = epochs == epoch
+        indices[members] = _permutation(seed, n, int(epoch))[elements[members]]
     return indices
 
 
 @lru_cache(maxsize=2)
 def _permutation(seed: int, n: int, epoch: int) -> Indices:
-    """Kept for the steps of an epoch, and for the batch between two."""
+    """Return the permutation of an epoch. Two are cached, for a batch that spans two epochs."""
     order: Indices = rng.permutation(rng.key(rng.Purpose.ORDER, seed), n, epoch).numpy()
     return order

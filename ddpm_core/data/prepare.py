@@ -1,4 +1,4 @@
-"""The verb prepare: from pictures of any kind to packed arrays in the workspace."""
+"""The verb prepare: from images of any kind to packed arrays in the workspace."""
 
 from __future__ import annotations
 
@@ -14,29 +14,26 @@ from PIL import ImageColor
 
 from ddpm_core import console
 from ddpm_core.config import Config, Prepare
-from ddpm_core.data.arrays import Scratch
-from ddpm_core.data.captions import captions, written
-from ddpm_core.data.dataset import bound
-from ddpm_core.data.freshness import stale
-from ddpm_core.data.layout import Layout, arrange, select
+from ddpm_core.data.captions import add_class_captions, read_captions
+from ddpm_core.data.dataset import DataManifest, checksum_of_facts, was_edited
+from ddpm_core.data.decode import SquareRule
+from ddpm_core.data.layout import Layout, find_layout, select
 from ddpm_core.data.names import one_line
-from ddpm_core.data.pack import Pictures, pack
-from ddpm_core.data.place import refuse_own_places, written_places
-from ddpm_core.data.pool import chunked, spread, workers_for
+from ddpm_core.data.overlap import refuse_overlap, run_outputs
+from ddpm_core.data.pack import Scratch, UsableImages, pack
 from ddpm_core.data.rejected import (
     REJECTED,
-    Unusable,
-    in_order,
-    kept_list,
-    refuse_nothing,
-    refuse_too_many,
-    table,
+    UnusableSource,
+    check_rejected_share,
+    rejected_list,
+    require_images,
+    sorted_by_name,
+    to_csv,
 )
 from ddpm_core.data.sources.base import Entry, Listing, Rejection, Source
-from ddpm_core.data.sources.cifar import recognise
-from ddpm_core.data.sources.open import open_source
+from ddpm_core.data.sources.open import has_changed, open_source, recognise
 from ddpm_core.data.split import untrainable
-from ddpm_core.data.square import Square, squares
+from ddpm_core.data.workers import chunked, make_squares, map_chunks, workers_for
 from ddpm_core.errors import UserError
 from ddpm_core.storage import MANIFEST
 from ddpm_core.storage.lease import hold
@@ -44,90 +41,119 @@ from ddpm_core.storage.staging import FULL
 from ddpm_core.storage.workspace import DATA, Workspace
 from ddpm_core.text import counted, masked, throughout
 
-__all__ = ["prepare", "stale"]
-
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+# Settings that do not change the result.
+_IRRELEVANT = ("workers", "max_rejected", "download", "anonymous")
 
 
 def prepare(config: Config, workspace: Workspace) -> dict[str, Any]:
-    """Make data/ from prepare.source, unless it is up to date; its manifest.
+    """Make data/ from prepare.source unless it is up to date, and return its manifest.
 
-    Raises UserError where the source can't be read, too much of it is unusable or the disk is
-    full, or somebody else prepares or trains here; what was prepared before then stays as it was.
+    Raises:
+        UserError: the source cannot be read, too many of its images are unusable, the disk is
+            full, or another process prepares or trains in this workspace. Data prepared earlier
+            are not changed then.
     """
     settings = config.prepare
     reason = stale(config, workspace)
     if reason is None:
         console.say(f"The data in {workspace.uri} are up to date.")
         return workspace.read_json(f"{DATA}/{MANIFEST}")
-    refuse_own_places(settings.source, workspace)
+    refuse_overlap(settings.source, workspace)
     console.say(f"Preparing {settings.source}: {reason}.")
     facts: dict[str, Any] = {"prepare": config.record()["prepare"]}
-    # What was fetched goes after the lease: whoever waited for the data may train by then.
-    with _told_unwritable(workspace), kept_list(workspace), ExitStack() as later, hold(workspace):
-        source = open_source(
-            settings, workspace.storage.scratch(), written_places(config, workspace)
-        )
-        opened = later.enter_context(source)
+    # `downloads` closes after the lease is released, so that a process that waits for the data can
+    # start to train while the downloads are deleted.
+    with (
+        _write_errors(workspace),
+        rejected_list(workspace),
+        ExitStack() as downloads,
+        hold(workspace),
+    ):
+        opened = open_source(settings, workspace.storage.scratch(), run_outputs(config, workspace))
+        source = downloads.enter_context(opened)
         with workspace.storage.new_folder(DATA, facts) as folder:
-            notes = _fill(folder, facts, opened, config)
+            notes = _write_data(folder, facts, source, config)
     for note in notes:
         console.warn(one_line(note))
     console.say(_summary(facts))
     return workspace.read_json(f"{DATA}/{MANIFEST}")
 
 
-def _fill(folder: Path, facts: dict[str, Any], opened: Source, config: Config) -> list[str]:
-    """Write everything into the folder that becomes data/; the sentences to tell at the end."""
+def stale(config: Config, workspace: Workspace) -> str | None:
+    """Return why prepare must run, without a full stop, or None if the data are up to date.
+
+    An unavailable source is no reason, because the data were made from it. A setting that did not
+    exist when they were made counts as its default.
+    """
+    manifest = workspace.read_json(f"{DATA}/{MANIFEST}", DataManifest)
+    if not {"fingerprint", "prepare", "source", "files"} <= set(manifest):
+        return "there are no data yet"
+    before = throughout(masked, {**Prepare().model_dump(mode="json"), **manifest["prepare"]})
+    # The record is masked, so new credentials for the same source do not count as a change.
+    for key, value in config.record()["prepare"].items():
+        if key not in _IRRELEVANT and value != before[key]:
+            return f"prepare.{key} is {value!r}, it was {before[key]!r}"
+    if was_edited(manifest):
+        return f"{DATA}/{MANIFEST} was edited after prepare wrote it"
+    missing = workspace.damage(DATA, manifest)
+    if missing:
+        return missing.rstrip(".")
+    if has_changed(config.prepare, manifest["source"], run_outputs(config, workspace)):
+        return "the source has changed since it was prepared"
+    return None
+
+
+def _write_data(folder: Path, facts: dict[str, Any], opened: Source, config: Config) -> list[str]:
+    """Write the files of data/ into `folder` and its facts into `facts`; return messages."""
     settings, size = config.prepare, config.prepare.image_size
     source, listing = recognise(opened)
-    refuse_nothing(listing, settings)
-    layout = arrange(listing)
+    require_images(listing, settings)
+    layout = find_layout(listing)
     if settings.classes is not None:
-        _choose(listing, layout, settings.classes)
+        _select_classes(listing, layout, settings.classes)
     _refuse_untrainable(layout.held_out, [], settings)
-    found = written(listing, settings.caption_column, layout.notes)
-    texts = captions(found, layout.classes, settings.caption, layout.notes)
+    texts = read_captions(listing, settings.caption_column, layout.notes)
+    captions = add_class_captions(texts, layout.classes, settings.caption, layout.notes)
     channels = 1 if settings.channels == 1 else 3
     with closing(Scratch(folder, (size, size, channels))) as scratch:
-        decoded = _decode(source, listing.pictures, settings, scratch)
-        rejected = in_order([*listing.rejected, *decoded.rejected])
-        (folder / REJECTED).write_bytes(table(rejected))
-        refuse_too_many(rejected, len(listing.pictures) + len(listing.rejected), settings)
-        pictures = _usable(layout, texts, decoded)
-        _refuse_untrainable(pictures.held_out, rejected, settings)
-        if settings.channels == "auto" and pictures.gray:
+        decoded = _decode(source, listing.images, settings, scratch)
+        rejected = sorted_by_name([*listing.rejected, *decoded.rejected])
+        (folder / REJECTED).write_bytes(to_csv(rejected))
+        check_rejected_share(rejected, len(listing.images) + len(listing.rejected), settings)
+        images = _usable(layout, captions, decoded)
+        _refuse_untrainable(images.held_out, rejected, settings)
+        if settings.channels == "auto" and images.gray:
             channels = 1
-        told, notes = pack(folder, scratch, pictures, settings.holdout, channels)
+        packed, notes = pack(folder, scratch, images, settings.holdout, channels)
     facts.update(
-        told,
-        bound=bound(told),
+        packed,
+        bound=checksum_of_facts(packed),
         source=throughout(masked, source.facts),
         rejected=len(rejected),
         ignored=dict(listing.ignored),
     )
-    return [*layout.notes, *_lost_classes(layout, pictures), *notes, *_few(facts, config)]
+    return [*layout.notes, *_lost_classes(layout, images), *notes, *_small_data(facts, config)]
 
 
-def _choose(listing: Listing, layout: Layout, wanted: Sequence[str]) -> None:
-    """Keep the pictures of some classes alone, and what was wrong with theirs."""
+def _select_classes(listing: Listing, layout: Layout, classes: Sequence[str]) -> None:
+    """Keep only the images of these classes, and only their rejections. Raises UserError."""
     known = sorted({name for name in layout.classes if name is not None})
-    missing = [name for name in wanted if name not in known]
+    missing = [name for name in classes if name not in known]
     if missing:
         raise UserError(
-            f"prepare.classes: {', '.join(missing)} given; the source has "
+            f"prepare.classes: got {', '.join(missing)}; the source has "
             f"{one_line(', '.join(known)) or 'no classes'}."
         )
-    rows = [row for row, name in enumerate(layout.classes) if name in wanted]
-    select(listing, layout, rows)
-    asked = {None, *wanted}
-    class_of = layout.meaning.class_of
-    listing.rejected = [item for item in listing.rejected if class_of(item.name) in asked]
+    select(listing, layout, [row for row, name in enumerate(layout.classes) if name in classes])
+    kept = {None, *classes}
+    class_of = layout.rules.class_of
+    listing.rejected = [item for item in listing.rejected if class_of(item.name) in kept]
 
 
 @dataclass(slots=True)
-class Decoded:
-    """What became of the pictures of a listing: a digest each, empty for the rejected."""
+class _Decoded:
+    """The result of decoding a listing. `digests` has one for each image, empty if rejected."""
 
     digests: list[bytes]
     gray: bool
@@ -135,36 +161,37 @@ class Decoded:
 
 
 def _decode(
-    source: Source, pictures: Sequence[Entry], settings: Prepare, scratch: Scratch
-) -> Decoded:
-    """Decode every picture into its place in the scratch, on as many processes as it deserves."""
+    source: Source, images: Sequence[Entry], settings: Prepare, scratch: Scratch
+) -> _Decoded:
+    """Decode every image into its position in the scratch, in one or several processes."""
     background = ImageColor.getrgb(settings.background)[:3]
-    rule = Square(settings.image_size, settings.resize, background, scratch.shape[2])
-    decoded = Decoded([b""] * len(pictures), True, [])
-    workers = workers_for(pictures, settings.workers)
-    chunks = chunked(source.read(pictures), scratch.row_bytes)
-    with console.progress("prepare", len(pictures), "images") as advance:
-        for done in spread(squares, (rule,), chunks, workers):
-            for row, position in enumerate(done.positions):
-                if done.reasons[row]:
-                    name = pictures[position].name
-                    decoded.rejected.append(Rejection(name, done.reasons[row]))
+    rule = SquareRule(settings.image_size, settings.resize, background, scratch.shape[2])
+    decoded = _Decoded([b""] * len(images), True, [])
+    workers = workers_for(images, settings.workers)
+    chunks = chunked(source.read(images), scratch.row_bytes)
+    with console.progress("prepare", len(images), "images") as advance:
+        for batch in map_chunks(make_squares, (rule,), chunks, workers):
+            for row, position in enumerate(batch.positions):
+                if batch.reasons[row]:
+                    name = images[position].name
+                    decoded.rejected.append(Rejection(name, batch.reasons[row]))
                     continue
-                scratch.write(position, done.pixels[row])
-                decoded.digests[position] = done.digests[row]
-                decoded.gray &= done.gray[row]
-            advance(len(done.positions))
+                scratch.write(position, batch.pixels[row])
+                decoded.digests[position] = batch.digests[row]
+                decoded.gray &= batch.gray[row]
+            advance(len(batch.positions))
     return decoded
 
 
-def _usable(layout: Layout, texts: list[str] | None, decoded: Decoded) -> Pictures:
+def _usable(layout: Layout, captions: list[str] | None, decoded: _Decoded) -> UsableImages:
+    """Return the images that were decoded, with their classes, splits and captions."""
     rows = [row for row, digest in enumerate(decoded.digests) if digest]
-    return Pictures(
+    return UsableImages(
         positions=np.array(rows, dtype=np.int64),
         digests=[decoded.digests[row] for row in rows],
         classes=[layout.classes[row] for row in rows],
         held_out=[layout.held_out[row] for row in rows],
-        captions=[texts[row] for row in rows] if texts else None,
+        captions=[captions[row] for row in rows] if captions else None,
         gray=decoded.gray,
     )
 
@@ -172,52 +199,54 @@ def _usable(layout: Layout, texts: list[str] | None, decoded: Decoded) -> Pictur
 def _refuse_untrainable(
     held_out: Sequence[bool | None], rejected: Sequence[Rejection], settings: Prepare
 ) -> None:
+    """Raise UserError if no image is left for training."""
     reason = untrainable(held_out)
     if reason:
-        sentence = f"There is nothing to train on in {settings.source}: {reason}"
-        raise Unusable(sentence, rejected) if rejected else UserError(f"{sentence}.")
+        message = f"No training images in {settings.source}: {reason}"
+        raise UnusableSource(message, rejected) if rejected else UserError(f"{message}.")
 
 
-def _lost_classes(layout: Layout, pictures: Pictures) -> list[str]:
-    lost = sorted(str(name) for name in set(layout.classes) - set(pictures.classes))
-    return [f"No picture of the class {name} can be used: it is left out." for name in lost]
+def _lost_classes(layout: Layout, images: UsableImages) -> list[str]:
+    """Return messages about classes without a usable image."""
+    lost = sorted(str(name) for name in set(layout.classes) - set(images.classes))
+    return [f"The class {name} has no usable images and is left out." for name in lost]
 
 
-def _few(facts: dict[str, Any], config: Config) -> list[str]:
+def _small_data(facts: dict[str, Any], config: Config) -> list[str]:
+    """Return a message if a batch has more images than the training split."""
     count, batch = facts["count"], config.train.batch_size
     if count >= batch:
         return []
     return [
-        f"There are {count:,} pictures for training, fewer than train.batch_size, {batch}: each "
-        "batch will hold some of them more than once."
+        f"{counted(count, 'training image')} for train.batch_size={batch}: each batch will contain "
+        "some images several times."
     ]
 
 
 def _summary(facts: dict[str, Any]) -> str:
     size, kind = facts["image_size"], "gray" if facts["channels"] == 1 else "RGB"
     return (
-        f"{counted(facts['count'], 'picture')} for training and "
-        f"{facts['holdout_count']:,} held out, "
+        f"{counted(facts['count'], 'training image')}, {facts['holdout_count']:,} held out, "
         f"{size} x {size} {kind}, {counted(len(facts['classes']), 'class')}, "
-        f"{facts['rejected']:,} rejected; "
-        f"fingerprint {facts['fingerprint']}."
+        f"{facts['rejected']:,} rejected; fingerprint {facts['fingerprint']}."
     )
 
 
 @contextmanager
-def _told_unwritable(workspace: Workspace) -> Iterator[None]:
+def _write_errors(workspace: Workspace) -> Iterator[None]:
+    """Turn errors of writing into UserErrors: a full disk, or a missing permission."""
     try:
         yield
     except OSError as error:
         if error.errno in _FORBIDDEN:
-            place = f" ({error.filename})" if error.filename else ""
+            path = f" ({error.filename})" if error.filename else ""
             raise UserError(
-                f"The prepared data can't be written to {workspace.uri}: {error.strerror}{place}. "
-                "Give a workspace that you may write to, with -w."
+                f"Cannot write the prepared data to {workspace.uri}: {error.strerror}{path}. Use a "
+                "workspace that you can write to (-w)."
             ) from error
         if error.errno not in FULL:
             raise
         raise UserError(
-            f"There is no room left for the prepared data in {workspace.uri} ({error.strerror}); "
-            "what was prepared before is still whole. Free some space and run prepare again."
+            f"No space left for the prepared data in {workspace.uri} ({error.strerror}). Data "
+            "prepared earlier are unchanged. Free some space and run `ddpm prepare` again."
         ) from error

@@ -1,4 +1,4 @@
-"""Pictures that can't be used: the list of them, and when there are too many."""
+"""Images that cannot be used: the list of them, and the errors if there are too many."""
 
 from __future__ import annotations
 
@@ -14,93 +14,94 @@ from ddpm_core.errors import UserError
 from ddpm_core.storage.workspace import Workspace
 
 REJECTED = "rejected.csv"
-SHOWN = 20
-_HEAD = ["path", "reason"]
+SHOWN = 20  # rejections in a message; the file lists all
+_HEADER = ["path", "reason"]
 
 
-class Unusable(UserError):
-    """Pictures of which too many fell out, or all."""
+class UnusableSource(UserError):
+    """Too many images of a source are rejected, or all."""
 
-    def __init__(self, sentence: str, rejected: Sequence[Rejection], listed: str = "") -> None:
-        """`listed` is where the whole list lies, if it does anywhere."""
-        self.sentence, self.rejected = sentence, rejected
+    def __init__(self, summary: str, rejected: Sequence[Rejection], listed_in: str = "") -> None:
+        """`summary` has no full stop; `listed_in` is the file with all rejections, if any."""
+        self.summary, self.rejected = summary, rejected
         lines = [f"  {one_line(f'{item.name}: {item.reason}')}" for item in rejected[:SHOWN]]
         if len(rejected) > SHOWN:
             lines.append(f"  and {len(rejected) - SHOWN:,} more")
-        where = f"; all are listed in {listed}" if listed else ""
-        super().__init__(f"{sentence}{where}:\n" + "\n".join(lines))
+        where = f"; all are listed in {listed_in}" if listed_in else ""
+        super().__init__(f"{summary}{where}:\n" + "\n".join(lines))
 
 
-def table(rejected: Sequence[Rejection]) -> bytes:
-    """Path and reason of each as CSV, UTF-8, a line each."""
+def to_csv(rejected: Sequence[Rejection]) -> bytes:
+    """Return path and reason of each rejection as CSV in UTF-8, one line each."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
-    writer.writerow(_HEAD)
+    writer.writerow(_HEADER)
     writer.writerows([one_line(item.name), one_line(item.reason)] for item in rejected)
     return text.getvalue().encode()
 
 
-def in_order(rejected: Sequence[Rejection]) -> list[Rejection]:
+def sorted_by_name(rejected: Sequence[Rejection]) -> list[Rejection]:
+    """Return rejections in the order of their names' bytes."""
     return sorted(rejected, key=lambda item: to_bytes(item.name))
 
 
 @contextmanager
-def kept_list(workspace: Workspace) -> Iterator[None]:
-    """Keep the whole list of an Unusable in the workspace, as data/ stays what it was before.
+def rejected_list(workspace: Workspace) -> Iterator[None]:
+    """On UnusableSource, write rejected.csv into the workspace and add its path to the error.
 
-    The list of an earlier one goes where all goes well.
+    After a success, remove the list of an earlier failure: data/ contains the current one.
     """
     try:
         yield
-    except Unusable as error:
-        listed = _keep(workspace, table(error.rejected))
-        raise Unusable(error.sentence, error.rejected, listed) from None
-    _keep(workspace, None)
+    except UnusableSource as error:
+        path = _replace_list(workspace, to_csv(error.rejected))
+        raise UnusableSource(error.summary, error.rejected, path) from None
+    _replace_list(workspace, None)
 
 
-def _keep(workspace: Workspace, content: bytes | None) -> str:
-    """Write the list, or remove an earlier one; where it lies now. A full disk leaves it nowhere.
+def _replace_list(workspace: Workspace, content: bytes | None) -> str:
+    """Write the list, or remove it if `content` is None. Return its path if it was written.
 
-    The workspace may be a folder in which a user keeps a file of that name: it stays.
+    Does nothing if a file of the user has that name, or if the disk is full.
     """
-    storage, head = workspace.storage, ",".join(_HEAD).encode() + b"\r\n"
+    storage, start = workspace.storage, ",".join(_HEADER).encode() + b"\r\n"
     with suppress(OSError, UserError):
-        there = storage.exists(REJECTED)
-        if there and not storage.read(REJECTED).startswith(head):
+        exists = storage.exists(REJECTED)
+        if exists and not storage.read(REJECTED).startswith(start):
             return ""
         if content is not None:
             storage.write(REJECTED, content)
             return workspace.shown(REJECTED)
-        if there:
+        if exists:
             storage.remove(REJECTED)
     return ""
 
 
-def refuse_too_many(rejected: Sequence[Rejection], pictures: int, settings: Prepare) -> None:
-    """Raises Unusable where more than `max_rejected` of the pictures fell out."""
-    if len(rejected) > settings.max_rejected * pictures:
-        raise Unusable(
-            f"{len(rejected):,} of {pictures:,} pictures in {settings.source} can't be used, more "
-            f"than prepare.max_rejected ({settings.max_rejected:g}) allows. Mend or remove them, "
-            "or raise it",
+def check_rejected_share(rejected: Sequence[Rejection], images: int, settings: Prepare) -> None:
+    """Raise UnusableSource if more than `settings.max_rejected` of the images are rejected."""
+    if len(rejected) > settings.max_rejected * images:
+        raise UnusableSource(
+            f"{len(rejected):,} of {images:,} images in {settings.source} cannot be used, more "
+            f"than prepare.max_rejected={settings.max_rejected:g} allows. Repair or remove them, "
+            "or raise prepare.max_rejected",
             rejected,
         )
 
 
-def refuse_nothing(listing: Listing, settings: Prepare) -> None:
-    """Raises UserError where a source holds no picture at all, with what it does hold."""
-    if listing.pictures:
+def require_images(listing: Listing, settings: Prepare) -> None:
+    """Raise UserError if a source contains no images. The message says what it contains."""
+    if listing.images:
         return
-    found = [
+    other = [
         f"{count:,} {'.' + kind if kind else 'without extension'}"
         for kind, count in listing.ignored.most_common(5)
     ]
     hidden = sorted(listing.hidden)[:5]
-    refused = [f"{item.name}: {item.reason}" for item in listing.rejected[:5]]
+    rejected = [f"{item.name}: {item.reason}" for item in listing.rejected[:5]]
     raise UserError(
-        f"There are no pictures in {settings.source}."
-        + (f" It holds files of other kinds: {one_line(', '.join(found))}." if found else "")
-        + (f" Hidden files are passed over: {one_line(', '.join(hidden))}." if hidden else "")
-        + (f" Refused: {one_line('; '.join(refused))}." if refused else "")
+        f"{settings.source} contains no images."
+        + (f" It contains other files: {one_line(', '.join(other))}." if other else "")
+        + (f" Hidden files are ignored: {one_line(', '.join(hidden))}." if hidden else "")
+        + (f" Rejected: {one_line('; '.join(rejected))}." if rejected else "")
         + "".join(f" {one_line(note)}" for note in listing.notes[:5])
     )

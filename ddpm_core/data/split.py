@@ -1,4 +1,4 @@
-"""Which pictures are held out, and which are there more than once: by their content alone."""
+"""The split into training and held-out images, and duplicates: decided by content alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ def hold_out(
     given: Sequence[bool | None],
     fraction: float,
 ) -> NDArray[np.bool_]:
-    """True for the held-out pictures (N,).
+    """Return True for each held-out image: shape (N,).
 
-    Where the source does not say, a picture is held out if its digest, as a number in [0, 1), is
-    below `fraction`: the same whatever else is there, and the same for copies. A class whose every
-    picture would be held out is kept for training, with all copies of its pictures; only they move
-    when another picture comes to such a class.
+    `given` is the split in the source. Where it is None, an image is held out if its digest, read
+    as a number in [0, 1), is below `fraction`. So the result for an image does not depend on other
+    images, and copies are always on the same side.
+
+    A class whose images would all be held out is used for training instead, with all copies of its
+    images. Only the images of such a class can move when others are added to it.
     """
     chosen = np.array(
         [
@@ -32,30 +34,33 @@ def hold_out(
     trained = {name for name, held in zip(classes, chosen, strict=True) if not held}
     kept = {
         digest
-        for digest, name, said in zip(digests, classes, given, strict=True)
-        if name not in trained and said is None
+        for digest, name, split in zip(digests, classes, given, strict=True)
+        if name not in trained and split is None
     }
     if kept:
-        undecided = np.array([said is None for said in given])
+        undecided = np.array([split is None for split in given])
         chosen &= ~(undecided & np.array([digest in kept for digest in digests]))
     return chosen
 
 
 def untrainable(given: Sequence[bool | None]) -> str:
-    """Why `hold_out` would leave none of the usable pictures for training; empty where it does."""
+    """Return why `hold_out` would leave no usable image for training, or an empty string."""
     if not given:
-        return "none of the pictures can be used"
+        return "none of the images can be used"
     if all(given):
         return (
-            f"all {len(given):,} usable pictures are held out, as the source says by names such "
-            "as test or val: give pictures for training too, or name them otherwise"
+            f"all {len(given):,} usable images are held out, because their folders have names such "
+            "as test or val. Add images for training, or rename the folders"
         )
     return ""
 
 
-def duplicates(digests: Sequence[bytes], held_out: NDArray[np.bool_]) -> dict[str, int]:
-    """Counts of exact copies: pictures beyond the first of their kind, and held-out pictures that
-    are also in train (possible only where the source names the splits)."""
+def count_duplicates(digests: Sequence[bytes], held_out: NDArray[np.bool_]) -> dict[str, int]:
+    """Count exact copies, as the manifest records them.
+
+    `copies` counts the images beyond the first of each content, and `in_both_splits` the held-out
+    images that are also in training, which can happen only if the source defines the splits.
+    """
     counts = Counter(digests)
     trained = {digest for digest, held in zip(digests, held_out, strict=True) if not held}
     return {

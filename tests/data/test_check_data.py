@@ -1,4 +1,4 @@
-"""check-data tells what a folder holds, what is wrong with it, and what to do with it."""
+"""check-data reports what a source contains, its problems, and settings to start from."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from ddpm_core.cli import app
 from ddpm_core.config import Prepare
 from ddpm_core.config import load as params
 from ddpm_core.data import decode
-from ddpm_core.data.check import check_data
-from ddpm_core.data.findings import DataReport, lines
+from ddpm_core.data.check import DataReport, check_data, format_report
 from ddpm_core.data.prepare import prepare
 from ddpm_core.errors import UserError
 from ddpm_core.storage.workspace import Workspace
@@ -37,7 +36,7 @@ def mixed(tmp_path: Path) -> Path:
     return root
 
 
-def test_counts_sizes_and_kinds_are_told(mixed: Path) -> None:
+def test_report_has_counts_sizes_and_kinds(mixed: Path) -> None:
     report = check_data(mixed)
     assert report.count == 11
     assert report.splits == {"undecided": {"cat": 9, "dog": 2}}
@@ -47,7 +46,7 @@ def test_counts_sizes_and_kinds_are_told(mixed: Path) -> None:
     assert report.stored == {"JPEG RGB": 8, "PNG RGBA": 2, "PNG L": 1}
 
 
-def test_unusable_files_and_copies_are_told(mixed: Path) -> None:
+def test_report_has_unusable_files_and_copies(mixed: Path) -> None:
     report = check_data(mixed)
     assert [(item.name, item.reason.partition(":")[0]) for item in report.rejected] == [
         ("dog/cut.jpg", "truncated"),
@@ -56,35 +55,35 @@ def test_unusable_files_and_copies_are_told(mixed: Path) -> None:
     assert report.copies == [["dog/0.png", "dog/again.png"]]
 
 
-def test_a_name_with_a_new_line_stays_on_its_line(tmp_path: Path) -> None:
+def test_line_break_in_a_name_is_escaped(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", ["a\nb"])
     write(root / "a\nb/c\nd.png", b"")
-    told = lines(check_data(root))
-    assert not [line for line in told if "\n" in line]
-    assert "  a\\nb/c\\nd.png: empty" in " ".join(told)
+    report = format_report(check_data(root))
+    assert not [line for line in report if "\n" in line]
+    assert "  a\\nb/c\\nd.png: empty" in " ".join(report)
 
 
-def test_counts_stand_below_each_other_whatever_the_script_of_the_names() -> None:
+def test_class_table_is_aligned_for_names_in_any_script() -> None:
     names = {"cat": 3, "\u81ea\u52d5\u8eca\u30fb\u98db\u884c\u6a5f": 4, "": 5}
-    text = lines(DataReport("raw", splits={"train": names}))
+    text = format_report(DataReport("raw", splits={"train": names}))
     table = [line for line in text if line.endswith(("train", " 3", " 4", " 5"))]
     assert len(table) == 4 and len({cell_len(line) for line in table}) == 1
 
 
-def test_imbalance_and_what_prepare_would_refuse_are_told(mixed: Path) -> None:
+def test_report_has_imbalance_and_prepare_errors(mixed: Path) -> None:
     notes = " ".join(check_data(mixed).notes)
-    assert "Unbalanced: 9 pictures of cat, 2 of dog." in notes
-    assert "prepare stops above prepare.max_rejected" in notes
+    assert "Unbalanced classes: 9 images of cat, 2 of dog." in notes
+    assert "prepare would fail" in notes and "prepare.max_rejected=0.01" in notes
     assert "1 .md" in notes
 
 
-def test_splits_are_counted_apart(tmp_path: Path) -> None:
+def test_splits_are_counted_separately(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw", ["train/cat", "train/dog", "test/cat"])
     report = check_data(tmp_path / "raw")
     assert report.splits == {"train": {"cat": 3, "dog": 3}, "holdout": {"cat": 3}}
 
 
-def test_turned_pictures_have_the_size_in_which_they_are_seen(tmp_path: Path) -> None:
+def test_rotated_images_have_their_upright_size(tmp_path: Path) -> None:
     turned = flat((1, 2, 3), size=(30, 20)).getexif()
     turned[0x0112] = 6
     write(tmp_path / "raw/0.jpg", flat((1, 2, 3), size=(30, 20)), kind="JPEG", exif=turned)
@@ -92,7 +91,7 @@ def test_turned_pictures_have_the_size_in_which_they_are_seen(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("side, size", [(9, 16), (40, 32), (500, 64)])
-def test_what_it_suggests_are_valid_params_that_fit_the_pictures(
+def test_suggested_params_are_valid_and_fit_the_images(
     tmp_path: Path, side: int, size: int
 ) -> None:
     for number in range(8):
@@ -105,16 +104,14 @@ def test_what_it_suggests_are_valid_params_that_fit_the_pictures(
     assert config.train.batch_size <= 8
 
 
-def test_the_report_is_printed_for_a_person(
-    mixed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_is_printed(mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = check_data(mixed)
-    printed, told = capsys.readouterr()
-    assert "check: 13/13 images" in told and "11 pictures" not in told
-    for line in lines(report):
+    printed, progress = capsys.readouterr()
+    assert "check: 13/13 images" in progress and "11 images" not in progress
+    for line in format_report(report):
         assert line in printed
     for expected in (
-        "11 pictures, 2 classes",
+        "11 images, 2 classes",
         "unusable: 2",
         "dog/cut.jpg: truncated",
         "dog/0.png = dog/again.png",
@@ -123,33 +120,35 @@ def test_the_report_is_printed_for_a_person(
         assert expected in printed
 
 
-def test_long_lists_are_cut_where_they_are_printed_and_whole_in_the_report(tmp_path: Path) -> None:
+def test_long_lists_are_printed_in_part(tmp_path: Path) -> None:
     write(tmp_path / "raw/good.png", noise(1))
     for number in range(30):
         write(tmp_path / f"raw/{number:02d}.png", b"broken")
     report = check_data(tmp_path / "raw")
     assert len(report.rejected) == 30
-    assert "  and 10 more" in lines(report)
+    assert "  and 10 more" in format_report(report)
 
 
-def test_a_folder_of_broken_pictures_is_a_report_and_no_crash(tmp_path: Path) -> None:
+def test_folder_of_broken_images_gives_a_report(tmp_path: Path) -> None:
     write(tmp_path / "raw/0.png", b"broken")
     report = check_data(tmp_path / "raw")
     assert (report.count, len(report.rejected)) == (0, 1)
     params.validate(report.suggested)
 
 
-def test_digits_and_archives_can_be_checked_too() -> None:
+def test_digits_can_be_checked() -> None:
     report = check_data("digits")
     assert (report.count, report.smallest, report.copies) == (1797, (8, 8), [])
 
 
-def test_a_folder_without_pictures_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no pictures"):
+def test_folder_without_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="contains no images"):
         check_data(tmp_path)
 
 
-def test_nothing_is_written(mixed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_check_data_writes_nothing(
+    mixed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     before = sorted(os.walk(tmp_path))
@@ -157,10 +156,10 @@ def test_nothing_is_written(mixed: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert sorted(os.walk(tmp_path)) == before
 
 
-# what it says is what prepare does
+# The report agrees with prepare
 
 
-def test_a_jpeg_that_prepare_reduces_while_it_decodes_is_usable(
+def test_large_jpeg_that_prepare_reduces_is_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "PIXELS", 10_000)
@@ -190,16 +189,16 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_params_to_start_from_are_yaml_that_names_the_same_source(
+def test_suggested_params_are_yaml_that_names_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     write_classes(tmp_path / name, ["cat", "dog"])
     monkeypatch.chdir(tmp_path)
     for source in (name, f"{name}/", Path(name), tmp_path / name):
         if source == "digits":
-            continue  # the digits that are built in, to prepare too
-        told = lines(check_data(source))
-        text = "\n".join(told[told.index("params to start from:") + 1 :])
+            continue  # this text means the built-in digits
+        report = format_report(check_data(source))
+        text = "\n".join(report[report.index("params to start from:") + 1 :])
         config = params.load_text(text, "params")
         assert Path(config.prepare.source).samefile(name)
         assert config.prepare.source != "digits"
@@ -207,16 +206,16 @@ def test_the_params_to_start_from_are_yaml_that_names_the_same_source(
         assert prepare(config, workspace)["classes"] == ["cat", "dog"]
 
 
-def test_many_equal_pictures_are_a_short_line(tmp_path: Path) -> None:
+def test_many_copies_are_a_short_line(tmp_path: Path) -> None:
     for number in range(40):
         write(tmp_path / f"raw/{number:02d}.png", noise(1))
     report = check_data(tmp_path / "raw")
     assert len(report.copies[0]) == 40
     shown = " = ".join(f"{number:02d}.png" for number in range(5))
-    assert f"  {shown} and 35 more" in lines(report)
+    assert f"  {shown} and 35 more" in format_report(report)
 
 
-def test_text_conditioning_is_proposed_where_every_image_has_a_caption(tmp_path: Path) -> None:
+def test_text_conditioning_is_suggested_if_all_have_captions(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", ["cat", "dog"], each=2)
     write(
         root / "metadata.csv",

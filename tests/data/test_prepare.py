@@ -1,4 +1,4 @@
-"""prepare is repeatable, whole or not at all, bounded in memory, and idle when nothing changed."""
+"""prepare is repeatable and atomic, needs little memory, and does nothing if up to date."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from support.pictures import (
     write_classes,
 )
 
-from ddpm_core.data import arrays, pool
+from ddpm_core.data import pack, workers
 from ddpm_core.data.dataset import data_fingerprint, open_dataset
 from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.data.sources.open import open_source
@@ -53,18 +53,18 @@ def fingerprints(manifest: dict[str, Any]) -> tuple[str, str]:
 
 
 def left_in(workspace: Workspace) -> set[str]:
-    """Everything in a workspace, hidden files too, but the lease of who changes it."""
+    """Return all files in a workspace, also hidden ones, except its lease."""
     return {item.name for item in workspace.path("").iterdir()} - {".lock", LEASE}
 
 
-# the same pictures give the same data
+# The same images give the same data
 
 
-def test_the_number_of_workers_changes_no_byte(
+def test_result_does_not_depend_on_the_number_of_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "ALONE_PICTURES", 0)
-    monkeypatch.setattr(pool, "CHUNK_PICTURES", 3)
+    monkeypatch.setattr(workers, "SINGLE_IMAGES", 0)
+    monkeypatch.setattr(workers, "CHUNK_IMAGES", 3)
     root = write_classes(tmp_path / "raw", ["cat", "dog"], each=20)
     write(root / "cat/broken.png", b"broken")
     settings = {"holdout": 0.3, "max_rejected": 0.5}
@@ -74,7 +74,7 @@ def test_the_number_of_workers_changes_no_byte(
     assert rejected(tmp_path / "1/workspace") == rejected(tmp_path / "3/workspace")
 
 
-def test_the_order_in_which_files_were_made_changes_nothing(tmp_path: Path) -> None:
+def test_result_does_not_depend_on_the_order_of_files(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", ["b", "a"], each=5)
     for path in sorted(root.rglob("*.png"), reverse=True):
         write(tmp_path / "copy" / path.relative_to(root), path.read_bytes())
@@ -84,7 +84,7 @@ def test_the_order_in_which_files_were_made_changes_nothing(tmp_path: Path) -> N
     assert fingerprints(first.manifest) == fingerprints(second.manifest)
 
 
-def test_another_pixel_label_or_caption_is_another_fingerprint(tmp_path: Path) -> None:
+def test_fingerprint_covers_pixels_labels_and_captions(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", ["a", "b"])
     found = {prepared(tmp_path / "0", root).fingerprint}
     write(root / "a/000.txt", "caption")
@@ -98,10 +98,10 @@ def test_another_pixel_label_or_caption_is_another_fingerprint(tmp_path: Path) -
     assert len(found) == 4
 
 
-# the split
+# The split
 
 
-def test_the_split_is_stable_when_pictures_are_added(tmp_path: Path) -> None:
+def test_split_is_stable_when_images_are_added(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", ["a", "b"], each=30)
     before = held_out(tmp_path / "1", root)
     write_classes(root, ["a/more", "c"], each=60, seed=500)
@@ -114,10 +114,10 @@ def held_out(tmp_path: Path, root: Path) -> set[bytes]:
     return {image.tobytes() for image in data.images[:]}
 
 
-def test_another_size_or_way_to_a_square_holds_the_same_pictures_out(tmp_path: Path) -> None:
+def test_split_is_the_same_for_every_size_and_resize_mode(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", ["."], each=40)
-    for number, path in enumerate(sorted(root.iterdir())):  # a caption to know each of them by
-        write(path.with_suffix(".txt"), f"picture {number}")
+    for number, path in enumerate(sorted(root.iterdir())):  # a caption to identify each
+        write(path.with_suffix(".txt"), f"image {number}")
 
     def held(place: str, **settings: Any) -> list[bytes]:
         data = prepared(tmp_path / place, root, split="holdout", holdout=0.3, **settings)
@@ -129,18 +129,18 @@ def test_another_size_or_way_to_a_square_holds_the_same_pictures_out(tmp_path: P
     assert held("2", image_size=16, resize="pad", background="red", channels=1) == first
 
 
-def test_about_the_share_asked_for_is_held_out() -> None:
+def test_held_out_share_is_close_to_the_setting() -> None:
     digests = [np.random.default_rng(n).bytes(32) for n in range(4000)]
     chosen = hold_out(digests, ["a"] * 4000, [None] * 4000, 0.1)
     assert 340 < chosen.sum() < 460
 
 
-def test_copies_are_reported_and_lie_on_one_side(
+def test_copies_are_reported_and_in_one_split(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = write_classes(tmp_path / "raw", ["a"], each=40)
     shutil.copytree(root / "a", root / "b")
-    for path in (root / "b").iterdir():  # the same pixels in another file
+    for path in (root / "b").iterdir():  # the same pixels in another format
         write(path, Image.open(path), kind="BMP")
     train = prepared(tmp_path, root, holdout=0.3)
     assert train.manifest["duplicates"] == {
@@ -152,29 +152,29 @@ def test_copies_are_reported_and_lie_on_one_side(
     assert len(held) and not {i.tobytes() for i in train.images[:]} & {
         i.tobytes() for i in held.images[:]
     }
-    assert "40 pictures are exact copies of others" in capsys.readouterr().err
+    assert "40 images are exact copies of others" in capsys.readouterr().err
 
 
-def test_copies_across_given_splits_are_told(
+def test_copies_across_given_splits_are_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = write_classes(tmp_path / "raw/train", ["a"]).parent
     shutil.copytree(root / "train", root / "test")
     assert prepared(tmp_path, root).manifest["duplicates"]["in_both_splits"] == 3
-    assert "3 held-out pictures are also among those for training" in capsys.readouterr().err
+    assert "3 held-out images are also among the training images" in capsys.readouterr().err
 
 
-def test_a_class_of_one_picture_is_kept_for_training() -> None:
+def test_class_of_one_image_is_kept_for_training() -> None:
     low, high = bytes(32), b"\xff" * 32
-    # A copy of it in another class goes with it.
+    # Its copy in another class is kept too.
     chosen = hold_out([low, low, high], ["one", "two", "two"], [None] * 3, 0.5)
     assert chosen.tolist() == [False, False, False]
 
 
-# nothing is done twice
+# Staleness
 
 
-def test_what_is_up_to_date_is_left_alone(
+def test_up_to_date_data_are_not_rebuilt(
     tmp_path: Path, workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = config(write_classes(tmp_path / "raw", ["a"]))
@@ -195,7 +195,7 @@ def test_what_is_up_to_date_is_left_alone(
         ({"holdout": 0.5}, "prepare.holdout is 0.5, it was 0.0"),
     ],
 )
-def test_a_setting_that_matters_makes_the_data_stale(
+def test_changed_setting_makes_the_data_stale(
     tmp_path: Path, workspace: Workspace, change: dict[str, Any], reason: str
 ) -> None:
     root = write_classes(tmp_path / "raw", ["a"])
@@ -204,7 +204,7 @@ def test_a_setting_that_matters_makes_the_data_stale(
     assert stale(config(root, workers=2, max_rejected=0.5), workspace) is None
 
 
-def test_a_setting_that_did_not_exist_then_had_its_default(
+def test_setting_missing_in_the_manifest_is_the_default(
     tmp_path: Path, workspace: Workspace
 ) -> None:
     root = write_classes(tmp_path / "raw", ["a"])
@@ -215,27 +215,25 @@ def test_a_setting_that_did_not_exist_then_had_its_default(
     assert stale(config(root, resize="pad"), workspace) is not None
 
 
-def test_a_manifest_that_a_hand_has_changed_is_not_believed(
-    tmp_path: Path, workspace: Workspace
-) -> None:
+def test_edited_manifest_is_refused(tmp_path: Path, workspace: Workspace) -> None:
     settings = config(write_classes(tmp_path / "raw", ["a"]))
     manifest = prepare(settings, workspace)
     for changed in ({"fingerprint": "0123456789abcdef"}, {"classes": ["dog"]}):
         workspace.write_json("data/manifest.json", {**manifest, **changed})
-        with pytest.raises(UserError, match=r"was changed after .*: run `ddpm prepare` again"):
+        with pytest.raises(
+            UserError, match=r"data/manifest\.json was edited after .*Run `ddpm prepare` again"
+        ):
             open_dataset(workspace)
-        with pytest.raises(UserError, match="was changed after"):
+        with pytest.raises(UserError, match="was edited after"):
             data_fingerprint(workspace)
-        assert stale(settings, workspace) == "data/manifest.json was changed since"
+        assert stale(settings, workspace) == "data/manifest.json was edited after prepare wrote it"
     assert prepare(settings, workspace)["fingerprint"] == manifest["fingerprint"]
     earlier = {key: value for key, value in manifest.items() if key != "bound"}
     workspace.write_json("data/manifest.json", earlier)
     assert open_dataset(workspace).fingerprint == manifest["fingerprint"]
 
 
-def test_any_change_of_a_directory_makes_the_data_stale(
-    tmp_path: Path, workspace: Workspace
-) -> None:
+def test_change_of_a_directory_makes_the_data_stale(tmp_path: Path, workspace: Workspace) -> None:
     root = write_classes(tmp_path / "raw", ["a"], each=4)
     settings = config(root)
 
@@ -258,7 +256,7 @@ def test_any_change_of_a_directory_makes_the_data_stale(
         assert stale(settings, workspace) == "the source has changed since it was prepared"
 
 
-def test_an_archive_that_was_only_touched_is_no_other(tmp_path: Path, workspace: Workspace) -> None:
+def test_touched_archive_does_not_make_the_data_stale(tmp_path: Path, workspace: Workspace) -> None:
     path = tmp_path / "x.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("0.png", encoded(noise(1)))
@@ -271,9 +269,7 @@ def test_an_archive_that_was_only_touched_is_no_other(tmp_path: Path, workspace:
     assert stale(config(path), workspace) is not None
 
 
-def test_a_source_that_is_gone_does_not_make_the_data_stale(
-    tmp_path: Path, workspace: Workspace
-) -> None:
+def test_missing_source_does_not_make_the_data_stale(tmp_path: Path, workspace: Workspace) -> None:
     settings = config(write_classes(tmp_path / "raw", ["a"]))
     prepare(settings, workspace)
     shutil.rmtree(tmp_path / "raw")
@@ -281,7 +277,7 @@ def test_a_source_that_is_gone_does_not_make_the_data_stale(
 
 
 @pytest.mark.parametrize("damage", ["remove", "cut"])
-def test_data_that_lost_a_file_are_prepared_again(
+def test_data_with_a_missing_file_are_rebuilt(
     tmp_path: Path, workspace: Workspace, damage: str
 ) -> None:
     settings = config(write_classes(tmp_path / "raw", ["a"]))
@@ -293,10 +289,10 @@ def test_data_that_lost_a_file_are_prepared_again(
     assert prepare(settings, workspace)["files"] == before["files"]
 
 
-# whole or not at all
+# All or nothing
 
 
-def test_too_many_unusable_pictures_fail_with_the_list_and_keep_the_earlier_data(
+def test_too_many_rejected_images_fail_and_keep_earlier_data(
     tmp_path: Path, workspace: Workspace
 ) -> None:
     root = write_classes(tmp_path / "raw", ["a"], each=8)
@@ -306,47 +302,47 @@ def test_too_many_unusable_pictures_fail_with_the_list_and_keep_the_earlier_data
     with pytest.raises(UserError) as error:
         prepare(config(root), workspace)
     message = str(error.value)
-    assert "25 of 33 pictures" in message and "prepare.max_rejected (0.01)" in message
-    assert "a/broken-00.jpg: not a picture" in message and "and 5 more" in message
+    assert "25 of 33 images" in message and "prepare.max_rejected=0.01" in message
+    assert "a/broken-00.jpg: not an image" in message and "and 5 more" in message
     assert workspace.read_json("data/manifest.json") == before
     verify(workspace.path("data"))
     assert left_in(workspace) == {"data", "rejected.csv"}
     assert prepare(config(root, max_rejected=0.8), workspace)["rejected"] == 25
 
 
-def test_large_images_are_not_all_on_their_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes may have three chunks of a thousand bytes each; these have four thousand."""
-    monkeypatch.setattr(pool, "AHEAD_BYTES", 1000)
-    on_the_way: list[int] = []
+def test_large_images_in_transit_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes may have three chunks of 1,000 bytes each in transit; these have 4,000."""
+    monkeypatch.setattr(workers, "AHEAD_BYTES", 1000)
+    in_transit: list[int] = []
     finished = 0
 
-    def chunks() -> Iterator[pool.Chunk]:
+    def chunks() -> Iterator[workers.Chunk]:
         for number in range(6):
-            on_the_way.append(number - finished)
+            in_transit.append(number - finished)
             yield [(number, bytes(4000))]
 
-    for count in pool.spread(len, (), chunks(), 2):
+    for count in workers.map_chunks(len, (), chunks(), 2):
         assert count == 1
         finished += 1
-    assert finished == 6 and max(on_the_way) == 1
+    assert finished == 6 and max(in_transit) == 1
 
 
 SCRIPT = """
 import resource, sys
 from ddpm_core import console
-from ddpm_core.data import pool
+from ddpm_core.data import workers
 from ddpm_core.data.prepare import prepare
 from ddpm_core.errors import UserError
 from ddpm_core.config.load import validate
 from ddpm_core.storage.workspace import Workspace
 
 console.PLAIN_INTERVAL = 0.0
-pool.ALONE_PICTURES = pool.ALONE_BYTES = 0
-pool.CHUNK_PICTURES = 1
-source, target, workers, limit = sys.argv[1:]
+workers.SINGLE_IMAGES = workers.SINGLE_BYTES = 0
+workers.CHUNK_IMAGES = 1
+source, target, count, limit = sys.argv[1:]
 if int(limit):
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-settings = {"source": source, "image_size": 64, "workers": int(workers)}
+settings = {"source": source, "image_size": 64, "workers": int(count)}
 config = validate({"prepare": settings, "model": {"attention": [16]}})
 try:
     prepare(config, Workspace.open(target))
@@ -357,7 +353,7 @@ print("torch" in sys.modules)
 
 
 def start(tmp_path: Path, workers: int = 2, limit: int = 0) -> subprocess.Popen[str]:
-    """prepare in a process of its own; it says how far it is after every picture."""
+    """Start prepare in its own process; it prints its progress after every image."""
     script = write(tmp_path / "script.py", SCRIPT)
     target = str(tmp_path / "workspace")
     arguments = [
@@ -377,8 +373,8 @@ def start(tmp_path: Path, workers: int = 2, limit: int = 0) -> subprocess.Popen[
     )
 
 
-def test_workers_need_no_guard_in_the_script_that_calls_prepare(tmp_path: Path) -> None:
-    """The script is none: it comes by standard input, where no worker could read it again."""
+def test_workers_do_not_import_the_main_script(tmp_path: Path) -> None:
+    """The script comes from standard input, where no worker could read it again."""
     write_classes(tmp_path / "raw", ["a"], each=20)
     arguments = [str(tmp_path / "raw"), str(tmp_path / "workspace"), "2", "0"]
     done = subprocess.run(
@@ -387,22 +383,20 @@ def test_workers_need_no_guard_in_the_script_that_calls_prepare(tmp_path: Path) 
     assert done.stdout == "False\n", done.stderr
 
 
-def test_a_full_disk_is_one_sentence_and_keeps_the_earlier_data(
-    tmp_path: Path, workspace: Workspace
-) -> None:
+def test_full_disk_keeps_earlier_data(tmp_path: Path, workspace: Workspace) -> None:
     root = write_classes(tmp_path / "raw", ["a"], each=40)
     before = prepare(config(root), workspace)
     process = start(tmp_path, workers=1, limit=100_000)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 1 and "Traceback" not in told
-    assert "no room left for the prepared data" in told
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in printed
+    assert "No space left for the prepared data" in printed
     assert workspace.read_json("data/manifest.json") == before
     verify(workspace.path("data"))
     assert left_in(workspace) == {"data"}
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
-def test_a_workspace_that_may_not_be_written_is_one_sentence(
+def test_unwritable_workspace_is_a_user_error(
     tmp_path: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     root = write_classes(tmp_path / "raw", ["a"])
@@ -410,12 +404,12 @@ def test_a_workspace_that_may_not_be_written_is_one_sentence(
     def refused(*arguments: Any) -> None:
         raise OSError(number, os.strerror(number), "data")
 
-    monkeypatch.setattr(arrays.Scratch, "__init__", refused)
-    with pytest.raises(UserError, match=rf"can't be written to .*: {os.strerror(number)} \(data\)"):
+    monkeypatch.setattr(pack.Scratch, "__init__", refused)
+    with pytest.raises(UserError, match=rf"Cannot write .* to .*: {os.strerror(number)} \(data\)"):
         prepare(config(root), workspace)
 
 
-def test_what_a_killed_prepare_has_left_goes_and_what_another_writes_stays(
+def test_only_leftovers_of_killed_processes_are_removed(
     tmp_path: Path, workspace: Workspace
 ) -> None:
     place = workspace.storage.scratch()
@@ -426,13 +420,11 @@ def test_what_a_killed_prepare_has_left_goes_and_what_another_writes_stays(
         assert left_in(workspace) == {held.name, "data"}
 
 
-def test_of_two_at_once_the_second_is_refused_and_leaves_the_first_alone(
-    tmp_path: Path, workspace: Workspace
-) -> None:
-    """Nobody has prepared here before; whoever trains on the first data keeps them."""
+def test_second_prepare_at_the_same_time_is_refused(tmp_path: Path, workspace: Workspace) -> None:
+    """The first prepare in a workspace holds its lease."""
     write_many(tmp_path / "raw")
     process = start(tmp_path)
-    until_it_works(process)
+    wait_for_first_images(process)
     with pytest.raises(UserError, match=f"in use by process {process.pid} on "):
         prepare(config(tmp_path / "raw"), workspace)
     process.kill()
@@ -440,7 +432,7 @@ def test_of_two_at_once_the_second_is_refused_and_leaves_the_first_alone(
     assert not workspace.path("data").exists()
 
 
-def test_what_was_fetched_goes_once_others_may_train(
+def test_downloads_are_deleted_after_the_lease(
     tmp_path: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = write_classes(tmp_path / "raw", ["a"])
@@ -457,62 +449,62 @@ def test_what_was_fetched_goes_once_others_may_train(
 
 
 def write_many(root: Path) -> None:
-    """Pictures that take seconds to decode, to have time to interrupt: 20, under 200 names each."""
+    """Write images that take seconds to decode: 20, each under 200 names."""
     for seed in range(20):
         path = write(root / "a" / f"{seed}.png", noise(seed, (300, 300)))
         for number in range(200):
             path.with_name(f"{path.stem}-{number}.png").hardlink_to(path)
 
 
-def until_it_works(process: subprocess.Popen[str]) -> None:
+def wait_for_first_images(process: subprocess.Popen[str]) -> None:
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("prepare: 3/"):
             return
-    raise AssertionError("it ended before it began")
+    raise AssertionError("prepare ended before its first images")
 
 
-def test_ctrl_c_ends_the_workers_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_workers_and_leaves_no_files(tmp_path: Path) -> None:
     write_many(tmp_path / "raw")
     process = start(tmp_path)
-    until_it_works(process)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
-    # The workers hold the same pipes: this returns when the last of them has ended.
-    _, told = process.communicate(timeout=60)
+    wait_for_first_images(process)
+    os.killpg(process.pid, signal.SIGINT)  # to all processes, as a terminal sends it
+    # The workers share the pipes: this returns when the last of them has ended.
+    _, printed = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
-    assert told.count("KeyboardInterrupt") == 1
+    assert printed.count("KeyboardInterrupt") == 1
     assert left_in(Workspace.open(str(tmp_path / "workspace"))) == set()
 
 
-def test_workers_end_when_the_process_that_started_them_is_killed(tmp_path: Path) -> None:
+def test_workers_exit_when_their_parent_is_killed(tmp_path: Path) -> None:
     write_many(tmp_path / "raw")
     process = start(tmp_path)
-    until_it_works(process)
+    wait_for_first_images(process)
     process.kill()
-    # The workers hold the same pipes: this returns when the last of them has ended.
+    # The workers share the pipes: this returns when the last of them has ended.
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "workspace/data").exists()
 
 
-def test_a_worker_that_is_killed_is_one_sentence() -> None:
+def test_killed_worker_is_a_user_error() -> None:
     chunks: list[Any] = [[(0, b"")], [(1, b"")]]
     with pytest.raises(UserError, match=r"was killed, .* memory.* prepare\.workers"):
-        list(pool.spread(dies, (), chunks, workers=2))
+        list(workers.map_chunks(dies, (), chunks, workers=2))
 
 
-# bounded memory, no torch
+# Limited memory, no torch
 
 
-def test_neither_prepare_nor_its_workers_import_torch(tmp_path: Path) -> None:
+def test_prepare_and_workers_do_not_import_torch(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw", ["a"])
-    out, told = start(tmp_path, workers=1).communicate(timeout=60)
-    assert out == "False\n", told
-    (modules,) = pool.spread(loaded, (), [[(0, b"")]], workers=2)
+    out, errors = start(tmp_path, workers=1).communicate(timeout=60)
+    assert out == "False\n", errors
+    (modules,) = workers.map_chunks(loaded, (), [[(0, b"")]], workers=2)
     assert "ddpm_core.data.prepare" in modules and "torch" not in modules
 
 
-def test_only_a_few_chunks_are_on_their_way() -> None:
+def test_chunks_in_transit_are_limited() -> None:
     taken = 0
 
     def chunks() -> Iterator[Any]:
@@ -521,25 +513,25 @@ def test_only_a_few_chunks_are_on_their_way() -> None:
             taken += 1
             yield [(number, b"")]
 
-    results = pool.spread(loaded, (), chunks(), workers=2)
+    results = workers.map_chunks(loaded, (), chunks(), workers=2)
     next(results)
     assert taken <= 2 * 3
     assert len(list(results)) == 39
 
 
-def test_chunks_are_bounded_in_pictures_and_bytes() -> None:
+def test_chunks_are_limited_in_images_and_bytes() -> None:
     payloads: list[Any] = [(n, bytes(2**20)) for n in range(20)]
-    assert max(len(chunk) for chunk in pool.chunked(payloads, 0)) == pool.CHUNK_BYTES // 2**20
+    assert max(len(chunk) for chunk in workers.chunked(payloads, 0)) == workers.CHUNK_BYTES // 2**20
     small: list[Any] = [(n, b"x") for n in range(200)]
-    assert {len(chunk) for chunk in pool.chunked(small, 2**20)} == {4}
-    assert [n for chunk in pool.chunked(small, 0) for n, _ in chunk] == list(range(200))
+    assert {len(chunk) for chunk in workers.chunked(small, 2**20)} == {4}
+    assert [n for chunk in workers.chunked(small, 0) for n, _ in chunk] == list(range(200))
 
 
-def test_memory_is_that_of_some_blocks_and_not_of_the_data(
+def test_prepare_needs_memory_for_some_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrays, "_BLOCK_BYTES", 2**18)
-    monkeypatch.setattr(pool, "CHUNK_BYTES", 2**20)
+    monkeypatch.setattr(pack, "_BLOCK_BYTES", 2**18)
+    monkeypatch.setattr(workers, "CHUNK_BYTES", 2**20)
     write_classes(tmp_path / "raw", ["a"], each=150)
     tracemalloc.start()
     data = prepared(tmp_path, tmp_path / "raw", image_size=256)
@@ -549,12 +541,10 @@ def test_memory_is_that_of_some_blocks_and_not_of_the_data(
     assert peak < 8e6
 
 
-# what lies in data/
+# The files in data/
 
 
-def test_the_folder_is_sealed_and_says_where_it_came_from(
-    tmp_path: Path, workspace: Workspace
-) -> None:
+def test_manifest_seals_data_and_names_the_source(tmp_path: Path, workspace: Workspace) -> None:
     root = write_classes(tmp_path / "raw", ["a", "b"], each=20)
     manifest = prepare(config(root, holdout=0.2), workspace)
     assert verify(workspace.path("data")).model_dump() == manifest
@@ -574,12 +564,10 @@ def test_the_folder_is_sealed_and_says_where_it_came_from(
     json.dumps(manifest)
 
 
-def test_large_arrays_are_split_into_parts_that_read_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_array_in_parts_reads_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_classes(tmp_path / "raw", ["a", "b"], each=10)
     whole = prepared(tmp_path / "1", root)
-    monkeypatch.setattr(arrays, "PART_BYTES", 3 * 8 * 8 * 3)
+    monkeypatch.setattr(pack, "PART_BYTES", 3 * 8 * 8 * 3)
     workspace = Workspace.open(str(tmp_path / "2"))
     manifest = prepare(config(root), workspace)
     assert manifest["arrays"]["images"] == [f"images-{n:03d}-of-007.npy" for n in range(7)]
@@ -591,7 +579,7 @@ def test_large_arrays_are_split_into_parts_that_read_as_one(
     assert np.array_equal(parts.take(order), whole.take(order))
 
 
-def test_the_contact_sheet_shows_every_class_with_its_name(tmp_path: Path) -> None:
+def test_contact_sheet_shows_every_class_with_its_name(tmp_path: Path) -> None:
     root = tmp_path / "raw"
     write(root / "red/0.png", Image.new("RGB", (9, 9), (255, 0, 0)))
     write(root / "blue/0.png", Image.new("RGB", (9, 9), (0, 0, 255)))

@@ -1,4 +1,4 @@
-"""An archive gives what its folder would give, and can do no harm."""
+"""An archive gives the same data as its folder, and a malicious one does no harm."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FORMS = [zipped, tarred("w"), tarred("w:gz"), tarred("w:bz2"), tarred("w:xz")]
 
 
 @pytest.mark.parametrize("pack", FORMS)
-def test_an_archive_gives_the_same_as_its_folder(
+def test_archive_gives_the_same_data_as_its_folder(
     tmp_path: Path, folder: Path, pack: Callable[[Path, Path], Path]
 ) -> None:
     archive = pack(folder, tmp_path / "data.bin")
@@ -66,7 +66,7 @@ def test_an_archive_gives_the_same_as_its_folder(
     assert rejected(tmp_path / "b/workspace") == {}
 
 
-def test_a_tar_whose_last_file_is_a_zip_is_a_tar(tmp_path: Path, folder: Path) -> None:
+def test_tar_that_ends_with_a_zip_is_read_as_tar(tmp_path: Path, folder: Path) -> None:
     with zipfile.ZipFile(tmp_path / "old.zip", "w") as inner:
         inner.writestr("emu/0.png", encoded(noise(99)))
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
@@ -79,7 +79,7 @@ EVIL = ["../evil.png", "/evil.png", "a/../../evil.png", "C:/evil.png"]
 
 
 @pytest.mark.parametrize("name", EVIL)
-def test_a_path_that_leaves_a_zip_is_refused(tmp_path: Path, name: str) -> None:
+def test_path_out_of_a_zip_is_rejected(tmp_path: Path, name: str) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("good.png", encoded(noise(1)))
         archive.writestr(name, encoded(noise(2)))
@@ -87,14 +87,14 @@ def test_a_path_that_leaves_a_zip_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVIL)
-def test_a_path_that_leaves_a_tar_is_refused(tmp_path: Path, name: str) -> None:
+def test_path_out_of_a_tar_is_rejected(tmp_path: Path, name: str) -> None:
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
         add(archive, "good.png", encoded(noise(1)))
         add(archive, name, encoded(noise(2)))
     assert_refused(tmp_path, tmp_path / "x.tar", name, "leaves the archive")
 
 
-def test_a_path_with_backslashes_is_one_of_windows(tmp_path: Path) -> None:
+def test_backslashes_in_a_zip_separate_folders(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("cat\\1.png", encoded(noise(1)))
         archive.writestr("dog\\1.png", encoded(noise(2)))
@@ -105,7 +105,7 @@ def test_a_path_with_backslashes_is_one_of_windows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE]
 )
-def test_links_and_devices_in_a_tar_are_refused(tmp_path: Path, kind: bytes) -> None:
+def test_links_and_devices_in_a_tar_are_rejected(tmp_path: Path, kind: bytes) -> None:
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
         add(archive, "good.png", encoded(noise(1)))
         member = tarfile.TarInfo("evil.png")
@@ -114,7 +114,7 @@ def test_links_and_devices_in_a_tar_are_refused(tmp_path: Path, kind: bytes) -> 
     assert_refused(tmp_path, tmp_path / "x.tar", "evil.png", "only regular files")
 
 
-def test_a_link_in_a_zip_is_refused(tmp_path: Path) -> None:
+def test_link_in_a_zip_is_rejected(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("good.png", encoded(noise(1)))
         link = zipfile.ZipInfo("evil.png")
@@ -137,7 +137,7 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     archive.addfile(member, io.BytesIO(content))
 
 
-def test_an_archive_that_promises_far_more_than_it_holds_is_refused(
+def test_archive_that_unpacks_to_far_more_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(archives, "BOMB_FLOOR", 2**20)
@@ -148,11 +148,11 @@ def test_an_archive_that_promises_far_more_than_it_holds_is_refused(
         for number in range(20):
             add(tar, f"{number}.bmp", bytes(2**20))
     for name in ("x.zip", "x.tgz"):
-        with pytest.raises(UserError, match=r"unpacks to more than [\d,]+ bytes; no archive"):
+        with pytest.raises(UserError, match=r"unpacks to more than [\d,]+ bytes, too many"):
             prepared(tmp_path, tmp_path / name)
 
 
-def test_a_file_that_is_too_large_is_refused_unread(
+def test_large_file_in_an_archive_is_rejected_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(archives, "FILE_BYTES", 5000)
@@ -162,7 +162,7 @@ def test_a_file_that_is_too_large_is_refused_unread(
     assert_refused(tmp_path, tmp_path / "x.zip", "large.png", "at most 5,000")
 
 
-def test_a_damaged_member_of_a_zip_stops_no_other(tmp_path: Path) -> None:
+def test_damaged_entry_of_a_zip_does_not_stop_others(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         for number in range(3):
             archive.writestr(f"{number}.png", encoded(noise(number)))
@@ -174,7 +174,7 @@ def test_a_damaged_member_of_a_zip_stops_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["captions.jsonl", "0.txt"])
-def test_damaged_captions_in_a_zip_are_told_and_not_left_out(tmp_path: Path, name: str) -> None:
+def test_damaged_captions_in_a_zip_are_an_error(tmp_path: Path, name: str) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("0.png", encoded(noise(0)))
         archive.writestr(name, '{"file": "0.png", "caption": "a sleeping cat"}')
@@ -184,7 +184,7 @@ def test_damaged_captions_in_a_zip_are_told_and_not_left_out(tmp_path: Path, nam
         prepared(tmp_path, tmp_path / "x.zip")
 
 
-def test_an_encrypted_member_is_refused_with_its_reason(tmp_path: Path) -> None:
+def test_encrypted_entry_is_rejected(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("0.png", encoded(noise(0)))
         archive.writestr("1.png", encoded(noise(1)))
@@ -197,7 +197,7 @@ def test_an_encrypted_member_is_refused_with_its_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pack", FORMS)
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
-def test_an_archive_that_was_cut_short_is_refused_in_one_sentence(
+def test_truncated_archive_is_refused(
     tmp_path: Path, folder: Path, pack: Callable[[Path, Path], Path], share: float
 ) -> None:
     archive = pack(folder, tmp_path / "whole")
@@ -209,13 +209,13 @@ def test_an_archive_that_was_cut_short_is_refused_in_one_sentence(
         prepared(tmp_path, tmp_path / "cut")
 
 
-def test_a_file_that_is_no_archive_is_refused_with_what_is_allowed(tmp_path: Path) -> None:
+def test_file_that_is_not_an_archive_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "x.zip", "no archive")
     with pytest.raises(UserError, match="neither a zip nor a tar archive"):
         prepared(tmp_path, path)
 
 
-def test_names_that_are_no_utf8_are_read_from_archives(tmp_path: Path) -> None:
+def test_names_in_other_encodings_are_read_from_archives(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "x.tar", "w", encoding="utf-8", errors="surrogateescape") as tar:
         add(tar, "caf\udce9/1.png", encoded(noise(1)))
         add(tar, "bar/1.png", encoded(noise(2)))
@@ -232,7 +232,7 @@ def test_names_that_are_no_utf8_are_read_from_archives(tmp_path: Path) -> None:
     assert of_tar.fingerprint == of_zip.fingerprint
 
 
-def test_a_name_that_stands_twice_counts_once_and_last(tmp_path: Path) -> None:
+def test_last_of_two_entries_with_one_name_wins(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
         add(archive, "0.png", encoded(noise(1)))
         add(archive, "0.png", encoded(noise(2)))
@@ -242,10 +242,10 @@ def test_a_name_that_stands_twice_counts_once_and_last(tmp_path: Path) -> None:
     assert len(data) == 1 and isinstance(data.images[0], np.ndarray)
 
 
-# what leads the readers of archives to exceptions of other kinds
+# Damage that makes zipfile, tarfile and decompressors raise other exceptions
 
 
-def test_a_damaged_entry_of_lzma_stops_no_other(tmp_path: Path) -> None:
+def test_damaged_lzma_entry_does_not_stop_others(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_LZMA) as archive:
         for number in range(3):
             archive.writestr(f"{number}.png", encoded(noise(number)))
@@ -256,7 +256,7 @@ def test_a_damaged_entry_of_lzma_stops_no_other(tmp_path: Path) -> None:
     assert_refused(tmp_path, tmp_path / "x.zip", "1.png", "cannot be unpacked", good=2)
 
 
-def test_an_entry_without_a_name_is_refused(tmp_path: Path) -> None:
+def test_entry_without_a_name_is_rejected(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("good.png", encoded(noise(1)))
         nameless = zipfile.ZipInfo("x")
@@ -267,7 +267,7 @@ def test_an_entry_without_a_name_is_refused(tmp_path: Path) -> None:
 
 
 def patched(tmp_path: Path, at: int, value: bytes, flags: int = 0) -> Path:
-    """A zip whose first record of the directory has other bytes at some place."""
+    """Write a zip, and overwrite bytes of the first record in its directory."""
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("0.png", encoded(noise(0)))
     content = bytearray((tmp_path / "x.zip").read_bytes())
@@ -278,15 +278,17 @@ def patched(tmp_path: Path, at: int, value: bytes, flags: int = 0) -> Path:
     return tmp_path / "x.zip"
 
 
-def test_a_zip_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
+def test_unsupported_zip_is_a_user_error(tmp_path: Path) -> None:
     for archive in (patched(tmp_path, 6, b"\x63"), patched(tmp_path, 46, b"\xff\xff", flags=8)):
         for use in (check_data, lambda path: prepared(tmp_path, path)):
-            with pytest.raises(UserError, match=r"is damaged, or of a kind .* give the directory"):
+            with pytest.raises(
+                UserError, match=r"is damaged or of an unsupported kind.* use the directory"
+            ):
                 use(archive)
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
-def test_a_tar_that_ends_inside_its_captions_is_one_sentence(tmp_path: Path, mode: str) -> None:
+def test_tar_truncated_inside_captions_is_a_user_error(tmp_path: Path, mode: str) -> None:
     lines = "".join(f'{{"file": "{n}.png", "caption": "{n}"}}\n' for n in range(9999)).encode()
     with tarfile.open(tmp_path / "x.tar", mode) as archive:  # type: ignore[call-overload]
         add(archive, "0.png", encoded(noise(0)))
@@ -297,7 +299,7 @@ def test_a_tar_that_ends_inside_its_captions_is_one_sentence(tmp_path: Path, mod
         prepared(tmp_path, tmp_path / "x.tar")
 
 
-def test_a_wrong_header_of_a_sparse_file_is_one_sentence(tmp_path: Path) -> None:
+def test_invalid_sparse_header_is_a_user_error(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
         member = tarfile.TarInfo("0.png")
         member.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
@@ -307,9 +309,9 @@ def test_a_wrong_header_of_a_sparse_file_is_one_sentence(tmp_path: Path) -> None
         prepared(tmp_path, tmp_path / "x.tar")
 
 
-# archives that claim little and hold much, in a process whose memory is limited
+# Archives whose headers understate their content, in a process with limited memory
 
-ROOM = 2**25  # bytes that such a process may have beyond its imports
+ROOM = 2**25  # bytes that the process may use beyond its imports
 BOMB = ROOM + 2**23 + 12345
 
 CHILD = """
@@ -332,20 +334,20 @@ for path in map(Path, sys.argv[2:]):
 
 
 def claiming(path: Path, method: int, claimed: int) -> Path:
-    """A zip whose first entry holds BOMB bytes, and claims in its two headers to hold fewer."""
+    """Write a zip whose first entry has BOMB bytes, and fewer in its two headers."""
     with zipfile.ZipFile(path, "w", method) as archive:
         with archive.open("0.png", "w") as entry:
             entry.write(bytes(BOMB))
         archive.writestr("good.png", encoded(noise(1)))
-    real, lie = struct.pack("<I", BOMB), struct.pack("<I", claimed)
+    actual, false = struct.pack("<I", BOMB), struct.pack("<I", claimed)
     content = path.read_bytes()
-    assert content.count(real) == 2
-    path.write_bytes(content.replace(real, lie))
+    assert content.count(actual) == 2
+    path.write_bytes(content.replace(actual, false))
     return path
 
 
 def with_header(path: Path, kind: bytes, mode: str) -> Path:
-    """A tar whose first header has BOMB bytes."""
+    """Write a tar whose first header has BOMB bytes."""
     with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
         member = tarfile.TarInfo("././@LongLink")
         member.type, member.size = kind, BOMB
@@ -359,15 +361,15 @@ class Endless(io.RawIOBase):
         return b"0" * count
 
 
-def test_no_claim_of_an_archive_exhausts_the_memory(tmp_path: Path) -> None:
-    """For check-data and for prepare, each archive after the other in one process."""
+def test_false_sizes_in_archives_do_not_exhaust_memory(tmp_path: Path) -> None:
+    """check-data and prepare read all archives in one process."""
     unpacks = f"cannot be unpacked: it unpacks to more than {1000:,} bytes"
-    headers = f"has an entry with headers of more than {2**20:,} bytes; no archive"
+    headers = f"has an entry with headers of more than {2**20:,} bytes, too many"
     expected = {
         claiming(tmp_path / "bzip2.zip", zipfile.ZIP_BZIP2, 1000): [["0.png", unpacks]],
         claiming(tmp_path / "lzma.zip", zipfile.ZIP_LZMA, 1000): [["0.png", unpacks]],
         tmp_path
-        / "text.zip": "The text 0.txt, which may hold captions, cannot be read: it unpacks",
+        / "text.zip": "The text 0.txt, which may contain captions, cannot be read: it unpacks",
         with_header(tmp_path / "long.tgz", tarfile.GNUTYPE_LONGNAME, "w:gz"): headers,
         with_header(tmp_path / "pax.txz", tarfile.XHDTYPE, "w:xz"): headers,
         tmp_path / "zeros.tbz": [],
@@ -398,21 +400,21 @@ def matches(wanted: str | list[list[str]], found: str | list[list[str]]) -> bool
     return all(name == other and part in reason for (name, part), (other, reason) in pairs)
 
 
-def test_a_small_tar_of_very_many_entries_is_refused(
+def test_tar_with_too_many_entries_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(archives, "ENTRIES_FLOOR", 100)
     with tarfile.open(tmp_path / "x.tbz", "w:bz2") as archive:
         for number in range(400):
             add(archive, f"{number}.png", b"")
-    most = 100 + (tmp_path / "x.tbz").stat().st_size // archives.ENTRY_BYTES
-    assert 100 < most < 400
-    with pytest.raises(UserError, match=f"has more than {most} entries; no archive"):
+    limit = 100 + (tmp_path / "x.tbz").stat().st_size // archives.ENTRY_BYTES
+    assert 100 < limit < 400
+    with pytest.raises(UserError, match=f"has more than {limit} entries, too many"):
         check_data(tmp_path / "x.tbz")
 
 
-def test_a_sparse_file_in_a_tar_is_refused(tmp_path: Path) -> None:
-    """Its map and its holes may be of any size, and no image has holes."""
+def test_sparse_file_in_a_tar_is_rejected(tmp_path: Path) -> None:
+    """Its holes may be of any size, and no image has holes."""
     with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
         add(archive, "good.png", encoded(noise(1)))
         member = tarfile.TarInfo("sparse.png")
@@ -423,10 +425,10 @@ def test_a_sparse_file_in_a_tar_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packer", [gzip, bz2, lzma], ids=lambda packer: packer.__name__)
-def test_a_tar_packed_in_several_streams_is_read_to_its_end(
+def test_tar_of_several_compressed_streams_is_read(
     tmp_path: Path, folder: Path, packer: ModuleType
 ) -> None:
-    """As programs write it that pack in parallel, such as pbzip2 and pixz."""
+    """Parallel compressors such as pbzip2 and pixz write several streams."""
     plain = tarred("w")(folder, tmp_path / "x.tar").read_bytes()
     half = len(plain) // 2
     packed = packer.compress(plain[:half]) + packer.compress(plain[half:])

@@ -1,4 +1,4 @@
-"""Captions are read from lists, texts and class names, in the encoding that they are saved in."""
+"""Captions are read from lists, texts and class names, and in several encodings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpm_core.data.sources.folder import Directory
 from ddpm_core.errors import UserError
 
 
-def test_captions_come_from_lines_then_texts_then_class_names(tmp_path: Path) -> None:
+def test_captions_from_list_then_text_then_class(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", ["polar_bear"])
     lines = [{"file": "polar_bear/000.png", "caption": "a bear\non ice"}]
     write(root / "captions.jsonl", "\n".join(json.dumps(line) for line in lines) + "\n\n")
@@ -34,7 +34,7 @@ def test_captions_come_from_lines_then_texts_then_class_names(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_captions_come_as_image_folder_of_hugging_face_has_them(tmp_path: Path, kind: str) -> None:
+def test_captions_from_hugging_face_metadata(tmp_path: Path, kind: str) -> None:
     root = write_classes(tmp_path / "raw/train", ["."])
     rows = [{"file_name": f"00{n}.png", "text": f'"{n}", a\ncat', "more": n} for n in range(3)]
     if kind == "jsonl":
@@ -48,47 +48,53 @@ def test_captions_come_as_image_folder_of_hugging_face_has_them(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "error"),
     [
         (
             "metadata.jsonl",
             '{"file_name": "a", "text": "x"}\n{"file_name": "a"}',
-            'line 2: {"file_n',
+            "line 2: got \"{'file_name': 'a'}\"; must be {\"file_n",
         ),
-        ("metadata.jsonl", "{", 'line 1: {"file_name": "...", "text": "..."} is needed'),
-        ("metadata.csv", "file_name,text\na,x\nb\n", 'line 3: {"file_name": "...", "text"'),
-        ("metadata.csv", 'file_name,text\na,"x\n', "not CSV from here on: unexpected end"),
+        (
+            "metadata.jsonl",
+            "{",
+            'line 1: got \'{\'; must be {"file_name": "...", "text": "..."}',
+        ),
+        (
+            "metadata.csv",
+            "file_name,text\na,x\nb\n",
+            "line 3: got \"{'file_name': 'b', 'text': None}\"; must be {\"file_name",
+        ),
+        ("metadata.csv", 'file_name,text\na,"x\n', "invalid CSV: unexpected end"),
         ("metadata.csv", b"file_name,text\na,\xff\n", "is not UTF-8 text: invalid start byte at"),
         ("metadata.csv", "id,n\n1,2\n".encode("utf-16-le"), "is not UTF-8 text: it has NUL"),
         ("metadata.jsonl", b'{"file_name": "a", "text": "\xe9"}', "is not UTF-8 text: invalid"),
         ("captions.jsonl", b'{"file": "a", "caption": "\xe9"}', "is not UTF-8 text: invalid"),
     ],
 )
-def test_a_wrong_row_of_metadata_is_told_with_its_line(
-    tmp_path: Path, name: str, content: Any, told: str
+def test_error_for_invalid_metadata_names_the_line(
+    tmp_path: Path, name: str, content: Any, error: str
 ) -> None:
     root = write_classes(tmp_path / "raw", ["cat"])
     write(root / "cat" / name, content)
-    with pytest.raises(UserError, match=rf"^cat/{re.escape(name)}.*{re.escape(told)}"):
+    with pytest.raises(UserError, match=rf"^cat/{re.escape(name)}.*{re.escape(error)}"):
         prepared(tmp_path, root)
 
 
-def test_metadata_of_something_else_stops_nothing_and_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unrelated_metadata_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = write_classes(tmp_path / "raw", ["cat"], each=1)
     write(root / "metadata.csv", "id;breed\n1;tabb\xff\n".encode("latin-1"))
     write(root / "metadata.jsonl", '{"file_name": "cat/000.png", "label": 3}')
     assert captions_of(tmp_path, root) == [b"a photo of a cat"]
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     start = "so no captions are read from it. Its columns are"
-    assert f"metadata.csv has no file_name and text, {start} id, breed." in told
-    how = "file_name, label; to use one as captions, set prepare.caption_column."
-    assert f"metadata.jsonl has no text, {start} {how}" in told
+    assert f"metadata.csv has no file_name and text, {start} id, breed." in printed
+    hint = "file_name, label; to use one as captions, set prepare.caption_column."
+    assert f"metadata.jsonl has no text, {start} {hint}" in printed
 
 
 def saved(text: str, encoding: str) -> bytes:
-    """What editors save: with a byte order mark but where the encoding has none."""
+    """Encode text as editors do: with a byte order mark if the encoding has one."""
     return ("\ufeff" if encoding.startswith("utf") else "").encode(encoding) + text.encode(encoding)
 
 
@@ -106,7 +112,7 @@ MARKED = ["utf-8", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"]
         ("captions.jsonl", '{"file": "000.png", "caption": "un caf\u00e9"}\r\n'),
     ],
 )
-def test_captions_are_read_by_their_byte_order_mark(
+def test_captions_are_decoded_by_their_byte_order_mark(
     tmp_path: Path, encoding: str, name: str, content: str
 ) -> None:
     root = write_classes(tmp_path, ["raw"], each=1) / "raw"
@@ -115,7 +121,7 @@ def test_captions_are_read_by_their_byte_order_mark(
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "utf-16-le", "shift-jis"])
-def test_captions_in_another_encoding_are_counted_and_the_first_is_named(
+def test_captions_in_other_encodings_are_counted_in_the_error(
     tmp_path: Path, encoding: str
 ) -> None:
     root = write_classes(tmp_path / "raw", ["cat"], each=4)
@@ -123,17 +129,17 @@ def test_captions_in_another_encoding_are_counted_and_the_first_is_named(
         if encoding == "shift-jis":
             text = text.replace("\xe9", "\u732b")
         write(root / f"cat/{number:03d}.txt", text.encode(encoding if number else "utf-8"))
-    write(root / "cat/readme.txt", b"caf\xe9, which is no caption")
+    write(root / "cat/readme.txt", b"caf\xe9, not a caption")
     count, first = (3, "001") if encoding == "utf-16-le" else (2, "002")
-    told = (
+    error = (
         rf"{count} captions cannot be read; the first: cat/{first}\.txt is not UTF-8 text: .*iconv"
     )
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=error):
         prepared(tmp_path, root)
-    assert re.search(f"prepare stops: {told}", " ".join(check_data(root).notes))
+    assert re.search(f"prepare would fail: {error}", " ".join(check_data(root).notes))
 
 
-def test_a_caption_file_beside_an_image_counts_after_a_txt_file(tmp_path: Path) -> None:
+def test_txt_file_has_priority_over_caption_file(tmp_path: Path) -> None:
     root = write_classes(tmp_path, ["raw"], each=2) / "raw"
     for name in ("000.txt", "000.caption", "001.CAPTION"):
         write(root / name, f"from {name}")
@@ -141,7 +147,7 @@ def test_a_caption_file_beside_an_image_counts_after_a_txt_file(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("separator", [",", ", ", ";", "\t", "|"])
-def test_captions_are_read_from_the_chosen_column(tmp_path: Path, separator: str) -> None:
+def test_captions_from_a_chosen_column(tmp_path: Path, separator: str) -> None:
     root = write_classes(tmp_path, ["raw"], each=2) / "raw"
     rows = [["id", "file_name", "prompt"], ["1", "000.png", '"a; b, c|d"'], ["2", "001.png", "e"]]
     write(root / "metadata.csv", "\n".join(separator.join(row) for row in rows))
@@ -152,24 +158,24 @@ def test_captions_are_read_from_the_chosen_column(tmp_path: Path, separator: str
     assert "Its columns are id, file_name, prompt; to use one" in note
 
 
-def test_a_chosen_column_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_caption_column_is_refused(tmp_path: Path) -> None:
     root = write_classes(tmp_path, ["raw"], each=1) / "raw"
-    told = "prepare.caption_column: got 'prompt', but the source has no metadata.csv"
-    with pytest.raises(UserError, match=told):
+    error = "prepare.caption_column: got 'prompt', but the source has no metadata.csv"
+    with pytest.raises(UserError, match=error):
         prepared(tmp_path, root, caption_column="prompt")
     write(root / "metadata.jsonl", '{"file_name": "000.png", "caption": "x"}')
-    told = "but metadata.jsonl has no prompt; its columns are file_name, caption"
-    with pytest.raises(UserError, match=told):
+    error = "but metadata.jsonl has no prompt; its columns are file_name, caption"
+    with pytest.raises(UserError, match=error):
         prepared(tmp_path, root, caption_column="prompt")
 
 
-def test_the_caption_of_a_class_is_made_by_the_template(tmp_path: Path) -> None:
+def test_class_caption_uses_the_template(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", ["cat"])
     captions = prepared(tmp_path, root, caption="{class}!").captions
     assert captions is not None and bytes(captions[0]).rstrip(b"\0") == b"cat!"
 
 
-def test_captions_of_pictures_without_classes_are_kept(tmp_path: Path) -> None:
+def test_captions_without_classes_are_kept(tmp_path: Path) -> None:
     write(tmp_path / "raw/0.png", noise(1))
     write(tmp_path / "raw/0.txt", "dawn")
     write(tmp_path / "raw/1.png", noise(2))
@@ -179,7 +185,7 @@ def test_captions_of_pictures_without_classes_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["é" * 40, "a" + "é" * 40, "🐈" * 20, "x" * 64])
-def test_a_long_caption_is_cut_between_characters(text: str) -> None:
+def test_long_caption_is_cut_between_characters(text: str) -> None:
     row = bytes(encode([text])[0])
     kept = row.rstrip(b"\0").decode("utf-8")
     assert text.startswith(kept)
@@ -192,26 +198,26 @@ WRONG += ['{"file": 7, "caption": "x"}', '{"file": null, "caption": "x"}']
 
 
 @pytest.mark.parametrize("line", WRONG, ids=range(len(WRONG)))
-def test_a_wrong_line_of_captions_is_told_with_its_number(tmp_path: Path, line: str) -> None:
+def test_error_for_invalid_caption_names_the_line(tmp_path: Path, line: str) -> None:
     root = write_classes(tmp_path / "raw", ["cat"])
     good = json.dumps({"file": "cat/000.png", "caption": "x"})
     write(root / "captions.jsonl", f"{good}\n{line}\n")
     with pytest.raises(UserError, match=r"captions\.jsonl, line 2"):
         prepared(tmp_path, root)
     notes = check_data(root).notes
-    assert [note for note in notes if note.startswith("prepare stops: captions.jsonl, line 2")]
+    assert [note for note in notes if note.startswith("prepare would fail: captions.jsonl, line 2")]
 
 
-def test_captions_of_files_that_are_not_there_are_told(
+def test_captions_of_missing_images_are_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = write_classes(tmp_path / "raw", ["cat"])
     write(root / "captions.jsonl", json.dumps({"file": "cat/999.png", "caption": "x"}))
     prepared(tmp_path, root)
-    assert "1 of the captions in captions.jsonl name no image" in capsys.readouterr().err
+    assert "1 caption in captions.jsonl ignored: no such image" in capsys.readouterr().err
 
 
-def test_pictures_without_a_caption_beside_others_are_told(
+def test_images_without_caption_are_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = write_classes(tmp_path, ["raw"], each=5) / "raw"
@@ -222,14 +228,14 @@ def test_pictures_without_a_caption_beside_others_are_told(
     assert "4 of 5 images have no caption" in capsys.readouterr().err
 
 
-def test_captions_that_can_not_be_read_are_told_and_not_left_out(tmp_path: Path) -> None:
+def test_unreadable_captions_are_an_error(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", ["cat"])
     line = json.dumps({"file": "cat/000.png", "caption": "x"})
     write(root / "captions.jsonl", line)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "open", forbidden)
-        told = r"The text captions\.jsonl, which may hold captions, cannot be read: Permission"
-        with pytest.raises(UserError, match=told):
+        error = r"The text captions\.jsonl, which may contain captions, cannot be read: Permission"
+        with pytest.raises(UserError, match=error):
             Directory(root, "x").listing()
 
 
@@ -243,7 +249,7 @@ def captions_of(tmp_path: Path, root: Path) -> list[bytes]:
     return [bytes(row).rstrip(b"\0") for row in captions]
 
 
-def test_the_extension_of_a_text_beside_a_picture_may_be_in_capitals(tmp_path: Path) -> None:
+def test_extension_of_a_caption_text_may_be_upper_case(tmp_path: Path) -> None:
     write(tmp_path / "raw/0.JPG", noise(1), kind="JPEG")
     write(tmp_path / "raw/0.TXT", "dawn")
     assert captions_of(tmp_path, tmp_path / "raw") == [b"dawn"]

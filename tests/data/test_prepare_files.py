@@ -1,4 +1,4 @@
-"""prepare takes every file a person may have, and says why it takes none of the others."""
+"""prepare decodes every common kind of image file, and lists the reason for every other."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ import pytest
 from PIL import Image
 from support.pictures import encoded, flat, noise, prepared, rejected, write
 
-from ddpm_core.data.decode import PIXELS, Undecodable, decode, to_8_bits
-from ddpm_core.data.square import Square, make_square, squares
+from ddpm_core.data.decode import (
+    PIXELS,
+    SquareRule,
+    Undecodable,
+    decode,
+    make_square,
+    to_8_bits,
+)
+from ddpm_core.data.workers import make_squares
 
 WHITE, BLUE = (255, 255, 255), (0, 0, 255)
 
@@ -29,23 +36,23 @@ def near(pixels: np.ndarray[Any, Any], color: tuple[int, int, int], tolerance: i
     return bool((abs(pixels - np.array(color)) <= tolerance).all())
 
 
-# every kind of file
+# Formats and modes
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF"])
-def test_every_usual_format_is_read(kind: str) -> None:
+def test_common_format_is_decoded(kind: str) -> None:
     assert near(decoded(encoded(flat((200, 60, 20)), kind)), (200, 60, 20), tolerance=8)
 
 
-def test_gray_pictures_become_three_equal_channels() -> None:
+def test_gray_image_becomes_three_equal_channels() -> None:
     assert near(decoded(encoded(flat(90, mode="L"))), (90, 90, 90), 0)
 
 
-def test_black_and_white_pictures_are_read() -> None:
+def test_one_bit_image_is_decoded() -> None:
     assert near(decoded(encoded(flat(1, mode="1"))), WHITE)
 
 
-def test_a_palette_with_transparency_lies_over_the_background() -> None:
+def test_transparent_palette_shows_the_background() -> None:
     image = flat(1, mode="P")
     image.putpalette([255, 0, 0, 0, 255, 0])
     image.putpixel((0, 0), 0)
@@ -55,7 +62,7 @@ def test_a_palette_with_transparency_lies_over_the_background() -> None:
 
 
 @pytest.mark.parametrize("mode, color", [("RGBA", (255, 0, 0, 0)), ("LA", (255, 0))])
-def test_what_is_transparent_shows_the_background(mode: str, color: tuple[int, ...]) -> None:
+def test_transparent_image_shows_the_background(mode: str, color: tuple[int, ...]) -> None:
     assert near(decoded(encoded(flat(color, mode=mode)), BLUE), BLUE)
 
 
@@ -64,18 +71,18 @@ def test_half_transparent_pixels_mix_with_the_background() -> None:
     assert near(pixels, (128, 0, 127))
 
 
-def test_a_transparent_color_of_an_rgb_png_shows_the_background() -> None:
+def test_transparent_rgb_color_shows_the_background() -> None:
     assert near(decoded(encoded(flat((9, 9, 9)), transparency=(9, 9, 9)), BLUE), BLUE)
 
 
-def test_cmyk_pictures_become_rgb() -> None:
+def test_cmyk_image_becomes_rgb() -> None:
     cyan = flat((255, 0, 0, 0), mode="CMYK")
     assert near(decoded(encoded(cyan, "JPEG", quality=95)), (0, 255, 255), 12)
     assert near(decoded(encoded(cyan, "TIFF")), (0, 255, 255), 12)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_16_bit_pictures_are_scaled_and_not_clipped(kind: str) -> None:
+def test_16_bit_image_is_scaled_not_clipped(kind: str) -> None:
     ramp = np.linspace(0, 65_535, 256).astype(np.uint16).reshape(16, 16)
     gray = decoded(encoded(Image.fromarray(ramp), kind))[:, :, 0].ravel()
     assert gray[0] == 0 and gray[-1] == 255
@@ -83,7 +90,7 @@ def test_16_bit_pictures_are_scaled_and_not_clipped(kind: str) -> None:
 
 
 def tiff_of(values: Any, order: str = "<", photometric: int = 1) -> bytes:
-    """A TIFF of 16-bit gray values (H, W), little- or big-endian."""
+    """Encode 16-bit gray values (H, W) as a little- or big-endian TIFF."""
     content = values.astype(f"{order}u2").tobytes()
     height, width = values.shape
     shorts = {256: width, 257: height, 258: 16, 259: 1, 262: photometric, 277: 1, 278: height}
@@ -95,17 +102,17 @@ def tiff_of(values: Any, order: str = "<", photometric: int = 1) -> bytes:
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
-def test_dark_16_bit_pictures_stay_dark_in_either_order_of_bytes(order: str) -> None:
+def test_dark_16_bit_image_stays_dark_in_any_byte_order(order: str) -> None:
     values = np.linspace(0, 250, 16).reshape(4, 4)
     assert decoded(tiff_of(values, order)).max() == 1
 
 
-def test_16_bit_pictures_whose_white_is_zero_are_no_negatives() -> None:
+def test_16_bit_image_with_white_zero_is_inverted() -> None:
     values = np.array([[0, 0], [65_535, 257 * 55]])
     assert decoded(tiff_of(values, photometric=0))[:, :, 0].tolist() == [[255, 255], [0, 200]]
 
 
-def test_a_transparent_value_of_16_bits_shows_the_background() -> None:
+def test_transparent_16_bit_value_shows_the_background() -> None:
     rows = b"".join(b"\0" + struct.pack(">2H", 300, 301) for _ in range(2))
     pixels = decoded(png_of(2, 2, rows, depth=16, color=0, key=struct.pack(">H", 300)))
     assert (pixels[:, 0] == WHITE).all() and (pixels[:, 1] == 1).all()
@@ -142,21 +149,21 @@ def png_of(
         (np.array([[0, 1000, 65_535]], np.int32), 65_535.0),
     ],
 )
-def test_wide_gray_values_are_scaled_to_what_white_must_be(values: Any, white: float) -> None:
+def test_wide_gray_values_are_scaled_to_the_likely_white(values: Any, white: float) -> None:
     assert (to_8_bits(values) == np.rint(values / white * 255)).all()
 
 
 @pytest.mark.parametrize(
     "values", [[[-1.0, 0.5]], [[0.0, 1e9]], [[float("nan"), 1.0]], [[0.0, 0.5, 1.02]]]
 )
-def test_gray_values_that_mean_nothing_are_refused(values: list[list[float]]) -> None:
+def test_ambiguous_gray_values_are_refused(values: list[list[float]]) -> None:
     with pytest.raises(Undecodable, match="gray values"):
         to_8_bits(np.array(values, np.float32))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(orientation: int) -> None:
-    """The picture is stored turned, with the tag that turns it back: red is on top again."""
+    """The image is stored rotated, with the tag that rotates it back: red is on top."""
     upright = flat((0, 0, 0), size=(16, 24))
     upright.paste((255, 0, 0), (0, 0, 16, 8))
     undo = {
@@ -176,32 +183,32 @@ def test_exif_orientation_is_applied(orientation: int) -> None:
     assert pixels[:6, :, 0].min() > 200 and pixels[12:, :, 0].max() < 60
 
 
-def test_damaged_exif_data_spoil_no_picture() -> None:
+def test_damaged_exif_data_are_ignored() -> None:
     content = encoded(flat((200, 60, 20)), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
     assert near(decoded(content), (200, 60, 20), 8)
 
 
-def test_of_a_gif_the_first_frame_counts() -> None:
+def test_first_frame_of_a_gif_is_used() -> None:
     stream = io.BytesIO()
     flat((255, 0, 0)).save(stream, "GIF", save_all=True, append_images=[flat((0, 255, 0))])
     assert near(decoded(stream.getvalue()), (255, 0, 0))
 
 
-def test_a_jpeg_reduced_while_decoding_looks_as_one_that_is_not() -> None:
+def test_reduced_jpeg_looks_like_the_full_one() -> None:
     ramp = np.linspace(0, 255, 640).astype(np.uint8)
     content = encoded(Image.fromarray(np.tile(ramp, (480, 1))), "JPEG", quality=95)
-    rule = Square(16, "squash", WHITE, 3)
+    rule = SquareRule(16, "squash", WHITE, 3)
     quick, whole = decode(content, WHITE, smallest=16), decode(content, WHITE)
     assert min(quick.size) >= 32 and quick.size < whole.size
     difference = np.asarray(make_square(quick, rule)).astype(int) - make_square(whole, rule)
     assert abs(difference).max() <= 3
 
 
-# names and what they say
+# File names
 
 
 @pytest.mark.parametrize("name", ["a.JPG", "a.Jpeg", "a.png", "a.txt", "a.xyz", "a", "a.jpg.part"])
-def test_a_wrong_odd_or_missing_extension_is_no_obstacle(tmp_path: Path, name: str) -> None:
+def test_image_is_recognised_whatever_its_extension(tmp_path: Path, name: str) -> None:
     write(tmp_path / "raw" / name, noise(1), kind="JPEG")
     assert len(prepared(tmp_path, tmp_path / "raw")) == 1
 
@@ -215,23 +222,23 @@ def test_a_wrong_odd_or_missing_extension_is_no_obstacle(tmp_path: Path, name: s
         "lost+found/0.png",
     ],
 )
-def test_what_is_no_picture_is_passed_over_and_not_counted(tmp_path: Path, name: str) -> None:
+def test_other_files_and_clutter_are_ignored(tmp_path: Path, name: str) -> None:
     write(tmp_path / "raw/x/0.png", noise(1))
     write(tmp_path / "raw/y/0.png", noise(2))
-    write(tmp_path / "raw" / name, b"BMX is no bitmap, though it begins like one")
+    write(tmp_path / "raw" / name, b"BMX is not a bitmap, but begins like one")
     data = prepared(tmp_path, tmp_path / "raw", max_rejected=0.0)
     assert len(data) == 2
     assert data.classes == ["x", "y"]
     assert rejected(tmp_path / "workspace") == {}
 
 
-def test_a_very_long_name_is_no_obstacle(tmp_path: Path) -> None:
+def test_long_names_are_read(tmp_path: Path) -> None:
     write(tmp_path / "raw" / ("ü" * 120) / ("n" * 250 + ".png"), noise(1))
     write(tmp_path / "raw" / "b" / "0.png", noise(2))
     assert len(prepared(tmp_path, tmp_path / "raw")) == 2
 
 
-# what can't be used
+# Unusable files
 
 
 def bomb() -> bytes:
@@ -247,16 +254,16 @@ def unusable() -> dict[str, tuple[bytes, str]]:
         "empty.jpg": (b"", "empty"),
         "cut.jpg": (whole[: len(whole) // 2], "truncated"),
         "cut.png": (png[: len(png) // 2], "truncated|damaged"),
-        "cut.gif": (encoded(noise(4, size=(64, 64)), "GIF")[:200], "truncated|damaged|not a"),
-        "text.jpg": (b"this is no picture at all", "not a picture"),
-        "noise.png": (np.random.default_rng(0).bytes(4000), "not a picture"),
-        "head.png": (png[:20], "not a picture|truncated|damaged"),
+        "cut.gif": (encoded(noise(4, size=(64, 64)), "GIF")[:200], "truncated|damaged|not an"),
+        "text.jpg": (b"this is not an image at all", "not an image"),
+        "noise.png": (np.random.default_rng(0).bytes(4000), "not an image"),
+        "head.png": (png[:20], "not an image|truncated|damaged"),
         "garbled.png": (png[:60] + bytes(300) + png[360:], "damaged|truncated"),
         "bomb.png": (bomb(), "at most"),
     }
 
 
-def test_unusable_files_are_listed_with_the_reason_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_unusable_files_are_listed_with_their_reasons(tmp_path: Path) -> None:
     files = unusable()
     for name, (content, _) in files.items():
         write(tmp_path / "raw" / name, content)
@@ -279,13 +286,15 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_picture_of_a_format_that_is_not_read_is_named(tmp_path: Path, kind: str) -> None:
+def test_error_names_an_unsupported_format(tmp_path: Path, kind: str) -> None:
     for content in (FOREIGN[kind], write(tmp_path / "0.jpg", FOREIGN[kind])):
-        with pytest.raises(Undecodable, match=rf"a format that is read, but {kind}: convert it"):
+        with pytest.raises(
+            Undecodable, match=rf"{kind} is not a supported format: convert it to JPEG"
+        ):
             decode(content, WHITE)
 
 
-def test_a_bomb_is_refused_before_it_takes_memory() -> None:
+def test_decompression_bomb_is_refused_without_memory() -> None:
     tracemalloc = pytest.importorskip("tracemalloc")
     content = bomb()
     tracemalloc.start()
@@ -296,7 +305,7 @@ def test_a_bomb_is_refused_before_it_takes_memory() -> None:
     assert len(content) < 1e6 and peak < 5e6
 
 
-# squares
+# Squares
 
 
 @pytest.mark.parametrize("size", [(300, 100), (100, 300)])
@@ -304,16 +313,16 @@ def test_crop_keeps_the_middle(size: tuple[int, int]) -> None:
     image = flat((255, 0, 0), size=size)
     left, top = (size[0] - 100) // 2, (size[1] - 100) // 2
     image.paste((0, 255, 0), (left, top, left + 100, top + 100))
-    square = np.asarray(make_square(image, Square(10, "crop", WHITE, 3)))
-    # The outermost pixels see a little beyond the edge, as antialiasing should.
+    square = np.asarray(make_square(image, SquareRule(10, "crop", WHITE, 3)))
+    # Antialiasing mixes the outermost pixels with those beyond the edge.
     assert near(square[1:-1, 1:-1], (0, 255, 0)) and near(square, (0, 255, 0), 20)
 
 
 @pytest.mark.parametrize("resize", ["crop", "pad"])
 @pytest.mark.parametrize("size", [(33, 32), (32, 35), (34, 32), (32, 31), (29, 32)])
-def test_no_pixel_changes_where_nothing_is_scaled(resize: str, size: tuple[int, int]) -> None:
+def test_pixels_do_not_change_without_scaling(resize: str, size: tuple[int, int]) -> None:
     image, wanted = noise(1, size), min(size) if resize == "crop" else max(size)
-    square = make_square(image, Square(wanted, resize, BLUE, 3))
+    square = make_square(image, SquareRule(wanted, resize, BLUE, 3))
     left, top = (abs(wanted - side) // 2 for side in size)
     if resize == "crop":
         assert square == image.crop((left, top, left + wanted, top + wanted))
@@ -322,50 +331,48 @@ def test_no_pixel_changes_where_nothing_is_scaled(resize: str, size: tuple[int, 
 
 
 @pytest.mark.parametrize("size", [(300, 100), (100, 300), (3000, 1)])
-def test_pad_keeps_everything_on_the_background(size: tuple[int, int]) -> None:
-    square = np.asarray(make_square(flat((0, 255, 0), size=size), Square(30, "pad", BLUE, 3)))
+def test_pad_keeps_the_whole_image(size: tuple[int, int]) -> None:
+    square = np.asarray(make_square(flat((0, 255, 0), size=size), SquareRule(30, "pad", BLUE, 3)))
     filled = (square == (0, 255, 0)).all(axis=2)
     assert (square[~filled] == BLUE).all()
     assert filled.sum() == max(30, 300) if min(size) == 100 else filled.sum() == 30
     assert abs(filled[:15].sum() - filled[15:].sum()) <= 30
 
 
-def test_squash_keeps_everything_and_fills_the_square() -> None:
+def test_squash_fills_the_square() -> None:
     image = flat((255, 0, 0), size=(300, 100))
     image.paste((0, 255, 0), (150, 0, 300, 100))
-    square = np.asarray(make_square(image, Square(10, "squash", WHITE, 3)))
+    square = np.asarray(make_square(image, SquareRule(10, "squash", WHITE, 3)))
     assert near(square[:, :4], (255, 0, 0)) and near(square[:, 6:], (0, 255, 0))
 
 
 @pytest.mark.parametrize("resize", ["crop", "pad", "squash"])
 @pytest.mark.parametrize("period", [2, 3, 5])
-def test_fine_patterns_turn_to_gray_and_not_to_moire(resize: str, period: int) -> None:
+def test_fine_patterns_become_gray_without_moire(resize: str, period: int) -> None:
     stripes = np.where(np.arange(510) % period < period / 2, 255, 0).astype(np.uint8)
     image = Image.fromarray(np.tile(stripes, (510, 1))).convert("RGB")
-    square = np.asarray(make_square(image, Square(16, resize, WHITE, 3))).astype(float)
+    square = np.asarray(make_square(image, SquareRule(16, resize, WHITE, 3))).astype(float)
     mean = stripes.mean()
     assert abs(square[:, 1:-1] - mean).max() < 12
 
 
-def test_small_pictures_are_enlarged_smoothly() -> None:
+def test_small_image_is_enlarged_smoothly() -> None:
     image = flat((0, 0, 0), size=(2, 2))
     image.paste((255, 255, 255), (1, 0, 2, 2))
-    row = np.asarray(make_square(image, Square(16, "crop", WHITE, 3)))[8, :, 0].astype(int)
+    row = np.asarray(make_square(image, SquareRule(16, "crop", WHITE, 3)))[8, :, 0].astype(int)
     assert (np.diff(row) >= 0).all() and len(set(row)) > 6
 
 
-# what a picture is known by
+# Digests
 
 
 def digests(*payloads: Any, **rule: Any) -> list[bytes]:
-    wanted = Square(**{"size": 8, "resize": "crop", "background": WHITE, "channels": 3, **rule})
-    return squares(wanted, list(enumerate(payloads))).digests
+    wanted = SquareRule(**{"size": 8, "resize": "crop", "background": WHITE, "channels": 3, **rule})
+    return make_squares(wanted, list(enumerate(payloads))).digests
 
 
 @pytest.mark.parametrize("size", [8, 20, 64])
-def test_a_picture_is_known_by_the_same_digest_whatever_it_is_made_into(
-    tmp_path: Path, size: int
-) -> None:
+def test_digest_does_not_depend_on_settings(tmp_path: Path, size: int) -> None:
     upright = Image.Exif()
     upright[0x112] = 6
     large = encoded(noise(1, (300, 170)), "JPEG", exif=upright)
@@ -378,26 +385,26 @@ def test_a_picture_is_known_by_the_same_digest_whatever_it_is_made_into(
         assert digests(*kinds, size=size, **rule) == known
 
 
-def test_copies_with_other_metadata_or_in_another_lossless_format_are_known_as_such() -> None:
-    picture = noise(1, (90, 70))
-    jpegs = [encoded(picture, "JPEG", exif=exif) for exif in (b"", b"Exif\0\0II*\0")]
+def test_copies_in_other_files_have_the_same_digest() -> None:
+    image = noise(1, (90, 70))
+    jpegs = [encoded(image, "JPEG", exif=exif) for exif in (b"", b"Exif\0\0II*\0")]
     assert len(set(jpegs)) == 2 and len(set(digests(*jpegs))) == 1
-    lossless = [encoded(picture, kind) for kind in ("PNG", "BMP", "TIFF")]
-    assert len(set(digests(*lossless, encoded(picture.convert("RGBA"))))) == 1
+    lossless = [encoded(image, kind) for kind in ("PNG", "BMP", "TIFF")]
+    assert len(set(digests(*lossless, encoded(image.convert("RGBA"))))) == 1
     assert len(set(digests(encoded(flat(0, (10, 20))), encoded(flat(0, (20, 10)))))) == 2
 
 
-# channels
+# Channels
 
 
-def test_channels_auto_is_one_where_every_picture_is_gray(tmp_path: Path) -> None:
+def test_channels_auto_is_1_if_all_images_are_gray(tmp_path: Path) -> None:
     write(tmp_path / "raw/0.png", noise(1, mode="L"))
     write(tmp_path / "raw/1.png", noise(2, mode="L").convert("RGB"))
     data = prepared(tmp_path, tmp_path / "raw")
     assert (data.channels, data.images.shape) == (1, (2, 8, 8, 1))
 
 
-def test_channels_auto_is_three_where_one_picture_has_color(tmp_path: Path) -> None:
+def test_channels_auto_is_3_if_one_image_has_color(tmp_path: Path) -> None:
     write(tmp_path / "raw/0.png", noise(1, mode="L"))
     write(tmp_path / "raw/1.png", noise(2))
     data = prepared(tmp_path, tmp_path / "raw")
@@ -406,7 +413,7 @@ def test_channels_auto_is_three_where_one_picture_has_color(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_channels_are_those_asked_for(tmp_path: Path, channels: int) -> None:
+def test_channels_setting_is_used(tmp_path: Path, channels: int) -> None:
     write(tmp_path / "raw/0.png", flat((255, 0, 0)))
     data = prepared(tmp_path, tmp_path / "raw", channels=channels)
     assert data.images[0].shape == (8, 8, channels)

@@ -1,4 +1,4 @@
-"""Folders mean what their owner meant: classes, splits, captions, nothing of clutter."""
+"""Folder names define classes and splits; links, clutter and odd names are handled."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ddpm_core.errors import UserError
 
 
 def counts(tmp_path: Path, root: Path, **settings: object) -> tuple[dict[str, int], dict[str, int]]:
-    """Pictures of each class for training and held out."""
+    """Return the number of images by class, for training and held out."""
     manifest = prepared(tmp_path, root, **settings).manifest  # type: ignore[arg-type]
     names = manifest["classes"]
     train = dict(zip(names, manifest["class_counts"], strict=True))
     return train, dict(zip(names, manifest["holdout_class_counts"], strict=True))
 
 
-# classes
+# Classes
 
 
 def test_folders_are_classes(tmp_path: Path) -> None:
@@ -43,29 +43,32 @@ def test_deeper_folders_belong_to_their_class(tmp_path: Path) -> None:
     assert counts(tmp_path, tmp_path / "raw")[0] == {"cat": 6, "dog": 3}
 
 
-def test_folders_around_everything_are_no_classes(tmp_path: Path) -> None:
+def test_wrapper_folders_are_not_classes(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw/dataset/images", ["cat", "dog"])
     assert counts(tmp_path, tmp_path / "raw")[0] == {"cat": 3, "dog": 3}
 
 
-def test_a_flat_directory_has_no_classes(tmp_path: Path) -> None:
+def test_flat_directory_has_no_classes(tmp_path: Path) -> None:
     write_classes(tmp_path, ["raw"])
     data = prepared(tmp_path, tmp_path / "raw")
     assert (data.classes, data.class_counts, data.labels.tolist()) == ([], [], [0, 0, 0])
     assert data.captions is None
 
 
-def test_a_picture_beside_the_class_folders_is_used_without_a_class_where_most_have_none(
+def test_no_classes_if_most_images_have_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_classes(tmp_path / "raw", [".", "more"])
     write(tmp_path / "raw/last.png", noise(99))
     data = prepared(tmp_path, tmp_path / "raw")
     assert (len(data), data.classes) == (7, [])
-    assert "there are no classes; all are used, those in more too" in capsys.readouterr().err
+    assert (
+        "the data have no classes. All images are used, also those in more"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_stray_picture_beside_the_class_folders_is_rejected(tmp_path: Path) -> None:
+def test_image_beside_class_folders_is_rejected(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw", ["cat", "dog"])
     write(tmp_path / "raw/preview.png", noise(99))
     data = prepared(tmp_path, tmp_path / "raw", max_rejected=0.5)
@@ -74,9 +77,7 @@ def test_a_stray_picture_beside_the_class_folders_is_rejected(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_stray_picture_in_a_folder_around_everything_is_rejected(
-    tmp_path: Path, packed: bool
-) -> None:
+def test_stray_image_in_a_wrapper_folder_is_rejected(tmp_path: Path, packed: bool) -> None:
     root = write_classes(tmp_path / "raw", ["ds/imgs/cat", "ds/imgs/dog"])
     strays = ["cover.png", "ds/preview.png", "ds/imgs/last.png"]
     for seed, name in enumerate(strays, 90):
@@ -86,7 +87,7 @@ def test_a_stray_picture_in_a_folder_around_everything_is_rejected(
     assert set(rejected(tmp_path / "workspace")) == set(strays)
 
 
-def test_a_stray_picture_beside_wrapped_splits_leaves_them_splits(tmp_path: Path) -> None:
+def test_stray_image_beside_wrapped_splits_is_rejected(tmp_path: Path) -> None:
     for seed, split in enumerate(["train", "test"]):
         write_classes(tmp_path / "raw/ds" / split / "imgs", ["cat", "dog"], seed=50 * seed)
     write(tmp_path / "raw/ds/preview.png", noise(99))
@@ -97,18 +98,18 @@ def test_a_stray_picture_beside_wrapped_splits_leaves_them_splits(tmp_path: Path
     assert set(rejected(tmp_path / "workspace")) == strays
 
 
-def test_a_lone_class_has_all_its_pictures_wherever_they_lie(tmp_path: Path) -> None:
+def test_single_class_includes_images_of_subfolders(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw", ["cat"], each=2)
     write_classes(tmp_path / "raw", ["cat/old"], each=3, seed=50)
     assert counts(tmp_path, tmp_path / "raw", max_rejected=0.0)[0] == {"cat": 5}
 
 
-def test_the_classes_asked_for_are_used_alone(tmp_path: Path) -> None:
+def test_only_selected_classes_are_used(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw", ["cat", "dog", "emu"])
     assert counts(tmp_path, tmp_path / "raw", classes=["emu", "cat"])[0] == {"cat": 3, "emu": 3}
 
 
-def test_what_is_wrong_with_other_classes_than_those_asked_for_counts_nothing(
+def test_rejected_images_of_unselected_classes_do_not_count(
     tmp_path: Path,
 ) -> None:
     root = write_classes(tmp_path / "raw/set", ["cat", "dog"])
@@ -119,65 +120,63 @@ def test_what_is_wrong_with_other_classes_than_those_asked_for_counts_nothing(
     assert list(rejected(tmp_path / "workspace")) == ["cat/gone.png"]
 
 
-def test_a_class_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+def test_error_for_unknown_class_lists_the_classes(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw", ["cat", "dog"])
-    with pytest.raises(UserError, match="cow given; the source has cat, dog"):
+    with pytest.raises(UserError, match="got cow; the source has cat, dog"):
         prepared(tmp_path, tmp_path / "raw", classes=["cat", "cow"])
 
 
-def test_classes_that_differ_by_case_alone_are_told(
+def test_classes_that_differ_only_by_case_are_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_classes(tmp_path / "raw", ["Cat", "cat"])
     assert prepared(tmp_path, tmp_path / "raw").classes == ["Cat", "cat"]
-    assert "Cat and cat differ by case alone" in capsys.readouterr().err
+    assert "Cat and cat differ only by case" in capsys.readouterr().err
 
 
-def test_a_class_folder_without_pictures_is_told(
+def test_class_folder_without_images_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_classes(tmp_path / "raw", ["cat", "dog"])
     (tmp_path / "raw/emu").mkdir()
     write(tmp_path / "raw/fox/0.png", b"broken")
     assert prepared(tmp_path, tmp_path / "raw", max_rejected=0.5).classes == ["cat", "dog"]
-    told = capsys.readouterr().err
-    assert "no pictures in the folder emu" in told
-    assert "No picture of the class fox can be used" in told
+    printed = capsys.readouterr().err
+    assert "The folder emu contains no images" in printed
+    assert "The class fox has no usable images" in printed
 
 
-def test_fewer_pictures_than_a_batch_are_told(
+def test_fewer_images_than_a_batch_are_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_classes(tmp_path / "raw", ["cat"])
     prepared(tmp_path, tmp_path / "raw", batch_size=64)
-    assert "3 pictures for training, fewer than train.batch_size, 64" in capsys.readouterr().err
+    assert "3 training images for train.batch_size=64" in capsys.readouterr().err
 
 
-def test_a_source_without_pictures_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+def test_error_for_no_images_lists_other_files(tmp_path: Path) -> None:
     write(tmp_path / "raw/photos.rar", b"Rar!")
-    with pytest.raises(UserError, match=r"no pictures in .*1 \.rar"):
+    with pytest.raises(UserError, match=r"contains no images.*1 \.rar"):
         prepared(tmp_path, tmp_path / "raw")
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_source_whose_pictures_are_all_hidden_is_refused_with_their_names(
-    tmp_path: Path, packed: bool
-) -> None:
+def test_error_for_hidden_images_names_them(tmp_path: Path, packed: bool) -> None:
     root = write_classes(tmp_path / "raw", [".data/cat", "sets/.old"])
     source = Path(shutil.make_archive(str(tmp_path / "x"), "zip", root)) if packed else root
-    with pytest.raises(UserError, match=r"no pictures in .*Hidden .* over: \.data, sets/\.old\."):
+    with pytest.raises(UserError, match=r"contains no images.*Hidden .*: \.data, sets/\.old\."):
         prepared(tmp_path, source)
 
 
-def test_a_source_that_is_not_there_is_refused_with_what_is_allowed(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"there is no .*nowhere.* a directory, a zip or tar"):
+def test_error_for_missing_source_says_what_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere.* does not exist .* a directory, a zip or tar"):
         prepared(tmp_path, tmp_path / "nowhere")
-    with pytest.raises(UserError, match="gs://bucket/x' given; digits, cifar10"):
+    with pytest.raises(UserError, match="got 'gs://bucket/x'; must be digits, cifar10"):
         prepared(tmp_path, "gs://bucket/x")
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "error"),
     [
         ("pipe", "neither a directory nor a regular file"),
         ("/dev/zero", "neither a directory nor a regular file"),
@@ -187,18 +186,18 @@ def test_a_source_that_is_not_there_is_refused_with_what_is_allowed(tmp_path: Pa
         ("file/x", "Not a directory"),
     ],
 )
-def test_a_source_of_an_odd_name_or_kind_is_refused_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, told: str
+def test_source_of_an_unsupported_kind_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, error: str
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     write(tmp_path / "file", b"x")
     monkeypatch.chdir(tmp_path)
     for use in (check_data, lambda name: prepared(tmp_path, name)):
-        with pytest.raises(UserError, match=rf"prepare\.source: .*({told})"):
+        with pytest.raises(UserError, match=rf"prepare\.source: .*({error})"):
             use(source)
 
 
-def test_folders_may_lie_deeper_than_python_recurses(tmp_path: Path) -> None:
+def test_folders_may_be_deeper_than_the_recursion_limit(tmp_path: Path) -> None:
     deep = tmp_path
     for _ in range(200):
         deep /= "d"
@@ -207,13 +206,13 @@ def test_folders_may_lie_deeper_than_python_recurses(tmp_path: Path) -> None:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack()) + 150)
     try:
-        assert len(Directory(tmp_path, "x").listing().pictures) == 1
+        assert len(Directory(tmp_path, "x").listing().images) == 1
         assert directory_state(tmp_path)["files"] == 1
     finally:
         sys.setrecursionlimit(limit)
 
 
-# splits
+# Splits
 
 
 @pytest.mark.parametrize(
@@ -226,7 +225,7 @@ def test_folders_may_lie_deeper_than_python_recurses(tmp_path: Path) -> None:
         ("training", "Testing"),
     ],
 )
-def test_top_folders_named_as_splits_are_splits(tmp_path: Path, train: str, held_out: str) -> None:
+def test_top_folders_with_split_names_are_splits(tmp_path: Path, train: str, held_out: str) -> None:
     write_classes(tmp_path / "raw" / train, ["cat", "dog"])
     write_classes(tmp_path / "raw" / held_out, ["cat", "dog"], each=2, seed=50)
     found = counts(tmp_path, tmp_path / "raw", holdout=0.5)
@@ -245,7 +244,7 @@ def test_splits_without_classes_are_splits(tmp_path: Path) -> None:
     assert (len(data), data.manifest["holdout_count"], data.classes) == (3, 3, [])
 
 
-def test_a_picture_beside_splits_without_classes_leaves_them_splits(tmp_path: Path) -> None:
+def test_image_beside_splits_without_classes_is_for_training(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw", ["train", "test"])
     write(tmp_path / "raw/cover.png", noise(99))
     data = prepared(tmp_path, tmp_path / "raw")
@@ -253,7 +252,7 @@ def test_a_picture_beside_splits_without_classes_leaves_them_splits(tmp_path: Pa
 
 
 @pytest.mark.parametrize("each", [6, 40])
-def test_test_pictures_without_classes_are_left_out_and_told(
+def test_unlabelled_test_images_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], each: int
 ) -> None:
     write_classes(tmp_path / "raw/train", ["cat", "dog"], each=20)
@@ -261,12 +260,12 @@ def test_test_pictures_without_classes_are_left_out_and_told(
     train, held_out = counts(tmp_path, tmp_path / "raw", holdout=0.3, max_rejected=0.0)
     assert {name: train[name] + held_out[name] for name in train} == {"cat": 20, "dog": 20}
     assert sum(held_out.values()) > 0
-    told = capsys.readouterr().err
-    assert f"The {each} pictures in test have no classes" in told
-    assert "others are held out by their content" in told
+    printed = capsys.readouterr().err
+    assert f"The {each} images in test have no classes" in printed
+    assert "some training images are held out instead" in printed
 
 
-def test_beside_a_split_with_classes_one_without_is_left_out(
+def test_unlabelled_split_beside_a_labelled_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for seed, split in enumerate(["train", "val"]):
@@ -274,28 +273,28 @@ def test_beside_a_split_with_classes_one_without_is_left_out(
     write_classes(tmp_path / "raw", ["test"], each=9, seed=200)
     found = counts(tmp_path, tmp_path / "raw", max_rejected=0.0)
     assert found == ({"cat": 3, "dog": 3}, {"cat": 3, "dog": 3})
-    assert "The 9 pictures in test have no classes" in capsys.readouterr().err
+    assert "The 9 images in test have no classes" in capsys.readouterr().err
 
 
-def test_splits_below_a_folder_around_everything_are_splits(tmp_path: Path) -> None:
+def test_splits_in_a_wrapper_folder_are_splits(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw/set/train/images", ["cat", "dog"])
     write_classes(tmp_path / "raw/set/test/images", ["cat", "dog"], seed=50)
     assert counts(tmp_path, tmp_path / "raw") == ({"cat": 3, "dog": 3}, {"cat": 3, "dog": 3})
 
 
-def test_a_train_folder_alone_is_split_by_content(tmp_path: Path) -> None:
+def test_single_train_folder_is_split_by_content(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw/train", ["cat", "dog"], each=40)
     train, held_out = counts(tmp_path, tmp_path / "raw", holdout=0.3)
     assert sum(held_out.values()) > 8 and sum(train.values()) > 40
 
 
-def test_a_class_of_trains_is_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_named_train_is_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_classes(tmp_path / "raw", ["car", "plane", "train"])
     assert counts(tmp_path, tmp_path / "raw")[0] == {"car": 3, "plane": 3, "train": 3}
-    assert "train are taken for classes" in capsys.readouterr().err
+    assert "train are used as classes" in capsys.readouterr().err
 
 
-def test_pictures_beside_the_splits_are_for_training_and_told(
+def test_images_beside_splits_are_for_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_classes(tmp_path / "raw", ["train/cat", "test/cat", "extra"])
@@ -303,15 +302,15 @@ def test_pictures_beside_the_splits_are_for_training_and_told(
     assert "extra" in capsys.readouterr().err
 
 
-def test_a_class_that_is_only_held_out_is_left_out_and_told(
+def test_class_without_training_images_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_classes(tmp_path / "raw", ["train/cat", "test/cat", "test/dog"])
     assert counts(tmp_path, tmp_path / "raw") == ({"cat": 3}, {"cat": 3})
-    assert "class dog has no pictures for training" in capsys.readouterr().err
+    assert "class dog has no images for training" in capsys.readouterr().err
 
 
-def test_dtd_is_split_by_its_own_lists(tmp_path: Path) -> None:
+def test_dtd_uses_its_split_lists(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "dtd/images", ["banded", "dotted"], each=6).parent
     for number, name in enumerate(["train1.txt", "val1.txt", "test1.txt"]):
         lines = [
@@ -324,11 +323,11 @@ def test_dtd_is_split_by_its_own_lists(tmp_path: Path) -> None:
         assert found == ({"banded": 4, "dotted": 4}, {"banded": 2, "dotted": 2})
 
 
-# links
+# Links
 
 
 def fill_by_links(root: Path, store: Path) -> None:
-    """Replace each file below `root` by a link into `store`, as DVC and Hugging Face's cache do."""
+    """Replace each file below `root` by a link into `store`, like the cache of DVC."""
     store.mkdir()
     for number, path in enumerate(sorted(root.rglob("*.*"))):
         path.rename(store / f"{number:032x}")
@@ -355,7 +354,7 @@ def test_links_to_folders_elsewhere_are_followed(tmp_path: Path) -> None:
     assert found == ({"cat": 3, "dog": 3, "emu": 3}, {"cat": 3, "dog": 0, "emu": 0})
 
 
-def test_a_link_to_a_hidden_folder_inside_is_followed(tmp_path: Path) -> None:
+def test_link_to_a_hidden_folder_inside_is_followed(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", [".store/dog", "cat"])
     (root / "dog").symlink_to(".store/dog")
     assert counts(tmp_path, root, max_rejected=0.0)[0] == {"cat": 3, "dog": 3}
@@ -374,7 +373,7 @@ def test_links_in_a_loop_are_followed_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["gone", "../gone", "cat/000.png/gone", "lost-0.png"])
-def test_links_without_a_target_are_rejected_by_name(
+def test_links_without_a_target_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
     root = write_classes(tmp_path / "raw", ["cat"], each=12)
@@ -382,22 +381,22 @@ def test_links_without_a_target_are_rejected_by_name(
         (root / name).symlink_to(target)
     assert prepared(tmp_path, root, max_rejected=0.1).classes == ["cat"]
     assert rejected(tmp_path / "workspace") == {"lost-0.png": "a symbolic link without a target"}
-    note = "0.txt is a symbolic link without a target, and 2 more have none either: restore it"
+    note = "0.txt is a symbolic link without a target (and 2 more). Restore it"
     assert note in capsys.readouterr().err
     assert note in " ".join(check_data(root).notes)
 
 
-def test_a_source_of_links_without_a_target_is_refused_with_one(tmp_path: Path) -> None:
+def test_source_of_broken_links_is_refused(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     for name in ("dog", "cat"):
         (tmp_path / "raw" / name).symlink_to(tmp_path / "unmounted" / name)
-    told = "There are no pictures in .* cat is a symbolic link without a target, and 1 more"
-    with pytest.raises(UserError, match=told):
+    error = r"contains no images.* cat is a symbolic link without a target \(and 1 more\)"
+    with pytest.raises(UserError, match=error):
         prepared(tmp_path, tmp_path / "raw")
 
 
 @pytest.mark.parametrize("kind", ["file", "link to a file", "link to a folder"])
-def test_what_vanishes_while_it_is_listed_is_no_part_of_it(tmp_path: Path, kind: str) -> None:
+def test_file_removed_during_listing_is_ignored(tmp_path: Path, kind: str) -> None:
     root = write_classes(tmp_path / "raw", ["cat"])
     elsewhere = write_classes(tmp_path, ["dog"]) / "dog"
     gone = root / "gone.png"
@@ -415,7 +414,7 @@ def test_what_vanishes_while_it_is_listed_is_no_part_of_it(tmp_path: Path, kind:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folders, "_children", vanishing)
         listing = Directory(root, "x").listing()
-    assert (len(listing.pictures), listing.rejected, listing.notes) == (3, [], [])
+    assert (len(listing.images), listing.rejected, listing.notes) == (3, [], [])
 
 
 FORBIDDEN = """
@@ -424,7 +423,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from support.pictures import prepared
 from ddpm_core.errors import UserError
-if os.getuid() == 0:  # who may read everything
+if os.getuid() == 0:  # root can read everything
     os.setgid(65534), os.setuid(65534)
 try:
     prepared(Path(sys.argv[2]) / "other", Path(sys.argv[2]) / "raw", max_rejected=1.0)
@@ -433,10 +432,10 @@ except UserError as error:
 """
 
 
-def test_a_folder_that_can_not_be_read_stops_the_run_whatever_may_be_rejected(
+def test_unreadable_folder_stops_prepare_despite_max_rejected(
     tmp_path: Path,
 ) -> None:
-    with tempfile.TemporaryDirectory() as place:  # pytest's own are for their user alone
+    with tempfile.TemporaryDirectory() as place:  # pytest's folders are closed to other users
         for path in (Path(place), Path(place, "other")):
             path.mkdir(exist_ok=True)
             path.chmod(0o777)
@@ -456,14 +455,14 @@ def test_links_that_stay_inside_are_followed_once(tmp_path: Path) -> None:
     assert len(data) == 4 and data.manifest["duplicates"]["copies"] == 1
 
 
-def test_a_pipe_with_the_name_of_a_picture_does_not_hang(tmp_path: Path) -> None:
+def test_pipe_named_like_an_image_is_rejected(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", ["cat"])
     os.mkfifo(root / "cat/pipe.png")
     assert len(prepared(tmp_path, root, max_rejected=1.0)) == 3
     assert "not a regular file" in rejected(tmp_path / "workspace")["cat/pipe.png"]
 
 
-# names of strangers
+# Unusual names
 
 
 STRANGE = [
@@ -491,8 +490,8 @@ def test_names_of_any_bytes_are_read_and_listed(tmp_path: Path) -> None:
     data = prepared(tmp_path, tmp_path / "raw", max_rejected=0.5)
     shown = sorted(raw.decode("utf-8", "backslashreplace") for raw in STRANGE)
     assert sorted(data.classes) == shown
-    told = [name.replace("\n", "\\n").replace("\t", "\\t") for name in shown]
-    assert sorted(rejected(tmp_path / "workspace")) == sorted(f"{n}/{n}.jpg" for n in told)
+    escaped = [name.replace("\n", "\\n").replace("\t", "\\t") for name in shown]
+    assert sorted(rejected(tmp_path / "workspace")) == sorted(f"{n}/{n}.jpg" for n in escaped)
 
 
 PREPARE = """

@@ -1,6 +1,6 @@
-"""A damaged archive is read, or refused in one sentence; a damaged entry stops no other.
+"""A damaged archive is read or raises a UserError; a damaged entry does not stop the others.
 
-FUZZ_SEED and FUZZ_ROUNDS draw other damage, and more of it.
+FUZZ_SEED selects other damage, and FUZZ_ROUNDS more of it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import pytest
 from support import mutations
 from support.pictures import encoded, noise
 
-from ddpm_core.data.captions import written
-from ddpm_core.data.layout import arrange
+from ddpm_core.data.captions import read_captions
+from ddpm_core.data.layout import find_layout
 from ddpm_core.data.sources.archive import open_archive
-from ddpm_core.data.sources.cifar import recognise
+from ddpm_core.data.sources.open import recognise
 from ddpm_core.errors import UserError
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 EACH = 200 * int(os.environ.get("FUZZ_ROUNDS", "1"))
-PICTURES = {f"{'ab'[n % 2]}/{n} \u00e9.png": encoded(noise(n, (4, 4))) for n in range(4)}
+IMAGES = {f"{'ab'[n % 2]}/{n} \u00e9.png": encoded(noise(n, (4, 4))) for n in range(4)}
 FILES = {
-    **PICTURES,
+    **IMAGES,
     "a/captions.jsonl": b'{"file": "0.png", "caption": "a cat"}\n' * 20,
     "b/1.txt": b"a dog",
-    f"{'long' * 30}/0.png": PICTURES["a/0 \u00e9.png"],
+    f"{'long' * 30}/0.png": IMAGES["a/0 \u00e9.png"],
 }
 
 
@@ -71,15 +71,15 @@ PACKERS: list[Callable[[bytes], bytes]] = [bytes, bytes, gzip.compress, bz2.comp
 
 
 def read(path: Path) -> Counter[str]:
-    """Everything that prepare does with an archive but decoding; how many of each kind it gave."""
+    """Do all that prepare does with an archive except decoding; return counts of content types."""
     source, listing = recognise(open_archive(path, "x"))
-    arrange(listing)
-    written(listing, "text", [])
-    return Counter(type(payload).__name__ for _, payload in source.read(listing.pictures))
+    find_layout(listing)
+    read_captions(listing, "text", [])
+    return Counter(type(payload).__name__ for _, payload in source.read(listing.images))
 
 
 def places(data: bytes) -> list[int]:
-    """Where the heads of entries begin: damage there reaches deepest."""
+    """Return where the headers of entries begin, because damage there has the most effects."""
     if data.startswith(b"PK"):
         marks = (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06")
         return [at for at in range(len(data)) if data[at : at + 4] in marks]
@@ -98,7 +98,7 @@ def damaged(random_: random.Random, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("kind", SEEDS)
-def test_a_damaged_archive_is_read_or_refused_in_a_sentence(tmp_path: Path, kind: str) -> None:
+def test_damaged_archive_is_read_or_a_user_error(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "archive"
     path.write_bytes(SEEDS[kind])
     assert read(path)["bytes"] >= (0 if kind == "sparse" else 4)  # sparse files are refused

@@ -1,7 +1,8 @@
-"""prepare writes over nothing that it has not written itself, and packs nothing that it has."""
+"""prepare deletes no files of the user, and does not read files of the run as images."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support.program import ddpm
 from ddpm_core.config.results import Tracking
 from ddpm_core.data.check import check_data
 from ddpm_core.data.dataset import open_dataset
-from ddpm_core.data.place import refuse_own_places
+from ddpm_core.data.overlap import refuse_overlap
 from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.errors import UserError
 from ddpm_core.storage.workspace import Workspace
@@ -21,13 +22,13 @@ def files(root: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-# pictures in the place of the packed data
+# Images where the packed data are stored
 
 
 @pytest.mark.parametrize(
     "source", ["data", "data/cat", "./x/../data/", "link", "samples", "{}/data"]
 )
-def test_a_source_where_a_run_writes_is_refused_and_whole_afterwards(
+def test_source_in_a_run_output_is_refused_and_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     write_classes(tmp_path / "data", ["cat", "dog"])
@@ -42,13 +43,13 @@ def test_a_source_where_a_run_writes_is_refused_and_whole_afterwards(
     assert files(tmp_path) == before
 
 
-def test_an_archive_where_a_run_writes_is_refused(tmp_path: Path) -> None:
+def test_archive_in_a_run_output_is_refused(tmp_path: Path) -> None:
     archive = write(tmp_path / "workspace/data/photos.zip", b"PK")
     with pytest.raises(UserError, match="where a run writes its own files"):
         prepared(tmp_path, archive)
 
 
-def test_a_link_in_the_place_of_the_packed_data_protects_what_it_leads_to(tmp_path: Path) -> None:
+def test_source_behind_a_link_at_data_is_refused(tmp_path: Path) -> None:
     source = write_classes(tmp_path / "photos", ["cat"])
     (tmp_path / "workspace").mkdir()
     (tmp_path / "workspace/data").symlink_to(source)
@@ -56,22 +57,22 @@ def test_a_link_in_the_place_of_the_packed_data_protects_what_it_leads_to(tmp_pa
         prepared(tmp_path, source)
 
 
-def test_files_of_others_in_the_place_of_the_packed_data_are_told_before_work_begins(
+def test_user_files_in_data_stop_prepare_before_it_decodes(
     tmp_path: Path,
 ) -> None:
     write(tmp_path / "workspace/data/thesis.csv", "years of work")
     write(tmp_path / "raw/0.png", b"broken")
     before = files(tmp_path)
-    with pytest.raises(UserError, match=r"no prepare has written, such as thesis.csv"):
+    with pytest.raises(UserError, match=r"prepare did not write, such as thesis\.csv"):
         prepared(tmp_path, tmp_path / "raw")
     assert files(tmp_path) == before
 
 
-def test_files_of_others_beside_packed_data_are_not_deleted_with_them(tmp_path: Path) -> None:
+def test_user_files_beside_packed_data_are_not_deleted(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", ["cat"])
     prepared(tmp_path, root)
     notes = write(tmp_path / "workspace/data/notes.txt", "what I saw")
-    prepared(tmp_path, root)  # nothing to do, and nothing in the way
+    prepared(tmp_path, root)  # up to date, so nothing is replaced
     write(root / "cat/new.png", noise(99))
     with pytest.raises(UserError, match=r"such as notes\.txt"):
         prepared(tmp_path, root)
@@ -81,9 +82,7 @@ def test_files_of_others_beside_packed_data_are_not_deleted_with_them(tmp_path: 
 
 
 @pytest.mark.parametrize("manifest", [None, b"{", b"{}"])
-def test_packed_data_with_a_damaged_manifest_are_made_anew(
-    tmp_path: Path, manifest: bytes | None
-) -> None:
+def test_data_with_a_damaged_manifest_are_rebuilt(tmp_path: Path, manifest: bytes | None) -> None:
     root = write_classes(tmp_path / "raw", ["cat"])
     before = prepared(tmp_path, root).fingerprint
     path = tmp_path / "workspace/data/manifest.json"
@@ -94,47 +93,46 @@ def test_packed_data_with_a_damaged_manifest_are_made_anew(
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "error"),
     [
         ("s3://box/run/data", "where a run writes"),
         ("s3://box/run/data/cat/", "where a run writes"),
         ("s3://box/run/", "the workspace itself"),
     ],
 )
-def test_the_same_is_refused_in_s3(source: str, told: str) -> None:
+def test_source_in_a_run_output_in_s3_is_refused(source: str, error: str) -> None:
     class There:
         uri = "s3://box/run"
         shown = staticmethod(lambda key: f"s3://box/run/{key}")
 
-    with pytest.raises(UserError, match=told):
-        refuse_own_places(source, There())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=error):
+        refuse_overlap(source, There())  # type: ignore[arg-type]
 
 
-# nothing given
+# Empty settings
 
 
 @pytest.mark.parametrize(
     "arguments", [["-w", ""], ["-w", " "], ["-S", "workspace="], ["-S", "prepare.source=''"]]
 )
-def test_an_empty_name_is_not_taken_for_the_current_folder(
-    tmp_path: Path, arguments: list[str]
-) -> None:
+def test_empty_path_is_not_the_current_folder(tmp_path: Path, arguments: list[str]) -> None:
     here = write_classes(tmp_path / "here", ["cat"])
-    said = ddpm(here, "prepare", *arguments, status=1)
-    assert "given" in said and "is needed" in said and "Traceback" not in said
+    printed = ddpm(here, "prepare", *arguments, status=1)
+    assert re.search(r"(workspace|prepare\.source): .*directory", printed)
+    assert "Traceback" not in printed
     assert [item.name for item in here.iterdir()] == ["cat"]
 
 
-def test_an_empty_source_is_not_checked_as_the_current_folder() -> None:
-    with pytest.raises(UserError, match="'' given"):
+def test_check_data_refuses_an_empty_source() -> None:
+    with pytest.raises(UserError, match="got ''"):
         check_data("")
 
 
-# a workspace among the pictures
+# A workspace among the images
 
 
 @pytest.mark.parametrize("workspace", ["run", "deep/down/run", "link"])
-def test_a_workspace_inside_the_source_is_no_part_of_it(
+def test_workspace_inside_the_source_is_excluded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workspace: str
 ) -> None:
     root = write_classes(tmp_path / "photos", ["cat", "dog"])
@@ -154,7 +152,7 @@ def test_a_workspace_inside_the_source_is_no_part_of_it(
     assert prepare(settings, opened)["count"] == 7
 
 
-def test_what_mlflow_keeps_beside_the_pictures_is_no_part_of_them(
+def test_mlflow_files_beside_the_images_are_excluded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_classes(tmp_path, ["cat", "dog", "mlruns"])
@@ -172,7 +170,7 @@ def test_what_mlflow_keeps_beside_the_pictures_is_no_part_of_them(
     assert prepare(settings, opened)["classes"] == ["cat", "dog", "mlartifacts", "mlruns"]
 
 
-def test_the_workspace_itself_is_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspace_as_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_classes(tmp_path, ["cat"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="the workspace itself"):

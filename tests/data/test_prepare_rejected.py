@@ -1,4 +1,4 @@
-"""Where too little of a source can be used it is one message, and the whole list is kept."""
+"""Too many rejected images are one error, and the complete list is kept in the workspace."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 from support.pictures import config, noise, prepared, rejected, write, write_classes
 
-from ddpm_core.data.check import check_data
-from ddpm_core.data.findings import lines
+from ddpm_core.data.check import check_data, format_report
 from ddpm_core.data.prepare import prepare
-from ddpm_core.data.rejected import REJECTED, Unusable, kept_list
+from ddpm_core.data.rejected import REJECTED, UnusableSource, rejected_list
 from ddpm_core.data.sources.base import Rejection
 from ddpm_core.errors import UserError
 from ddpm_core.storage.workspace import Workspace
 
-# nothing to train on
+# No training images
 
 
 def only_test(root: Path) -> Any:
@@ -47,27 +46,27 @@ def class_of_test(root: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fill", "told"),
+    ("fill", "reason"),
     [
-        (only_test, "all 6 usable pictures are held out"),
-        (only_batch_of_test, "all 4 usable pictures are held out"),
-        (some_broken, "all 3 usable pictures are held out"),
-        (class_of_test, "all 3 usable pictures are held out"),
-        (all_broken, "none of the pictures can be used"),
+        (only_test, "all 6 usable images are held out"),
+        (only_batch_of_test, "all 4 usable images are held out"),
+        (some_broken, "all 3 usable images are held out"),
+        (class_of_test, "all 3 usable images are held out"),
+        (all_broken, "none of the images can be used"),
     ],
 )
-def test_nothing_to_train_on_is_one_message_and_a_note_of_check_data(
-    tmp_path: Path, fill: Any, told: str
-) -> None:
+def test_no_training_images_is_an_error_and_a_note(tmp_path: Path, fill: Any, reason: str) -> None:
     classes = fill(tmp_path / "raw")
-    with pytest.raises(UserError, match=f"nothing to train on in .*: {told}"):
+    with pytest.raises(UserError, match=f"No training images in .*: {reason}"):
         prepared(tmp_path, tmp_path / "raw", max_rejected=1.0, classes=classes)
     assert not (tmp_path / "workspace/data").exists()
     if classes is None:
-        assert f"note: prepare stops: {told}" in "\n".join(lines(check_data(tmp_path / "raw")))
+        assert f"note: prepare would fail: {reason}" in "\n".join(
+            format_report(check_data(tmp_path / "raw"))
+        )
 
 
-# the list
+# The list
 
 
 def read(path: Path) -> list[list[str]]:
@@ -75,14 +74,14 @@ def read(path: Path) -> list[list[str]]:
         return list(csv.reader(file))
 
 
-def test_the_whole_list_is_kept_where_the_message_says_until_prepare_succeeds(
+def test_rejected_list_is_kept_until_prepare_succeeds(
     tmp_path: Path,
 ) -> None:
     root, opened = tmp_path / "raw", Workspace.open(str(tmp_path / "workspace"))
     for number in range(30):
         write(root / f"{number:02d}.png", b"broken")
     write(root / "good.png", noise(1))
-    with pytest.raises(UserError, match="30 of 31 pictures") as caught:
+    with pytest.raises(UserError, match="30 of 31 images") as caught:
         prepare(config(root), opened)
     path = tmp_path / "workspace" / REJECTED
     assert f"all are listed in {path}:\n" in str(caught.value)
@@ -92,7 +91,7 @@ def test_the_whole_list_is_kept_where_the_message_says_until_prepare_succeeds(
     assert not path.exists() and len(rejected(tmp_path / "workspace")) == 30
 
 
-def test_a_users_own_file_of_that_name_stays(tmp_path: Path) -> None:
+def test_users_own_rejected_csv_is_kept(tmp_path: Path) -> None:
     own = write(tmp_path / "workspace/rejected.csv", "name;mark\n")
     write(tmp_path / "raw/0.png", b"broken")
     write(tmp_path / "raw/1.png", noise(1))
@@ -103,20 +102,20 @@ def test_a_users_own_file_of_that_name_stays(tmp_path: Path) -> None:
     assert own.read_text() == "name;mark\n"
 
 
-def test_a_disk_that_is_full_does_not_hide_what_is_wrong() -> None:
+def test_full_disk_does_not_hide_the_error() -> None:
     class Full:
         def exists(self, key: str) -> bool:
             raise OSError(28, "No space left on device")
 
-    error = Unusable("Too many", [Rejection("a", "b")])
+    error = UnusableSource("Too many", [Rejection("a", "b")])
     with (
-        pytest.raises(Unusable, match="Too many:\n  a: b"),
-        kept_list(Workspace(Full())),  # type: ignore[arg-type]
+        pytest.raises(UnusableSource, match="Too many:\n  a: b"),
+        rejected_list(Workspace(Full())),  # type: ignore[arg-type]
     ):
         raise error
 
 
-def test_names_forge_no_lines_and_steer_no_terminal(
+def test_control_characters_in_names_are_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = write_classes(tmp_path / "raw", ["cat", "dog\nwarning: forged"])
@@ -125,7 +124,7 @@ def test_names_forge_no_lines_and_steer_no_terminal(
     with pytest.raises(UserError) as caught:
         prepared(tmp_path, root)
     shown = "cat/x\\nddpm prepare: all is well\\x1b[2K\\u202e.png"
-    assert f"  {shown}: not a picture" in str(caught.value)
+    assert f"  {shown}: not an image" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 3
     table = (tmp_path / "workspace" / REJECTED).read_bytes()
     assert b"\x1b" not in table and len(table.splitlines()) == 3
@@ -136,7 +135,7 @@ def test_names_forge_no_lines_and_steer_no_terminal(
     assert not [line for line in capsys.readouterr().err.splitlines() if "forged" in line[:16]]
 
 
-def test_what_a_source_without_pictures_holds_is_told_on_one_line(tmp_path: Path) -> None:
+def test_error_for_no_images_is_on_one_line(tmp_path: Path) -> None:
     write(tmp_path / "raw/a.x\ny", "text")
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
         archive.add(tmp_path / "raw", ".")

@@ -29,7 +29,7 @@ def tar(path: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def img2dataset(root: Path) -> Path:
-    """Three shards of four images, each with its caption, as `img2dataset` writes them."""
+    """Write three shards of four images with captions, as img2dataset does."""
     for shard in range(3):
         files = {}
         for number in range(4):
@@ -47,7 +47,7 @@ def texts(captions: Any) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode() for row in captions]
 
 
-def test_shards_of_img2dataset_are_images_with_captions(
+def test_img2dataset_shards_are_images_with_captions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = img2dataset(tmp_path / "raw")
@@ -56,7 +56,7 @@ def test_shards_of_img2dataset_are_images_with_captions(
     assert texts(data.captions)[3:5] == ["image 000000003", "image 000010000"]
     assert data.manifest["ignored"] == {"parquet": 3, "json": 15}
     assert len(data.manifest["source"]["archives_sha256"]) == 64
-    assert "Archives are read as one source, 3 in number" in capsys.readouterr().err
+    assert "Reading 3 archives as one source" in capsys.readouterr().err
     workspace = Workspace.open(str(tmp_path / "workspace"))
     assert stale(config(root), workspace) is None
     shutil.unpack_archive(root / "00000.tar", tmp_path / "unpacked")
@@ -69,7 +69,7 @@ def test_shards_of_img2dataset_are_images_with_captions(
 
 
 @pytest.mark.parametrize("form", ["imagenet-{}-00000.tar", "{}/00000.tar", "{}/{}-00000.tar.gz"])
-def test_shards_of_webdataset_have_splits_and_classes(tmp_path: Path, form: str) -> None:
+def test_webdataset_shards_have_splits_and_classes(tmp_path: Path, form: str) -> None:
     """The same keys in two shards are two images."""
     for seed, split in enumerate(["train", "val"]):
         files = {}
@@ -91,7 +91,7 @@ def test_class_folders_in_archives_are_classes(tmp_path: Path) -> None:
     assert data.classes == ["cat", "dog"] and data.class_counts == [2, 2]
 
 
-def test_what_is_wrong_in_an_archive_is_named_with_it(tmp_path: Path) -> None:
+def test_rejected_image_is_named_with_its_archive(tmp_path: Path) -> None:
     root = img2dataset(tmp_path / "raw")
     tar(root / "00003.tar", {"x.jpg": b"broken"})
     prepared(tmp_path, root, max_rejected=0.5)
@@ -101,7 +101,7 @@ def test_what_is_wrong_in_an_archive_is_named_with_it(tmp_path: Path) -> None:
         prepared(tmp_path, root)
 
 
-def test_archives_beside_images_are_passed_over(tmp_path: Path) -> None:
+def test_archives_beside_images_are_ignored(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", ["cat"])
     tar(root / "old.tar", {"x.png": encoded(noise(99))})
     data = prepared(tmp_path, root, max_rejected=0.0)

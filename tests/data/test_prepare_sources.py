@@ -1,4 +1,4 @@
-"""prepare reads S3, DVC, CIFAR-10's files and official downloads, and names what it read."""
+"""prepare reads S3, DVC, CIFAR-10's files and official downloads, and records its source."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from ddpm_core.storage.lease import LEASE
 from ddpm_core.storage.staging import sweep
 from ddpm_core.storage.workspace import Workspace
 
-# digits
+# Digits
 
 
-def test_digits_are_white_on_black_enlarged_and_labelled(tmp_path: Path) -> None:
+def test_digits_are_white_on_black_and_labelled(tmp_path: Path) -> None:
     data = prepared(tmp_path, "digits", image_size=16)
     assert data.images.shape == (1797, 16, 16, 1)
     assert data.classes == list("0123456789")
@@ -46,7 +46,7 @@ def test_digits_are_white_on_black_enlarged_and_labelled(tmp_path: Path) -> None
     assert zero[7:9, 7:9].max() < 80 and zero[:, 0].max() < 10 and zero.max() > 200
 
 
-# S3: a server in this process, or a real one where AWS_ENDPOINT_URL names it
+# S3: a server in this process, or the one at AWS_ENDPOINT_URL
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def upload(client: Any, bucket: str, root: Path, prefix: str) -> None:
             client.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
 
 
-def test_a_prefix_of_s3_gives_the_same_as_its_folder(
+def test_s3_prefix_gives_the_same_data_as_its_folder(
     tmp_path: Path, bucket: tuple[Any, str]
 ) -> None:
     client, name = bucket
@@ -104,7 +104,7 @@ def test_a_prefix_of_s3_gives_the_same_as_its_folder(
     assert rejected(tmp_path / "a/workspace") == rejected(tmp_path / "b/workspace")
 
 
-def test_a_list_of_several_pages_is_read_to_its_end(
+def test_s3_listing_of_several_pages_is_complete(
     tmp_path: Path, bucket: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3, "PAGE", 10)
@@ -112,9 +112,7 @@ def test_a_list_of_several_pages_is_read_to_its_end(
     assert len(prepared(tmp_path, f"s3://{bucket[1]}/x/")) == 31
 
 
-def test_an_archive_in_s3_is_fetched_and_not_left_behind(
-    tmp_path: Path, bucket: tuple[Any, str]
-) -> None:
+def test_archive_in_s3_is_fetched_and_removed(tmp_path: Path, bucket: tuple[Any, str]) -> None:
     client, name = bucket
     root = write_classes(tmp_path / "raw", ["cat", "dog"])
     with tarfile.open(tmp_path / "raw.tar.gz", "w:gz") as archive:
@@ -126,10 +124,10 @@ def test_an_archive_in_s3_is_fetched_and_not_left_behind(
     assert Workspace.open(str(tmp_path / "b/workspace")).storage.names("") == ["data", LEASE]
 
 
-def test_images_damaged_on_their_way_from_s3_are_asked_for_again(
+def test_images_damaged_in_transit_are_fetched_again(
     tmp_path: Path, bucket: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server sends the checksum that it was given with each object."""
+    """The server sends the checksum that each object was uploaded with."""
     client, name = bucket
     root = write_classes(tmp_path / "raw", ["cat"])
     upload(client, name, root, "photos")
@@ -145,9 +143,7 @@ def test_images_damaged_on_their_way_from_s3_are_asked_for_again(
         assert found.fingerprint == expected and not gate.flips
 
 
-def test_what_is_being_fetched_is_swept_where_its_writer_was_killed(
-    tmp_path: Path, bucket: tuple[Any, str]
-) -> None:
+def test_downloads_of_killed_processes_are_removed(tmp_path: Path, bucket: tuple[Any, str]) -> None:
     client, name = bucket
     client.put_object(Bucket=name, Key="x.zip", Body=b"no zip")
     with open_source(config(f"s3://{name}/x").prepare, tmp_path):
@@ -162,7 +158,7 @@ def test_what_is_being_fetched_is_swept_where_its_writer_was_killed(
 
 
 @pytest.mark.parametrize("form", ["photos", "photos.zip"])
-def test_a_change_in_s3_makes_the_data_stale(
+def test_change_in_s3_makes_the_data_stale(
     tmp_path: Path, bucket: tuple[Any, str], form: str
 ) -> None:
     client, name = bucket
@@ -184,9 +180,7 @@ def test_a_change_in_s3_makes_the_data_stale(
     assert prepare(settings, workspace)["count"] == 4
 
 
-def test_a_workspace_inside_the_prefix_is_no_part_of_it(
-    tmp_path: Path, bucket: tuple[Any, str]
-) -> None:
+def test_workspace_inside_the_prefix_is_excluded(tmp_path: Path, bucket: tuple[Any, str]) -> None:
     client, name = bucket
     upload(client, name, write_classes(tmp_path / "raw", ["cat", "dog"]), "photos")
     workspace = Workspace.open(f"s3://{name}/photos/run")
@@ -211,7 +205,7 @@ def test_a_public_bucket_is_read_without_keys(
         {**everyone, "Action": "s3:*", "Resource": f"arn:aws:s3:::{name}/*"},
         {**everyone, "Action": "s3:ListBucket", "Resource": f"arn:aws:s3:::{name}"},
     ]
-    # An archive is read from a bucket that is closed to lists, too.
+    # An archive needs no permission to list the bucket.
     rights = rights[:1] if form.endswith("zip") else rights
     policy = {"Version": "2012-10-17", "Statement": rights}
     client.put_bucket_policy(Bucket=name, Policy=json.dumps(policy))
@@ -220,7 +214,7 @@ def test_a_public_bucket_is_read_without_keys(
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setattr("boto3.DEFAULT_SESSION", None)  # it keeps the keys
-    with pytest.raises(UserError, match=r"refuses access .* prepare\.anonymous=true reads public"):
+    with pytest.raises(UserError, match=r"refuses access .* require prepare\.anonymous=true"):
         prepared(tmp_path / "none", uri)
     found = prepared(tmp_path / "anonymous", uri, anonymous=True)
     assert found.fingerprint == expected.fingerprint
@@ -228,8 +222,8 @@ def test_a_public_bucket_is_read_without_keys(
     assert stale(config(uri, anonymous=True), workspace) is None
     client.delete_object(Bucket=name, Key="photos/cat/000.png")
     client.upload_file(str(root / "cat/001.png"), name, "photos.zip")
-    told = "the source has changed since it was prepared"
-    assert stale(config(uri, anonymous=True), workspace) == told
+    reason = "the source has changed since it was prepared"
+    assert stale(config(uri, anonymous=True), workspace) == reason
 
 
 def test_archives_below_a_prefix_are_one_source(tmp_path: Path, bucket: tuple[Any, str]) -> None:
@@ -241,31 +235,31 @@ def test_archives_below_a_prefix_are_one_source(tmp_path: Path, bucket: tuple[An
     assert data.fingerprint == prepared(tmp_path / "b", root).fingerprint
 
 
-def test_a_bucket_that_is_not_there_is_told(tmp_path: Path, bucket: tuple[Any, str]) -> None:
+def test_missing_bucket_or_archive_is_an_error(tmp_path: Path, bucket: tuple[Any, str]) -> None:
     with pytest.raises(UserError, match="There is no bucket 'no-such-bucket-here' at http"):
         prepared(tmp_path, "s3://no-such-bucket-here/x")
-    with pytest.raises(UserError, match=r"there is no s3://.*/absent.zip"):
+    with pytest.raises(UserError, match=r"s3://.*/absent.zip does not exist"):
         prepared(tmp_path, f"s3://{bucket[1]}/absent.zip")
 
 
-def test_a_picture_that_changes_while_it_is_read_is_told(bucket: tuple[Any, str]) -> None:
+def test_object_changed_while_reading_is_an_error(bucket: tuple[Any, str]) -> None:
     client, name = bucket
     client.put_object(Bucket=name, Key="x/0.png", Body=b"one")
     source = s3.Prefix(f"s3://{name}/x")
-    pictures = source.listing().pictures
+    images = source.listing().images
     client.put_object(Bucket=name, Key="x/0.png", Body=b"two")
     with pytest.raises(
         UserError, match=rf"S3 failed at s3://{name}/x/0\.png: .*PreconditionFailed"
     ):
-        list(source.read(pictures))
+        list(source.read(images))
 
 
-def test_an_empty_prefix_is_told(tmp_path: Path, bucket: tuple[Any, str]) -> None:
-    with pytest.raises(UserError, match="no pictures in s3://"):
+def test_empty_prefix_is_an_error(tmp_path: Path, bucket: tuple[Any, str]) -> None:
+    with pytest.raises(UserError, match=r"s3://.*/empty contains no images"):
         prepared(tmp_path, f"s3://{bucket[1]}/empty")
 
 
-# DVC: the real program, git, and a remote in a folder
+# DVC: the real program with git, and a remote in a folder
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -284,7 +278,7 @@ def run(*command: str, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A repository whose `photos` has two versions, v1 and v2; its path and their commits."""
+    """Return a repository whose `photos` has versions v1 and v2, and their commits."""
     root = tmp_path_factory.mktemp("registry")
     program = str(Path(sys.executable).with_name("dvc"))
     repo, commits = root / "repo", {}
@@ -302,11 +296,11 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         run("git", "tag", "--annotate", tag, "--message", tag, cwd=repo)
         commits[tag] = run("git", "rev-parse", "HEAD", cwd=repo)
     run(program, "push", "--quiet", "--all-tags", cwd=repo)
-    shutil.rmtree(repo / ".dvc/cache")  # so that what is fetched comes from the remote
+    shutil.rmtree(repo / ".dvc/cache")  # so that downloads come from the remote
     return repo, commits
 
 
-def test_a_tracked_path_is_fetched_at_its_revision(
+def test_tracked_path_is_fetched_at_its_revision(
     tmp_path: Path, registry: tuple[Path, dict[str, str]]
 ) -> None:
     repo, commits = registry
@@ -319,7 +313,7 @@ def test_a_tracked_path_is_fetched_at_its_revision(
     assert data.manifest["source"]["uri"] == f"dvc:{repo}#photos@v1"
 
 
-def test_a_moved_tag_makes_the_data_stale_and_the_next_run_takes_it(
+def test_moved_tag_makes_the_data_stale(
     tmp_path: Path, registry: tuple[Path, dict[str, str]]
 ) -> None:
     repo, commits = registry
@@ -334,18 +328,18 @@ def test_a_moved_tag_makes_the_data_stale_and_the_next_run_takes_it(
     assert workspace.read_json("data/manifest.json")["source"]["revision"] == commits["v2"]
 
 
-def test_what_dvc_cannot_get_is_told_in_its_words(
+def test_error_contains_the_message_of_dvc(
     tmp_path: Path, registry: tuple[Path, dict[str, str]]
 ) -> None:
-    with pytest.raises(UserError, match=r"dvc could not get photos from .* at v9: .*v9"):
+    with pytest.raises(UserError, match=r"dvc get failed for photos in .* at v9: .*v9"):
         prepared(tmp_path, f"dvc:{registry[0]}#photos@v9")
 
 
 @pytest.mark.parametrize(
     "uri", ["dvc:", "dvc:repo", "dvc:#photos", "dvc:repo#photos@", "dvc:a\0b#photos"]
 )
-def test_an_incomplete_dvc_source_is_refused_with_an_example(tmp_path: Path, uri: str) -> None:
-    with pytest.raises(UserError, match="dvc:REPO#PATH@REV is needed"):
+def test_incomplete_dvc_source_is_refused(tmp_path: Path, uri: str) -> None:
+    with pytest.raises(UserError, match="must be dvc:REPO#PATH@REV"):
         prepared(tmp_path, uri)
 
 
@@ -360,7 +354,7 @@ def test_an_incomplete_dvc_source_is_refused_with_an_example(tmp_path: Path, uri
         "dvc:ext::touch {}#photos",
     ],
 )
-def test_no_part_of_a_dvc_source_is_an_option_or_a_command(
+def test_dvc_source_cannot_pass_options_or_commands(
     tmp_path: Path, registry: tuple[Path, dict[str, str]], uri: str
 ) -> None:
     made = tmp_path / "made"
@@ -369,17 +363,17 @@ def test_no_part_of_a_dvc_source_is_an_option_or_a_command(
     assert not made.exists()
 
 
-def test_programs_are_told_where_their_options_end(
+def test_git_and_dvc_options_end_before_the_source(
     tmp_path: Path, registry: tuple[Path, dict[str, str]]
 ) -> None:
     made = tmp_path / "made"
     assert dvc.commit(dvc.Tracked(f"--upload-pack=touch {made};", "photos", "")) is None
-    with pytest.raises(UserError, match="dvc could not get --help from"):
+    with pytest.raises(UserError, match="dvc get failed for --help in"):
         dvc.fetch(dvc.Tracked(str(registry[0]), "--help", ""), tmp_path / "target")
     assert not made.exists()
 
 
-def test_a_revision_is_the_one_that_git_means_and_none_whose_name_ends_alike(
+def test_revision_resolves_as_in_git(
     tmp_path: Path,
 ) -> None:
     made = Registry(tmp_path / "made", str(tmp_path / "remote"))
@@ -396,14 +390,14 @@ def test_a_revision_is_the_one_that_git_means_and_none_whose_name_ends_alike(
     assert dvc.commit(dvc.Tracked(f"file://{made.folder}", "photos", "v4")) is None
 
 
-def test_a_directory_that_dvc_tracks_has_its_checksum_in_the_manifest(
+def test_manifest_has_the_dvc_checksum_of_a_tracked_directory(
     tmp_path: Path, registry: tuple[Path, dict[str, str]]
 ) -> None:
     found = prepared(tmp_path, registry[0] / "photos").manifest["source"]
     assert found["dvc_md5"].endswith(".dir")
 
 
-def test_a_directory_whose_files_are_links_into_dvcs_cache_is_read(tmp_path: Path) -> None:
+def test_links_into_the_dvc_cache_are_followed(tmp_path: Path) -> None:
     root, program = tmp_path / "repo", str(Path(sys.executable).with_name("dvc"))
     photos = write_classes(root / "photos", ["cat", "dog"])
     expected = prepared(tmp_path / "files", photos, max_rejected=0.0)
@@ -419,7 +413,7 @@ def test_a_directory_whose_files_are_links_into_dvcs_cache_is_read(tmp_path: Pat
 
 
 def write_cifar(root: Path, each: int = 4) -> tuple[Any, Any]:
-    """Files as of the binary version; the pixels (N, 32, 32, 3) and labels of the training ones."""
+    """Write CIFAR-10's binary files; return pixels (N, 32, 32, 3) and labels for training."""
     root.mkdir(parents=True)
     random, pixels, labels = np.random.default_rng(0), [], []
     for number, name in enumerate(
@@ -437,7 +431,7 @@ def write_cifar(root: Path, each: int = 4) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_cifars_binary_files_are_read_pixel_by_pixel(tmp_path: Path, packed: bool) -> None:
+def test_cifar_binary_files_are_read(tmp_path: Path, packed: bool) -> None:
     pixels, labels = write_cifar(tmp_path / "cifar-10-batches-bin")
     source = tmp_path / "cifar-10-batches-bin"
     if packed:
@@ -455,42 +449,48 @@ def test_cifars_binary_files_are_read_pixel_by_pixel(tmp_path: Path, packed: boo
     }
 
 
-def test_a_wrong_file_of_cifar_is_refused(tmp_path: Path) -> None:
+def test_invalid_cifar_file_is_refused(tmp_path: Path) -> None:
     write_cifar(tmp_path / "raw")
     content = (tmp_path / "raw/data_batch_2.bin").read_bytes()
     write(tmp_path / "raw/data_batch_2.bin", content[:-1])
-    with pytest.raises(UserError, match=r"data_batch_2.bin .* is no file of CIFAR-10's binary"):
+    with pytest.raises(UserError, match=r"data_batch_2.bin .* is not a CIFAR-10 binary file"):
         prepared(tmp_path, tmp_path / "raw", image_size=32)
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "error"),
     [
         (
             ["data_batch_1", "test_batch"],
-            "CIFAR-10's version for Python, .* Take the binary version",
+            r"the Python version of CIFAR-10, which is pickled\..* Use the binary version",
         ),
-        (["train", "test", "meta"], "CIFAR-100's version for Python, .* image files in a folder"),
-        (["x.pkl", "y.pkl"], r"holds pickled files, such as x\.pkl: .* image files in a folder"),
+        (
+            ["train", "test", "meta"],
+            "the Python version of CIFAR-100, .* image files in one folder",
+        ),
+        (
+            ["x.pkl", "y.pkl"],
+            r"contains pickled files, such as x\.pkl\. .* image files in one folder",
+        ),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_pickles_are_refused_unopened_by_name(
-    tmp_path: Path, files: list[str], told: str, packed: bool
+    tmp_path: Path, files: list[str], error: str, packed: bool
 ) -> None:
     for name in files:
         write(tmp_path / "raw/py" / name, b"\x80\x04\x95not even a pickle")
     source = Path(shutil.make_archive(str(tmp_path / "py"), "gztar", tmp_path / "raw"))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=error):
         prepared(tmp_path, source if packed else tmp_path / "raw/py")
 
 
-# downloads, from a server of this machine
+# Downloads, from a server on this machine
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder and the address under which it is served."""
+    """Serve a folder; return it and its address."""
     root = tmp_path / "served"
     root.mkdir()
     handler = partial(QuietHandler, directory=str(root))
@@ -519,7 +519,7 @@ def offer(served: tuple[Path, str], tmp_path: Path) -> download.Archive:
     return download.Archive(f"{address}/{path.name}", len(content), checksum)
 
 
-def test_a_known_data_set_is_fetched_once_and_checked(
+def test_known_data_set_is_downloaded_once(
     tmp_path: Path, served: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = offer(served, tmp_path)
@@ -534,7 +534,7 @@ def test_a_known_data_set_is_fetched_once_and_checked(
     assert len(prepared(tmp_path, "cifar10", image_size=16)) == 20
 
 
-def test_a_known_data_set_is_checked_where_it_was_fetched(
+def test_check_data_uses_the_downloaded_archive(
     tmp_path: Path, served: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(download.KNOWN, "cifar10", offer(served, tmp_path))
@@ -545,18 +545,16 @@ def test_a_known_data_set_is_checked_where_it_was_fetched(
     assert check_data("cifar10").count == 24
 
 
-def test_an_archive_with_another_checksum_is_not_kept(
+def test_download_with_a_wrong_checksum_is_deleted(
     tmp_path: Path, served: tuple[Path, str]
 ) -> None:
     archive = offer(served, tmp_path)._replace(sha256="0" * 64)
-    with pytest.raises(UserError, match="is not the archive it should be"):
+    with pytest.raises(UserError, match="is not the official archive"):
         download.fetch(archive, tmp_path / "archive")
     assert not list(tmp_path.glob("*archive*"))
 
 
-def test_an_archive_damaged_in_transit_is_downloaded_again(
-    tmp_path: Path, served: tuple[Path, str]
-) -> None:
+def test_damaged_download_is_repeated(tmp_path: Path, served: tuple[Path, str]) -> None:
     archive = offer(served, tmp_path)
     content = (served[0] / "cifar-10-binary.tar.gz").read_bytes()
     gate = Gate(served[1])
@@ -567,22 +565,22 @@ def test_an_archive_damaged_in_transit_is_downloaded_again(
 
 
 @pytest.mark.parametrize("name", ["cifar10", "dtd"])
-def test_a_forged_official_archive_is_refused_by_its_checksum(
+def test_forged_official_archive_is_refused(
     tmp_path: Path, served: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The file has the right size and layout, and pixels of its own."""
+    """The file has the right size and layout, but other pixels."""
     archive = offer(served, tmp_path)
     monkeypatch.setitem(download.KNOWN, name, archive)
     monkeypatch.chdir(tmp_path)
     forged = tmp_path / "workspace/downloads/cifar-10-binary.tar.gz"
     forged.parent.mkdir(parents=True)
     content = bytearray((served[0] / forged.name).read_bytes())
-    content[5] ^= 1  # of the time in the head of gzip: the rest is as it was
+    content[5] ^= 1  # in the time stamp of gzip's header
     forged.write_bytes(content)
     found = hashlib.sha256(content).hexdigest()
-    told = rf"{forged.name} is not the official .* {name}: .* {found}; it must be {archive.sha256}"
+    error = rf"{forged.name} is not the official .* {name}: .* {found}; it must be {archive.sha256}"
     for use in (check_data, lambda source: prepared(tmp_path, source, image_size=32)):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=error):
             use(name)
     assert prepared(tmp_path, forged, image_size=32).manifest["source"]["sha256"] == found
     data = prepared(tmp_path, name, image_size=32, download=True)
@@ -595,7 +593,7 @@ def test_a_forged_official_archive_is_refused_by_its_checksum(
 
 
 @pytest.mark.parametrize("difference, word", [(5, "fewer"), (-5, "more")])
-def test_an_archive_of_another_size_is_not_kept(
+def test_download_of_a_wrong_size_is_deleted(
     tmp_path: Path, served: tuple[Path, str], difference: int, word: str
 ) -> None:
     archive = offer(served, tmp_path)
@@ -605,11 +603,11 @@ def test_an_archive_of_another_size_is_not_kept(
     assert not list(tmp_path.glob("*archive*"))
 
 
-def test_a_server_that_does_not_answer_is_told(tmp_path: Path, served: tuple[Path, str]) -> None:
+def test_failed_download_is_an_error(tmp_path: Path, served: tuple[Path, str]) -> None:
     absent = download.Archive(f"{served[1]}/absent", 1, "0" * 64)
-    with pytest.raises(UserError, match=r"Cannot fetch .*404"):
+    with pytest.raises(UserError, match=r"Cannot download .*404"):
         download.fetch(absent, tmp_path / "archive")
 
 
-def test_official_archives_are_fetched_over_https_alone() -> None:
+def test_official_archives_use_https() -> None:
     assert all(archive.url.startswith("https://") for archive in download.KNOWN.values())

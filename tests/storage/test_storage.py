@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from ddpm_core.console import telling
-from ddpm_core.data.place import OUTPUTS
+from ddpm_core.data.overlap import OUTPUTS
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.storage import (
     MANIFEST,

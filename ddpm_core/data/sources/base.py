@@ -1,4 +1,4 @@
-"""What a source of pictures is, and the listing of what it holds."""
+"""The interface of a data source, and the listing of its content."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 from ddpm_core.data import names
 from ddpm_core.errors import UserError
 
-TEXT_BYTES = 2**20  # a caption or a list of files; larger texts are not read
-CAPTION_SUFFIXES = ("txt", "caption")  # of a text beside its image; the first counts of two
-CLASS_SUFFIX = "cls"  # of a text that is the class of the image beside it, as in WebDataset
-# Files of captions; of those that name a picture the last one counts.
-CAPTIONS = ("metadata.csv", "metadata.jsonl", "captions.jsonl")
-CAPTIONS_BYTES = 2**30
-FILE_BYTES = 2**29  # a picture; larger files are not read
-_BATCH = re.compile(r"(^|/)(data_batch_\d|test_batch)\.bin$")
+TEXT_BYTES = 2**20  # of a caption or a list of files; larger texts are ignored
+CAPTION_SUFFIXES = ("txt", "caption")  # of a text beside its image; the first has priority
+CLASS_SUFFIX = "cls"  # of a text with the class of the image beside it, as in WebDataset
+# Files with many captions. If several have a caption for an image, the last file wins.
+CAPTION_LISTS = ("metadata.csv", "metadata.jsonl", "captions.jsonl")
+CAPTION_LIST_BYTES = 2**30
+FILE_BYTES = 2**29  # of an image; larger files are rejected
+_CIFAR_BATCH = re.compile(r"(^|/)(data_batch_\d|test_batch)\.bin$")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One picture of a source. `ref` is where the source finds it again."""
+    """One image of a source. The source uses `ref` to find it again."""
 
     name: str
     size: int
@@ -36,53 +36,54 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A picture that can't be used, and why."""
+    """An image that cannot be used, and the reason."""
 
     name: str
     reason: str
 
 
-# Bytes are an encoded picture, a path is one that its decoder opens, pixels are uint8 (H, W) or
+# Bytes are an encoded image, a path is a file with one, and an array is its pixels: uint8 (H, W) or
 # (H, W, 3).
 Payload = bytes | Path | NDArray[np.uint8] | Rejection
 
 
 @dataclass(slots=True)
 class Listing:
-    """What a source holds: pictures sorted by the bytes of their names, and the rest."""
+    """The content of a source: images sorted by the bytes of their names, and all other files."""
 
-    pictures: list[Entry] = field(default_factory=list)
+    images: list[Entry] = field(default_factory=list)
     texts: dict[str, bytes] = field(default_factory=dict)
     rejected: list[Rejection] = field(default_factory=list)
-    ignored: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)  # number of files by extension
     folders: set[str] = field(default_factory=set)
-    batches: list[Entry] = field(default_factory=list)  # named as CIFAR-10's binary files
+    batches: list[Entry] = field(default_factory=list)  # named like CIFAR-10's binary files
     archives: list[Entry] = field(default_factory=list)
-    pickles: list[str] = field(default_factory=list)  # names of pickled files
-    notes: list[str] = field(default_factory=list)
-    hidden: set[str] = field(default_factory=set)  # files and folders that were passed over
+    pickles: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # messages for the user
+    hidden: set[str] = field(default_factory=set)  # files and folders that were skipped
 
 
 class Source(Protocol):
-    """Pictures from somewhere. `facts` say from where, for the manifest and every score."""
+    """Images from one place. `facts` identify it in the manifest and beside every score."""
 
     facts: dict[str, Any]
 
-    def listing(self) -> Listing: ...
+    def listing(self) -> Listing:
+        """Return the content of the source."""
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
-        """Positions in `entries` and what lies there, in whatever order the source likes."""
+        """Yield the position in `entries` and the content of each, in any order."""
 
 
 class Unreadable(Exception):
-    """Why a file can't be read, though the files beside it can."""
+    """The reason why one file cannot be read; other files of the source still can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file met while walking through a source.
+    """A file found while listing a source.
 
-    `head(n)` reads its first n bytes, once. Raises Unreadable.
+    `head(n)` returns its first n bytes; it may be called once, and raises Unreadable.
     """
 
     name: str
@@ -93,12 +94,14 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
+    """A folder found while listing a source."""
+
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something to tell that is no picture's."""
+    """A message for the user about the source as a whole."""
 
     text: str
 
@@ -107,9 +110,9 @@ Item = Found | Folder | Rejection | Note
 
 
 def make_listing(found: Iterable[Item]) -> Listing:
-    """Sort out what a source holds; where a name stands twice the later file counts."""
+    """Sort the items of a source by kind. If a name appears twice, the later file wins."""
     listing = Listing()
-    pictures: dict[str, Entry] = {}
+    images: dict[str, Entry] = {}
     for item in found:
         if isinstance(item, Rejection):
             listing.rejected.append(item)
@@ -119,42 +122,45 @@ def make_listing(found: Iterable[Item]) -> Listing:
             listing.hidden.add(names.clutter_of(item.name))
         elif isinstance(item, Folder):
             listing.folders.add(item.name)
-        elif _is_picture(item, listing):
-            pictures[item.name] = Entry(item.name, item.size, item.ref)
+        elif _is_image(item, listing):
+            images[item.name] = Entry(item.name, item.size, item.ref)
         elif item.name not in listing.texts:
             entry = Entry(item.name, item.size, item.ref)
             listing.ignored[names.suffix(item.name)[:12]] += 1
-            listing.batches += [entry] if _BATCH.search(item.name) else []
+            listing.batches += [entry] if _CIFAR_BATCH.search(item.name) else []
             listing.archives += [entry] if names.is_archive(item.name) else []
-    listing.pictures = sorted(pictures.values(), key=lambda entry: names.to_bytes(entry.name))
+    listing.images = sorted(images.values(), key=lambda entry: names.to_bytes(entry.name))
     listing.rejected.sort(key=lambda item: names.to_bytes(item.name))
     return listing
 
 
-def _is_picture(item: Found, listing: Listing) -> bool:
-    """By its extension or its first bytes; the listing gets texts and names of pickles on the way.
+def _is_image(item: Found, listing: Listing) -> bool:
+    """Return whether the extension or the first bytes of a file are those of an image.
 
-    Raises UserError for a text that can't be read: its captions would be missed by nobody.
+    Also adds texts and pickles to `listing`, because `item.head` can be called only once.
+
+    Raises:
+        UserError: a text cannot be read. Ignoring it would silently drop its captions.
     """
     suffix = names.suffix(item.name)
-    if suffix in names.PICTURE_SUFFIXES:
+    if suffix in names.IMAGE_SUFFIXES:
         return True
-    is_captions = item.name.rpartition("/")[2] in CAPTIONS
-    limit = CAPTIONS_BYTES if is_captions else TEXT_BYTES
-    wants_text = (is_captions or suffix in (*CAPTION_SUFFIXES, CLASS_SUFFIX)) and item.size <= limit
+    is_list = item.name.rpartition("/")[2] in CAPTION_LISTS
+    limit = CAPTION_LIST_BYTES if is_list else TEXT_BYTES
+    is_text = (is_list or suffix in (*CAPTION_SUFFIXES, CLASS_SUFFIX)) and item.size <= limit
     try:
-        content = item.head(limit if wants_text else names.HEAD)
+        content = item.head(limit if is_text else names.HEAD)
     except Unreadable as error:
-        if not wants_text:
+        if not is_text:
             return False
         raise UserError(
-            f"The text {names.one_line(item.name)}, which may hold captions, cannot be read: "
-            f"{error}. Mend it, or take it out of the source."
+            f"The text {names.one_line(item.name)}, which may contain captions, cannot be read: "
+            f"{error}. Repair it or remove it from the source."
         ) from error
-    if names.begins_like_a_picture(content[: names.HEAD]):
+    if names.starts_like_image(content[: names.HEAD]):
         return True
-    if wants_text:
+    if is_text:
         listing.texts[item.name] = content
-    elif names.begins_like_a_pickle(content):
+    elif names.starts_like_pickle(content):
         listing.pickles.append(item.name)
     return False

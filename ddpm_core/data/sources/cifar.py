@@ -1,7 +1,4 @@
-"""CIFAR-10's binary version: files of records, a label and three planes of 32 x 32 each.
-
-The version for Python is pickled, and unpickling runs whatever code a file holds: it is refused.
-"""
+"""CIFAR-10's binary files: records of a label and three planes of 32 x 32 pixels."""
 
 from __future__ import annotations
 
@@ -12,45 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpm_core.data.names import one_line
 from ddpm_core.data.sources.base import Entry, Listing, Payload, Rejection, Source
-from ddpm_core.data.sources.shards import Shards
 from ddpm_core.errors import UserError
 
-RECORD = 1 + 3 * 32 * 32
-_FILE = 2**32  # `ref` is the file's number x _FILE + the record's
-_AS_IMAGES = (
-    "Convert it, with a program that you trust, to image files in a folder for each class, such as "
-    "train/apple/1.png, and give that folder."
-)
+RECORD = 1 + 3 * 32 * 32  # bytes
+_FILE = 2**32  # an entry's `ref` is the file's number x _FILE + the record's number
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-
-
-def recognise(source: Source) -> tuple[Source, Listing]:
-    """Return the source and its listing, or those of CIFAR-10's records, or of the archives where
-    the source holds nothing else. Raises UserError for pickled files alone."""
-    listing = source.listing()
-    if listing.archives and not (listing.pictures or listing.batches):
-        source = Shards(source, listing)
-        listing = source.listing()
-    if listing.batches:
-        records = CifarBinary(source, listing.batches)
-        return records, records.listing()
-    if listing.pickles and not listing.pictures:
-        raise UserError(_pickled(source.facts["uri"], listing.pickles))
-    return source, listing
-
-
-def _pickled(uri: str, pickles: Sequence[str]) -> str:
-    """Return why pickled files are refused, and what to do instead."""
-    files = {name.rpartition("/")[2] for name in pickles}
-    found, instead = f"holds pickled files, such as {one_line(min(files))}", _AS_IMAGES
-    if "data_batch_1" in files or "test_batch" in files:
-        found = "is CIFAR-10's version for Python, which is pickled"
-        instead = "Take the binary version, cifar-10-binary.tar.gz."
-    elif {"train", "test"} <= files:
-        found = "is CIFAR-100's version for Python, which is pickled"
-    return f"{uri} {found}: reading it may run code, so it is refused. {instead}"
 
 
 class CifarBinary:
@@ -61,6 +25,7 @@ class CifarBinary:
         self.facts: dict[str, Any] = {**inner.facts, "format": "CIFAR-10 binary"}
 
     def listing(self) -> Listing:
+        """Return the records as images in folders for split and class."""
         found = []
         for number, records in self._records():
             file = self._files[number].name.rpartition("/")[2]
@@ -68,9 +33,10 @@ class CifarBinary:
             for row, label in enumerate(records[:, 0].tolist()):
                 name = f"{split}/{CLASSES[label]}/{file.removesuffix('.bin')}-{row:05d}"
                 found.append(Entry(name, RECORD, number * _FILE + row))
-        return Listing(pictures=sorted(found, key=lambda entry: entry.name))
+        return Listing(images=sorted(found, key=lambda entry: entry.name))
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
+        """Yield pixels uint8 (32, 32, 3), in the order of the files."""
         positions = {entry.ref: position for position, entry in enumerate(entries)}
         for number, records in self._records():
             planes = records[:, 1:].reshape(-1, 3, 32, 32)
@@ -80,15 +46,17 @@ class CifarBinary:
                     yield position, np.ascontiguousarray(planes[row].transpose(1, 2, 0))
 
     def _records(self) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """Yield each file's number and its records uint8 (n, RECORD). Raises UserError."""
         for number, payload in self._inner.read(self._files):
+            name = self._files[number].name
             if isinstance(payload, Rejection):
-                raise UserError(f"{self._files[number].name} {payload.reason}.")
+                raise UserError(f"{name} cannot be used: {payload.reason}.")
             content = payload.read_bytes() if isinstance(payload, Path) else payload
             values = np.frombuffer(content, np.uint8)
             if len(values) % RECORD or len(values) == 0 or np.max(values[::RECORD]) >= len(CLASSES):
                 raise UserError(
-                    f"{self._files[number].name} of {self.facts['uri']} is no file of CIFAR-10's "
-                    f"binary version: {len(values):,} bytes, records of {RECORD:,} with labels "
-                    "below 10 are needed. Fetch it again."
+                    f"{name} in {self.facts['uri']} is not a CIFAR-10 binary file: it has "
+                    f"{len(values):,} bytes; must be records of {RECORD:,} bytes with labels below "
+                    "10. Fetch it again."
                 )
             yield number, values.reshape(-1, RECORD)

@@ -1,4 +1,4 @@
-"""The official archives of known data sets, fetched once and checked."""
+"""The official archives of CIFAR-10 and DTD: downloaded once, verified by their SHA-256."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.storage import fetch_whole, sha256_of
 
 DOWNLOADS = "downloads"
-_TIMEOUT = 60.0
-_BLOCK = 2**20
+_TIMEOUT = 60.0  # seconds for each read of the connection
+_BLOCK = 2**20  # bytes
 
 
 class Archive(NamedTuple):
-    """Where an archive lies, and which one it must be."""
+    """Where to download an archive, and what it must be."""
 
     url: str
     size: int
@@ -41,9 +41,13 @@ KNOWN = {
 
 
 def known_archive(name: str, folder: Path, download: bool) -> Path:
-    """Return the official archive of `cifar10` or `dtd` in `folder`, by its SHA-256.
+    """Return the path of the official archive of `cifar10` or `dtd` in `folder`.
 
-    A missing or different file is downloaded if `download` allows it. Raises UserError.
+    If `download` is true, a missing archive, or a file with another SHA-256, is downloaded.
+
+    Raises:
+        UserError: the archive is missing or different and `download` is false, or the download
+            failed.
     """
     archive = KNOWN[name]
     path = folder / archive.url.rpartition("/")[2]
@@ -54,13 +58,13 @@ def known_archive(name: str, folder: Path, download: bool) -> Path:
         raise UserError(
             f"prepare.source: {path} is not the official archive of {name}: its SHA-256 is "
             f"{found}; it must be {archive.sha256}. Replace it with -S prepare.download=true, or "
-            "set prepare.source to its path to use it as an archive of your own."
+            "set prepare.source to its path to use it as your own archive."
         )
     if not download:
         raise UserError(
-            f"prepare.source: {name} is not in {folder}, and prepare.download is false. With "
-            f"-S prepare.download=true ddpm prepare fetches it from {archive.url}; or give the "
-            "path of its archive or folder."
+            f"prepare.source: {name} is not in {folder}, and prepare.download is false. To "
+            f"download it from {archive.url}, run ddpm prepare with -S prepare.download=true; or "
+            "set prepare.source to the path of its archive or folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
     fetch(archive, path)
@@ -68,35 +72,38 @@ def known_archive(name: str, folder: Path, download: bool) -> Path:
 
 
 def fetch(archive: Archive, path: Path) -> None:
-    """Download to `path`, whole and with the right checksum, or not at all. Raises UserError."""
+    """Download an archive to `path`. Only a complete file with the right SHA-256 is kept.
+
+    A damaged download is repeated a few times. Raises UserError.
+    """
     fetch_whole(partial(_fetch, archive, path))
 
 
 def _fetch(archive: Archive, path: Path) -> None:
-    arriving = path.with_name(f".{path.name}.part")
+    partial_file = path.with_name(f".{path.name}.part")
     try:
         with urllib.request.urlopen(archive.url, timeout=_TIMEOUT) as response:
-            _copy(response, arriving, archive)
-        found = sha256_of(arriving)
+            _copy(response, partial_file, archive)
+        found = sha256_of(partial_file)
         if found != archive.sha256:
             raise Corrupt(
-                f"{archive.url} is not the archive it should be: its SHA-256 is {found}, "
-                f"{archive.sha256} is needed. It was not kept."
+                f"The download of {archive.url} is not the official archive: its SHA-256 is "
+                f"{found}; must be {archive.sha256}. It was deleted."
             )
-        arriving.replace(path)
+        partial_file.replace(path)
     except (
         urllib.error.URLError,
         http.client.HTTPException,
         TimeoutError,
         ConnectionError,
     ) as error:
-        raise UserError(f"Cannot fetch {archive.url}: {error}.") from error
+        raise UserError(f"Cannot download {archive.url}: {error}.") from error
     finally:
-        arriving.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
 
 
 def _copy(response: Any, path: Path, archive: Archive) -> None:
-    """Copy exactly the bytes that the archive has, and never more."""
+    """Copy as many bytes as the archive has. Raises Corrupt if the response has fewer or more."""
     left = archive.size
     with path.open("wb") as file, console.progress("fetch", archive.size, "bytes") as advance:
         while left and (block := response.read(min(_BLOCK, left))):
@@ -105,6 +112,6 @@ def _copy(response: Any, path: Path, archive: Archive) -> None:
             advance(len(block))
     if left or response.read(1):
         raise Corrupt(
-            f"{archive.url} has {'fewer' if left else 'more'} than the {archive.size:,} bytes it "
-            "should have. It was not kept."
+            f"The download of {archive.url} has {'fewer' if left else 'more'} than the expected "
+            f"{archive.size:,} bytes. It was deleted."
         )

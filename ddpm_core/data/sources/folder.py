@@ -1,4 +1,4 @@
-"""Pictures in a directory of this machine."""
+"""Images in a directory of this machine."""
 
 from __future__ import annotations
 
@@ -29,46 +29,48 @@ from ddpm_core.data.sources.base import (
 )
 from ddpm_core.errors import UserError
 
-_LOST = "a symbolic link without a target"
+_BROKEN_LINK = "a symbolic link without a target"
 
 
 class Directory:
-    """All files below a directory but what lies in `own`: paths, and URIs of other storages.
+    """All files below a directory, except those at the paths in `excluded`.
 
-    Links are followed, wherever they lead: whoever may write into the directory may read the
-    files, and DVC's cache and Hugging Face's keep files as links.
+    Links are followed even out of the directory, because the caches of DVC and Hugging Face
+    consist of links. A user who can create a link can also read its target, so this reveals
+    nothing.
     """
 
-    def __init__(self, root: Path, uri: str, own: Sequence[str] = ()) -> None:
-        self._root, self._own = root.resolve(), own
-        found = list(_walk(self._root, own))
+    def __init__(self, root: Path, uri: str, excluded: Sequence[str] = ()) -> None:
+        self._root, self._excluded = root.resolve(), excluded
+        found = list(_walk(self._root, excluded))
         self.facts: dict[str, Any] = {
             "uri": uri,
-            "listing_sha256": _checksum([f"{i.name}\0{i.size}" for i, _ in found if _counts(i)]),
+            "listing_sha256": _checksum([f"{i.name}\0{i.size}" for i, _ in found if _is_file(i)]),
             **_dvc_checksum(root),
             "state": _state(found),
         }
 
     def listing(self) -> Listing:
-        return make_listing(item for item, _ in _walk(self._root, self._own))
+        """Return the content of the directory. Raises UserError."""
+        return make_listing(item for item, _ in _walk(self._root, self._excluded))
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
-        """Paths: whoever decodes a picture opens it."""
+        """Yield paths, in order. The process that decodes an image opens it."""
         for position, entry in enumerate(entries):
             yield position, self._root / os.fsdecode(names.to_bytes(entry.name))
 
 
-def directory_state(root: Path, own: Sequence[str] = ()) -> dict[str, Any]:
-    """Changes when a file of the directory is added, removed, renamed or written."""
-    return _state(list(_walk(root.resolve(), own)))
+def directory_state(root: Path, excluded: Sequence[str] = ()) -> dict[str, Any]:
+    """Return facts that change when a file is added, removed, renamed or written."""
+    return _state(list(_walk(root.resolve(), excluded)))
 
 
 def _state(found: Sequence[tuple[Item, int]]) -> dict[str, Any]:
-    lines = [f"{item.name}\0{item.size}\0{time}" for item, time in found if _counts(item)]
+    lines = [f"{item.name}\0{item.size}\0{time}" for item, time in found if _is_file(item)]
     return {"files": len(lines), "sha256": _checksum(lines)}
 
 
-def _counts(item: Item) -> TypeGuard[Found]:
+def _is_file(item: Item) -> TypeGuard[Found]:
     return isinstance(item, Found)
 
 
@@ -80,7 +82,7 @@ def _checksum(lines: Sequence[str]) -> str:
 
 
 def _dvc_checksum(root: Path) -> dict[str, str]:
-    """The checksum that `dvc add` wrote beside the directory, where it is tracked."""
+    """Return the checksum that `dvc add` wrote beside the directory, if DVC tracks it."""
     try:
         outs = yaml.safe_load(Path(f"{root.absolute()}.dvc").read_bytes())["outs"]
         return {"dvc_md5": str(outs[0]["md5"])}
@@ -88,22 +90,24 @@ def _dvc_checksum(root: Path) -> dict[str, str]:
         return {}
 
 
-def _walk(root: Path, own: Sequence[str]) -> Iterator[tuple[Item, int]]:
-    """Yield everything below a folder, with the time of its last change in nanoseconds.
+def _walk(root: Path, excluded: Sequence[str]) -> Iterator[tuple[Item, int]]:
+    """Yield everything below a folder, with its modification time in nanoseconds.
 
-    Links to files and folders are followed. Raises UserError for a folder that can't be read:
-    nobody knows how many images it holds.
+    Links to files and folders are followed.
+
+    Raises:
+        UserError: a folder cannot be read. Its images would be missing without a message.
     """
-    passed = {str(Path(place).resolve()) for place in own}
-    lost = list[str]()
-    # No recursion: Python's ends at a thousand levels. `roots` are the real folders that this walk
-    # began at: `root`, and the target of each link on the way.
+    skipped = {str(Path(path).resolve()) for path in excluded}
+    broken = list[str]()
+    # A stack instead of recursion, which Python limits to a thousand levels. `roots` are the real
+    # folders where the walk of this branch began: `root`, and the target of each link followed.
     waiting: list[tuple[str, str, tuple[Path, ...]]] = [(str(root), "", (root,))]
     while waiting:
         folder, prefix, roots = waiting.pop()
         for child in _children(folder):
             name = prefix + names.from_bytes(os.fsencode(child.name))
-            if child.path in passed:
+            if child.path in skipped:
                 continue
             if names.is_clutter(name):
                 yield Folder(name), 0
@@ -112,20 +116,21 @@ def _walk(root: Path, own: Sequence[str]) -> Iterator[tuple[Item, int]]:
             if isinstance(item, Folder):
                 if not child.is_symlink():
                     waiting.append((child.path, name + "/", roots))
-                elif (target := _target(child)) and not _is_walked(target, roots, passed):
+                elif (target := _target(child)) and not _is_walked(target, roots, skipped):
                     waiting.append((str(target), name + "/", (*roots, target)))
                 else:
                     continue
-            if item == Rejection(name, _LOST) and not _is_named_as_image(name):
-                lost.append(name)
+            if item == Rejection(name, _BROKEN_LINK) and not _is_named_like_image(name):
+                broken.append(name)
             elif item is not None:
                 yield item, changed
-    if lost:
-        more = f", and {len(lost) - 1:,} more have none either" if lost[1:] else ""
-        yield Note(f"{min(lost)} is {_LOST}{more}: restore it, or remove the link."), 0
+    if broken:
+        more = f" (and {len(broken) - 1:,} more)" if broken[1:] else ""
+        yield Note(f"{min(broken)} is {_BROKEN_LINK}{more}. Restore it, or remove the link."), 0
 
 
 def _children(folder: str) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder; none if it was removed. Raises UserError."""
     try:
         with os.scandir(folder) as scan:
             return list(scan)
@@ -134,15 +139,15 @@ def _children(folder: str) -> list[os.DirEntry[str]]:
     except OSError as error:
         raise UserError(
             f"The folder {one_line(folder)} cannot be read: {error.strerror}. Make it readable, or "
-            "take it out of the source."
+            "remove it from the source."
         ) from error
 
 
 def _item(child: os.DirEntry[str], name: str) -> tuple[Item | None, int]:
-    """Return what a name stands for, links followed, and the time of its last change.
+    """Return the item for a directory entry, links followed, and its modification time.
 
-    None is a file that was removed since its folder was listed, or that is neither a regular file
-    nor named as an image.
+    The item is None if the file was removed since its folder was listed, or is neither a regular
+    file nor named like an image.
     """
     try:
         facts = child.stat()
@@ -150,31 +155,34 @@ def _item(child: os.DirEntry[str], name: str) -> tuple[Item | None, int]:
         if not os.path.lexists(child.path):
             return None, 0
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return Rejection(name, _LOST), 0
+            return Rejection(name, _BROKEN_LINK), 0
         return Rejection(name, f"cannot be read: {error.strerror}"), 0
     if stat.S_ISREG(facts.st_mode):
         return Found(name, facts.st_size, 0, partial(_head, child.path)), facts.st_mtime_ns
     if stat.S_ISDIR(facts.st_mode):
         return Folder(name), 0
-    return (Rejection(name, "not a regular file") if _is_named_as_image(name) else None), 0
+    return (Rejection(name, "not a regular file") if _is_named_like_image(name) else None), 0
 
 
-def _is_named_as_image(name: str) -> bool:
-    return names.suffix(name) in names.PICTURE_SUFFIXES
+def _is_named_like_image(name: str) -> bool:
+    return names.suffix(name) in names.IMAGE_SUFFIXES
 
 
 def _target(link: os.DirEntry[str]) -> Path | None:
-    """Return the real path that a link leads to; None where the link was removed."""
+    """Return the real path of a link's target, or None if the link was removed."""
     try:
         return Path(os.path.realpath(link.path))
     except OSError:
         return None
 
 
-def _is_walked(target: Path, roots: Sequence[Path], passed: set[str]) -> bool:
-    """Whether the target of a link is listed where it lies, is passed over, or contains the link,
-    which would be a loop."""
-    if str(target) in passed:
+def _is_walked(target: Path, roots: Sequence[Path], skipped: set[str]) -> bool:
+    """Return whether not to follow a link to `target`.
+
+    True if the walk finds the target itself, if it is excluded, or if it contains the link, which
+    would be a loop.
+    """
+    if str(target) in skipped:
         return True
     for root in roots:
         if root.is_relative_to(target):

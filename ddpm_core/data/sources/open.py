@@ -1,4 +1,4 @@
-"""From `prepare.source` to a source, and what tells that a source has changed."""
+"""Open the source that `prepare.source` names, and detect when it has changed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 
 from ddpm_core.config import Prepare
 from ddpm_core.config.paths import input_path
+from ddpm_core.data.names import one_line
 from ddpm_core.data.sources import dvc
 from ddpm_core.data.sources.archive import archive_state, open_archive
-from ddpm_core.data.sources.base import Source
+from ddpm_core.data.sources.base import Listing, Source
+from ddpm_core.data.sources.cifar import CifarBinary
 from ddpm_core.data.sources.digits import DIGITS_STATE, Digits
 from ddpm_core.data.sources.download import DOWNLOADS, KNOWN, known_archive
 from ddpm_core.data.sources.folder import Directory, directory_state
 from ddpm_core.data.sources.s3 import open_s3, s3_state
+from ddpm_core.data.sources.shards import Shards
 from ddpm_core.errors import UserError
 from ddpm_core.storage import sha256_of
 from ddpm_core.storage.staging import remove, staged_folder
@@ -25,14 +28,22 @@ ALLOWED = (
     "digits, cifar10, dtd, a directory, a zip or tar archive, s3://bucket/prefix or "
     "dvc:REPO#PATH@REV"
 )
+_CONVERT = (
+    "Convert it, with a program that you trust, to image files in one folder per class, such as "
+    "train/apple/1.png, and use that folder."
+)
 
 
 @contextmanager
-def open_source(settings: Prepare, root: Path, own: Sequence[str] = ()) -> Iterator[Source]:
-    """The source that the settings name. What has to be fetched lies below `root` meanwhile.
+def open_source(settings: Prepare, root: Path, excluded: Sequence[str] = ()) -> Iterator[Source]:
+    """Open the source that `settings.source` names.
 
-    The places of a run's `own` that lie inside the source are no part of it: a run does not train
-    on what it wrote itself, and is up to date in the end. Raises UserError where it can't be read.
+    Downloads stay below `root` while the source is open. `excluded` are the paths and URIs where
+    the run writes its own files. The source omits them, so that a run does not train on its own
+    output, and its output does not make the prepared data stale.
+
+    Raises:
+        UserError: the source cannot be read.
     """
     uri = settings.source
     if uri == "digits":
@@ -41,78 +52,118 @@ def open_source(settings: Prepare, root: Path, own: Sequence[str] = ()) -> Itera
         path = known_archive(uri, root / DOWNLOADS, settings.download)
         yield open_archive(path, KNOWN[uri].url)
     elif uri.startswith(("s3://", "dvc:")):
-        with staged_folder(root / "source") as place:
+        with staged_folder(root / "source") as scratch:
             try:
                 if uri.startswith("s3://"):
-                    yield open_s3(uri, place, own, settings.anonymous)
+                    yield open_s3(uri, scratch, excluded, settings.anonymous)
                 else:
-                    yield _tracked(uri, place)
+                    yield _open_dvc(uri, scratch)
             finally:
-                remove(place)
+                remove(scratch)
     else:
-        yield _local(_path(uri), uri, own)
+        yield _open_local(_local_path(uri), uri, excluded)
 
 
-def changed(settings: Prepare, facts: dict[str, Any], own: Sequence[str] = ()) -> bool:
-    """Whether the source of these settings is another now than the one with these `facts`.
+def recognise(source: Source) -> tuple[Source, Listing]:
+    """Return the source and its listing, after a look at the kind of files in it.
 
-    What can't be told, or is no longer within reach, has not changed.
+    A source of CIFAR-10's binary files becomes a source of their records. A source of archives
+    without images becomes a source of the images in them.
+
+    Raises:
+        UserError: the source contains no images but pickled files.
+    """
+    listing = source.listing()
+    if listing.archives and not (listing.images or listing.batches):
+        source = Shards(source, listing)
+        listing = source.listing()
+    if listing.batches:
+        records = CifarBinary(source, listing.batches)
+        return records, records.listing()
+    if listing.pickles and not listing.images:
+        raise UserError(_pickles_refused(source.facts["uri"], listing.pickles))
+    return source, listing
+
+
+def has_changed(settings: Prepare, facts: dict[str, Any], excluded: Sequence[str] = ()) -> bool:
+    """Return whether the source differs from the one with these `facts`.
+
+    Returns False if that is unknown, for example because the source is unavailable.
     """
     if settings.source in KNOWN:
         return bool(facts.get("sha256") != KNOWN[settings.source].sha256)
     try:
-        found = _state(settings, own)
+        now = _state(settings, excluded)
     except (UserError, OSError):
         return False
     before = facts.get("state")
-    if found is None or found == before:
+    if now is None or now == before:
         return False
     path = input_path(settings.source)
-    if path.is_file() and isinstance(before, dict) and found.get("size") == before.get("size"):
-        return sha256_of(path) != facts.get("sha256")  # only copied or touched, perhaps
+    if path.is_file() and isinstance(before, dict) and now.get("size") == before.get("size"):
+        # An archive that was copied or touched has a new modification time but the same content.
+        return sha256_of(path) != facts.get("sha256")
     return True
 
 
-def _state(settings: Prepare, own: Sequence[str]) -> dict[str, Any] | None:
+def _state(settings: Prepare, excluded: Sequence[str]) -> dict[str, Any] | None:
+    """Return facts that change with the source and are quick to find, or None if unknown."""
     uri = settings.source
     if uri == "digits":
         return dict(DIGITS_STATE)
     if uri.startswith("s3://"):
-        return s3_state(uri, own, settings.anonymous)
+        return s3_state(uri, excluded, settings.anonymous)
     if uri.startswith("dvc:"):
         return dvc.state(dvc.parse(uri))
-    path = _path(uri)
-    return directory_state(path, own) if path.is_dir() else archive_state(path)
+    path = _local_path(uri)
+    return directory_state(path, excluded) if path.is_dir() else archive_state(path)
 
 
-def _path(uri: str) -> Path:
-    if "://" in uri or not uri.strip():  # empty, it would be the current folder
-        raise UserError(f"prepare.source: {uri!r} given; {ALLOWED} is needed.")
+def _local_path(uri: str) -> Path:
+    """Return the path of a directory or regular file. Raises UserError."""
+    if "://" in uri or not uri.strip():  # an empty path would be the current folder
+        raise UserError(f"prepare.source: got {uri!r}; must be {ALLOWED}.")
     try:
         path = input_path(uri)
         mode = path.stat().st_mode
     except FileNotFoundError:
         raise UserError(
-            f"prepare.source: there is no {uri!r} in {Path.cwd()}; {ALLOWED} is needed."
+            f"prepare.source: {uri!r} does not exist in {Path.cwd()}; must be {ALLOWED}."
         ) from None
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, ~nobody, a NUL byte
+    except (OSError, RuntimeError, ValueError) as error:  # long names, unknown ~users, NUL bytes
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"prepare.source: {uri!r} cannot be read: {reason}.") from error
-    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):  # a pipe hangs, a device never ends
-        raise UserError(f"prepare.source: {uri!r} is neither a directory nor a regular file.")
+    # Reading a pipe would hang, and a device such as /dev/zero has no end.
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+        raise UserError(
+            f"prepare.source: {uri!r} is neither a directory nor a regular file; must be {ALLOWED}."
+        )
     return path
 
 
-def _local(path: Path, uri: str, own: Sequence[str] = ()) -> Source:
-    return Directory(path, uri, own) if path.is_dir() else open_archive(path, uri)
+def _open_local(path: Path, uri: str, excluded: Sequence[str] = ()) -> Source:
+    return Directory(path, uri, excluded) if path.is_dir() else open_archive(path, uri)
 
 
-def _tracked(uri: str, scratch: Path) -> Source:
-    """What DVC tracks. The revision is that of the moment before it is fetched."""
+def _open_dvc(uri: str, scratch: Path) -> Source:
+    """Fetch a path that DVC tracks into `scratch` and open it."""
     tracked = dvc.parse(uri)
+    # Resolve the revision first: a branch or tag could move while its data are fetched.
     commit = dvc.commit(tracked)
     target = scratch / "data"
     dvc.fetch(tracked._replace(rev=commit or tracked.rev), target)
-    source = _local(target, uri)
+    source = _open_local(target, uri)
     source.facts.update(revision=commit or tracked.rev, state={"commit": commit})
     return source
+
+
+def _pickles_refused(uri: str, pickles: Sequence[str]) -> str:
+    """Return the error message for a source of pickled files."""
+    files = {name.rpartition("/")[2] for name in pickles}
+    problem, advice = f"contains pickled files, such as {one_line(min(files))}", _CONVERT
+    if "data_batch_1" in files or "test_batch" in files:
+        problem = "is the Python version of CIFAR-10, which is pickled"
+        advice = "Use the binary version, cifar-10-binary.tar.gz."
+    elif {"train", "test"} <= files:
+        problem = "is the Python version of CIFAR-100, which is pickled"
+    return f"{uri} {problem}. Reading a pickle can run code, so it is not supported. {advice}"

@@ -1,4 +1,4 @@
-"""Images below an s3:// prefix, or in one archive there; keys as boto3 finds them, or none."""
+"""Images below an s3:// prefix, or in one archive in S3."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ from ddpm_core.storage.base import Refused
 from ddpm_core.storage.bucket import CONNECTIONS, PAGE, Bucket, connect, split
 
 SETTING = "prepare.source"
-_AHEAD_BYTES = 2**26
+_AHEAD_BYTES = 2**26  # of images that are fetched but not yet used
 
 
 class Prefix:
-    """All objects below a prefix but those below the URIs of `own`."""
+    """All objects below a prefix, except those below the URIs in `excluded`."""
 
-    def __init__(self, uri: str, own: Sequence[str] = (), anonymous: bool = False) -> None:
+    def __init__(self, uri: str, excluded: Sequence[str] = (), anonymous: bool = False) -> None:
         self._bucket, key = _bucket(uri, anonymous)
-        self._objects = _objects(self._bucket, key, own)
+        self._objects = _objects(self._bucket, key, excluded)
         self.facts: dict[str, Any] = {"uri": uri, "state": _state(self._objects)}
 
     def listing(self) -> Listing:
+        """Return the objects; reads the first bytes of those without an image's extension."""
         return make_listing(
             Found(name, facts["Size"], ref, partial(self._head, facts["Key"]))
             for ref, (name, facts) in enumerate(self._objects.items())
         )
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
-        """In order; some are fetched ahead, bounded in number and in bytes."""
+        """Yield contents in order. Threads fetch some ahead, limited in number and in bytes."""
         waiting: deque[tuple[int, int, Future[Payload]]] = deque()
         held = 0
         with ThreadPoolExecutor(CONNECTIONS) as readers:
@@ -71,24 +72,27 @@ class Prefix:
         return self._get(key, Range=f"bytes=0-{count - 1}")
 
     def _get(self, key: str, **how: str) -> bytes:
-        with _told(self._bucket, key):
+        with _user_errors(self._bucket, key):
             return self._bucket.get_response(key, **how)[1]
 
 
 def open_s3(
-    uri: str, scratch: Path, own: Sequence[str] = (), anonymous: bool = False
+    uri: str, scratch: Path, excluded: Sequence[str] = (), anonymous: bool = False
 ) -> Prefix | Zip | Tar:
-    """The archive that `uri` names, fetched into `scratch`, or all objects below the prefix."""
+    """Open all objects below a prefix, or fetch the archive that `uri` names into `scratch`."""
     if not is_archive(split(uri, SETTING)[1]):
-        return Prefix(uri, own, anonymous)
+        return Prefix(uri, excluded, anonymous)
     bucket, key = _bucket(uri, anonymous)
     client, path = bucket.client, scratch / "archive"
-    with _told(bucket, key):
+    with _user_errors(bucket, key):
         facts = client.head_object(Bucket=bucket.name, Key=key)
 
     def fetch() -> None:
         length = int(facts["ContentLength"])
-        with _told(bucket, key), console.progress(f"fetch {uri}", length, "bytes") as advance:
+        with (
+            _user_errors(bucket, key),
+            console.progress(f"fetch {uri}", length, "bytes") as advance,
+        ):
             client.download_file(bucket.name, key, str(path), Callback=advance)
 
     fetch_whole(fetch)
@@ -98,13 +102,13 @@ def open_s3(
     return archive
 
 
-def s3_state(uri: str, own: Sequence[str] = (), anonymous: bool = False) -> dict[str, Any]:
-    """Changes with any object below the prefix, or with the archive."""
-    return _state(_objects(*_bucket(uri, anonymous), own))
+def s3_state(uri: str, excluded: Sequence[str] = (), anonymous: bool = False) -> dict[str, Any]:
+    """Return facts that change with any object below the prefix, or with the archive."""
+    return _state(_objects(*_bucket(uri, anonymous), excluded))
 
 
 def _bucket(uri: str, anonymous: bool) -> tuple[Bucket, str]:
-    """And the key. Raises UserError."""
+    """Return the bucket and key of a URI. Raises UserError."""
     name, key = split(uri, SETTING)
     return Bucket(connect(anonymous=anonymous), name), key
 
@@ -117,16 +121,21 @@ def _state(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"objects": len(lines), "sha256": checksum}
 
 
-def _objects(bucket: Bucket, key: str, own: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Facts of the objects by their names relative to the prefix, a folder: `photos` does not
-    include `photos-old/1.jpg`. Of an archive its own."""
-    passed = tuple(place.rstrip("/").removeprefix(f"s3://{bucket.name}/") + "/" for place in own)
-    if is_archive(key):  # a public bucket may be closed to lists
-        with _told(bucket, key):
+def _objects(bucket: Bucket, key: str, excluded: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the metadata of the objects below a prefix, by their name relative to it.
+
+    A prefix is a folder: `photos` does not include `photos-old/1.jpg`. For an archive, returns its
+    own metadata.
+    """
+    skipped = tuple(
+        place.rstrip("/").removeprefix(f"s3://{bucket.name}/") + "/" for place in excluded
+    )
+    if is_archive(key):  # a public bucket may allow no listing
+        with _user_errors(bucket, key):
             head = bucket.client.head_object(Bucket=bucket.name, Key=key)
         return {key: {"Key": key, "ETag": head["ETag"], "Size": head["ContentLength"]}}
     prefix = key if not key or key.endswith("/") else key + "/"
-    with _told(bucket, key):
+    with _user_errors(bucket, key):
         pages = bucket.client.get_paginator("list_objects_v2").paginate(
             Bucket=bucket.name, Prefix=prefix, PaginationConfig={"PageSize": PAGE}
         )
@@ -134,21 +143,21 @@ def _objects(bucket: Bucket, key: str, own: Sequence[str]) -> dict[str, dict[str
     named = {
         name.removeprefix(prefix).lstrip("/"): facts
         for name, facts in found.items()
-        if not name.startswith(passed)
+        if not name.startswith(skipped)
     }
     return {name: facts for name, facts in named.items() if name and not name.endswith("/")}
 
 
 @contextmanager
-def _told(bucket: Bucket, key: str) -> Iterator[None]:
+def _user_errors(bucket: Bucket, key: str) -> Iterator[None]:
     try:
         with bucket.translate(key):
             yield
     except FileNotFoundError as error:
         raise UserError(
-            f"{SETTING}: there is no s3://{bucket.name}/{key}, or no longer."
+            f"{SETTING}: s3://{bucket.name}/{key} does not exist, or was deleted meanwhile."
         ) from error
     except Refused as error:
         raise Refused(
-            f"{error} prepare.anonymous=true reads public buckets without keys, false others."
+            f"{error} Public buckets require prepare.anonymous=true, all others false."
         ) from error

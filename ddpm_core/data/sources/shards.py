@@ -1,4 +1,4 @@
-"""Images in the archives of a folder, as img2dataset and WebDataset write them."""
+"""Images in a folder of archives, as img2dataset and WebDataset write them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ddpm_core.data import names
 from ddpm_core.data.sources.archive import open_archive
 from ddpm_core.data.sources.base import Entry, Listing, Payload, Rejection, Source
 from ddpm_core.errors import UserError
+from ddpm_core.text import counted
 
-_ARCHIVE = 2**32  # `ref` is the archive's number x _ARCHIVE + the entry's `ref` in it
+_ARCHIVE = 2**32  # an entry's `ref` is the archive's number x _ARCHIVE + its `ref` in there
 
 
 class Shards:
-    """The images of all archives that a source lists, each below the name of its archive."""
+    """The images of all archives in a source. Each has its archive as its top folder."""
 
     def __init__(self, inner: Source, outer: Listing) -> None:
         self._inner, self._outer = inner, outer
@@ -28,7 +29,7 @@ class Shards:
         self.facts: dict[str, Any] = {**inner.facts, "archives": len(self._archives)}
 
     def listing(self) -> Listing:
-        """Return what all archives hold. Raises UserError for one that can't be read."""
+        """Return the content of all archives. Raises UserError if one cannot be read."""
         outer, count = self._outer, len(self._archives)
         opened = Counter(names.suffix(entry.name) for entry in self._archives)
         found = Listing(archives=self._archives)
@@ -41,16 +42,16 @@ class Shards:
                 checksum.update(archive.facts["sha256"].encode())
                 advance(1)
         self.facts["archives_sha256"] = checksum.hexdigest()
-        found.pictures.sort(key=lambda entry: names.to_bytes(entry.name))
+        found.images.sort(key=lambda entry: names.to_bytes(entry.name))
         found.notes.append(
-            f"Archives are read as one source, {count:,} in number, such as "
-            f"{self._archives[0].name}: their names are splits where they hold train, val or test, "
-            "and never classes."
+            f"Reading {counted(count, 'archive')} as one source, such as {self._archives[0].name}. "
+            "A name with train, val or test assigns its archive to that split; names are never "
+            "classes."
         )
         return found
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
-        """Archive by archive."""
+        """Yield contents archive by archive."""
         positions: dict[int, list[int]] = {}
         for position, entry in enumerate(entries):
             positions.setdefault(entry.ref // _ARCHIVE, []).append(position)
@@ -61,8 +62,9 @@ class Shards:
                 yield chosen[position], payload
 
     def _add(self, found: Listing, listing: Listing, prefix: str, number: int = 0) -> None:
+        """Add the listing of an archive to `found`, with its names below `prefix`."""
         for entries, more in (
-            (found.pictures, listing.pictures),
+            (found.images, listing.images),
             (found.batches, listing.batches),
         ):
             entries += [
@@ -78,16 +80,16 @@ class Shards:
         found.notes += listing.notes
 
     def _open(self, numbers: Sequence[int]) -> Iterator[tuple[int, Source]]:
-        """Yield the archives of these numbers. One that was fetched lives in a file meanwhile."""
+        """Yield these archives, opened. One that was fetched is in a temporary file meanwhile."""
         for position, payload in self._inner.read([self._archives[n] for n in numbers]):
             name = names.one_line(self._archives[numbers[position]].name)
             if isinstance(payload, Rejection):
                 raise UserError(
-                    f"The archive {name} cannot be read: {payload.reason}. Take it out of the "
+                    f"The archive {name} cannot be read: {payload.reason}. Remove it from the "
                     "source, or unpack it into a folder."
                 )
-            with tempfile.TemporaryDirectory(prefix="ddpm-archive-") as place:
-                path = payload if isinstance(payload, Path) else Path(place, "archive")
+            with tempfile.TemporaryDirectory(prefix="ddpm-archive-") as scratch:
+                path = payload if isinstance(payload, Path) else Path(scratch, "archive")
                 if isinstance(payload, bytes):
                     path.write_bytes(payload)
                 yield numbers[position], open_archive(path, f"{self.facts['uri']}: {name}")
