@@ -8,11 +8,9 @@ from typing import Any
 import yaml
 
 from ddpm_core.checkpoint import Checkpoint
-from ddpm_core.evaluation.features import SPACES
 from ddpm_core.evaluation.metrics import SMALL
-from ddpm_core.evaluation.rows import named_metrics
 from ddpm_core.masking import shown, throughout
-from ddpm_core.scores import Row
+from ddpm_core.scores import SPACES, Row, named_metrics
 from ddpm_core.wording import counted
 
 LISTED = 20  # classes that are named
@@ -66,7 +64,7 @@ JSON, below `artifacts/checkpoint`.
 
 def write_card(name: str, checkpoint: Checkpoint, row: Row) -> str:
     """Markdown. `row` is the checkpoint's row of results.json."""
-    row = throughout(shown, row)
+    row = Row.model_validate(throughout(shown, row.plain()))
     return TEMPLATE.format(
         name=name,
         kind=_kind(checkpoint),

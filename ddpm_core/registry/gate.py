@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ddpm_core.scores import Row, differences
 
@@ -39,7 +40,7 @@ class Decision:
     rescored: Row | None = None
 
 
-def verdicts(row: Row) -> dict[str, str]:
+def verdicts(row: Row | Mapping[str, Any]) -> dict[str, str]:
     """Return the verdict of each check; `unknown` where a check was not made."""
     return {check: str((row.get(check) or {}).get("verdict", "unknown")) for check in FAULTS}
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.registry.package import CHECKPOINT
-from ddpm_core.scores import Scored
+from ddpm_core.scores import Row
 from ddpm_core.storage import fetch_whole, verify
 from ddpm_core.storage.files import parse_object, validated
 from ddpm_core.tracking.client import CALL_LIMIT, connect, sqlite_path, transfer_limit, within
@@ -169,16 +169,16 @@ class Registry:
                 raise
 
 
-def row_of(version: Any, key: str) -> dict[str, Any]:
-    """A row of results.json that a version carries as a tag; without it the empty one."""
+def row_of(version: Any, key: str) -> Row | None:
+    """A row of results.json that a version carries as a tag; None without it."""
     try:
         row = parse_object(str(version.tags.get(key, "")).encode(errors="replace"), f"tag {key}")
-        return validated(row, Scored, f"tag {key}")
+        return Row.model_validate(validated(row, Row, f"tag {key}"))
     except Corrupt:
-        return {}
+        return None
 
 
-def rows_of(version: Any) -> list[dict[str, Any]]:
+def rows_of(version: Any) -> list[Row]:
     """The rows that a version was measured by, the newest first."""
     return [row for key in ("rescored", "row") if (row := row_of(version, key))]
 

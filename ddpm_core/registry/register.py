@@ -12,7 +12,7 @@ from ddpm_core.checkpoint import Checkpoint, open_checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation.mlflow_log import open_tracker
+from ddpm_core.evaluation.evaluate import open_tracker
 from ddpm_core.masking import masked, throughout
 from ddpm_core.registry.card import as_description, write_card
 from ddpm_core.registry.gate import (
@@ -27,10 +27,10 @@ from ddpm_core.registry.gate import (
 )
 from ddpm_core.registry.models import PROMOTED, Registry, asking, lost, rows_of
 from ddpm_core.registry.package import CARD, CHECKPOINT, model_name, upload, write_checkpoint
-from ddpm_core.scores import Row, Rows, best, must_be_as_measured
+from ddpm_core.scores import Row, best, must_be_unchanged, read_rows
 from ddpm_core.storage.files import Schema, read_tensors
 from ddpm_core.storage.staging import named
-from ddpm_core.storage.workspace import REGISTERED, RESULTS, RUN, SNAPSHOTS, Workspace, fingerprint
+from ddpm_core.storage.workspace import REGISTERED, RUN, SNAPSHOTS, Workspace, fingerprint
 from ddpm_core.tracking.client import transfer_limit, within
 
 KEPT = ("step", "score_name", "score", "evidence", *FAULTS)  # of a row, with a version
@@ -126,9 +126,9 @@ def stale(config: Config, workspace: Workspace) -> str | None:
 
 def best_row(workspace: Workspace) -> Row:
     """What results.json says of the best checkpoint. Raises UserError for a changed score."""
-    results = workspace.read_json(RESULTS, Rows)
-    must_be_as_measured(results.get("rows", []))
-    row = best(results.get("rows", []), results.get("sample", {}))
+    results = read_rows(workspace)
+    must_be_unchanged(results.rows)
+    row = best(results.rows, results.sample)
     if row is None:
         raise UserError(
             f"{workspace.uri} has no checkpoint with a score: run `ddpm evaluate` first."
@@ -141,7 +141,7 @@ def network(row: Row) -> dict[str, str]:
     return {
         "weights": str(row["evidence"]["weights"]),
         "score_name": str(row["score_name"]),
-        "evidence_key": fingerprint(row["evidence"]),
+        "evidence_key": fingerprint(row.evidence.plain()),
     }
 
 
@@ -172,7 +172,7 @@ def judge(
 ) -> Decision:
     """Ask the gate about a champion; one that was measured anew keeps that row as a tag."""
     if version is None:
-        return decide(row, None, dict)
+        return decide(row, None, lambda: row)
     whole = registry.has_files(version)
     rows = rows_of(version) if whole else []  # no score counts of what nobody can load
     if not failed(verdicts(row)) and any(network(found) == network(row) for found in rows):
@@ -265,9 +265,10 @@ def version_tags(checkpoint: Checkpoint, row: Row) -> dict[str, str]:
     }
 
 
-def short(row: Row) -> Row:
+def short(row: Row) -> dict[str, Any]:
     """What the gate needs of a row."""
-    return {key: row[key] for key in KEPT if key in row}
+    plain = row.plain()
+    return {key: plain[key] for key in KEPT if key in plain}
 
 
 def promote(

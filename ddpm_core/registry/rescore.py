@@ -20,7 +20,7 @@ from ddpm_core.scores import Row
 from ddpm_core.storage.workspace import Workspace
 
 
-def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) -> dict[str, Any]:
+def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) -> Row:
     """The row of the checkpoint in `folder`, measured as `candidate` was.
 
     Raises Unfit where it cannot draw such images, and UserError where the data, the extractor or
@@ -55,16 +55,13 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
     advice = f"sample.batch_size {settings.batch_size}: lower it."
     with memory.translate_errors(advice), compiling.translate_errors("sample.compile"):
         images = draw(sampler, count, settings.batch_size)
-    return {
-        "step": checkpoint.step,
-        **scorer.score([images], "the champion"),
-        "evidence": {
-            **evidence,
-            "weights": checkpoint.weights_hash(settings.ema),
-            "train": checkpoint.train_fingerprint,
-            "samples": None,
-        },
+    evidence = evidence.plain() | {
+        "weights": checkpoint.weights_hash(settings.ema),
+        "train": checkpoint.train_fingerprint,
+        "samples": None,
     }
+    scores = scorer.score([images], "the champion")
+    return Row.model_validate({"step": checkpoint.step, **scores, "evidence": evidence})
 
 
 def must_equal(what: str, now: str, scored: str) -> None:
