@@ -1,15 +1,19 @@
-"""How good a checkpoint is: scores with their evidence, copies of training images, the report.
+"""Scores of checkpoints with their evidence, checks for copied training images, and the report.
 
-metrics         distances between two sets of features, and their names
-statistics      features of many images, streamed
-extractors      what turns images into features; inception, in_domain, pixel_pca are the members
-frozen, shared  the in-domain extractor on disk and in MLflow: one per data fingerprint
-reference       the training set's side of every score, kept between runs
-collapse        near duplicates among samples, against those among real images
-memorisation    nearest training images of samples, against those of held-out images
-scorer           all scores of one set of images
-evaluate        the verb: every sampled checkpoint, its row, the files
-rows            rows of results.json, which of them compare, the best, the CSV files
-plots, report   what a person looks at
-told            what MLflow is told of it
+evaluate      the verb: score every sampled checkpoint, write the files, log to MLflow
+scorer        all scores of one set of images
+metrics       distances between features: FID, KID, inception score, precision and recall
+features      extractor interface, features of many images, pixel PCA
+inception     the Inception extractor of FID; weights finds its file
+in_domain     the small classifier that replaces Inception; shared gives all runs the same one
+reference     features and neighbours of the real images, kept between runs
+memorisation  copies of training images, and collapse (samples that repeat one another)
+freshness     are the scores up to date?
+verdict       the numbers in plain words, with caveats
+curves        what the charts show; plots draws them as PNG, chart lays them out as SVG
+tables        results.json, CSV and metrics.json
+grids         image grids of samples and nearest pairs
+report        report.html
+
+Rows of results.json and their ranking are in ddpm_core.scores.
 """

@@ -1,28 +1,20 @@
-"""The geometry of a small line chart; the template draws it as SVG in the page's own colours."""
+"""The layout of a curve as a small SVG chart; the template draws it in the colours of the page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddpm_core.evaluation.curves import Curve, Line, is_wide, label, log_ticks, tick_labels, ticks
+
 WIDTH, HEIGHT = 420, 230
-LEFT, RIGHT, TOP, BOTTOM = 44, 14, 10, 28  # margins; the left one at least
-CHARACTER = 9.2  # how wide one of a label is at most: of 14.5 px, in the widest usual font
-
-
-@dataclass(frozen=True)
-class Line:
-    """A named series of (step, value)."""
-
-    name: str
-    points: list[tuple[int, float]]
-    dashed: bool = False
+LEFT, RIGHT, TOP, BOTTOM = 44, 14, 10, 28  # margins; the left one grows with its labels
+CHARACTER = 9.2  # width of a character of 14.5 px in the widest common font
 
 
 @dataclass(frozen=True)
 class Dot:
-    """A point in the picture, and what it says when pointed at."""
+    """A point, and its tooltip."""
 
     x: float
     y: float
@@ -30,8 +22,8 @@ class Dot:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A series as a path and dots."""
+class Path:
+    """A line as an SVG path and dots."""
 
     name: str
     path: str
@@ -41,14 +33,14 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Chart:
-    """All that a template needs, in units of the view box WIDTH x HEIGHT."""
+    """Everything that the template needs, in units of the view box WIDTH x HEIGHT."""
 
     title: str
     remark: str
-    lines: list[Drawn]
+    lines: list[Path]
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
-    floors: list[tuple[str, float, str]]  # name, height, value
+    references: list[tuple[str, float, str]]  # name, y, value
     mark: Dot | None
     description: str
     edges: dict[str, int]  # left, right, top, bottom
@@ -56,31 +48,23 @@ class Chart:
     height: int = HEIGHT
 
 
-def chart(
-    title: str,
-    remark: str,
-    lines: Sequence[Line],
-    floors: Sequence[tuple[str, float]],
-    best: int | None,
-    top: float | None = None,
-) -> Chart:
-    """Lines over steps, from 0 on the y axis (or from below, for negative values) to `top`.
+def chart(curve: Curve) -> Chart:
+    """Lay out a curve with at least one line.
 
-    `floors` are names and values of level lines: one for all lines, or one for each of them.
-    Without a `top`, positive values that span more than a factor of 20 are drawn on a logarithmic
-    axis. `best` is the step of the first line that is marked.
+    The y axis starts at 0, or at the lowest value below 0. Without a fixed limit, positive values
+    that span more than a factor of 20 get a logarithmic axis.
     """
-    steps = [step for line in lines for step, _ in line.points]
-    values = [value for line in lines for _, value in line.points]
-    values += [value for _, value in floors]
-    logarithmic = top is None and spans(values)
+    lines = [*curve.lines, *([curve.equal_count] if curve.equal_count else [])]
+    values, limit = curve.values, curve.limit
+    logarithmic = limit is None and is_wide(values)
     if logarithmic:
         y_ticks = log_ticks(min(values), max(values))
     else:
-        lowest = min(values)  # a little below 0, as KID may be, needs no room
-        y_ticks = ticks(lowest if lowest < -0.05 * max(values) else 0.0, top or max(values))
+        lowest = min(values)  # KID may be slightly below 0, which needs no room
+        y_ticks = ticks(lowest if lowest < -0.05 * max(values) else 0.0, limit or max(values))
     scale = math.log if logarithmic else float
     low, high = scale(y_ticks[0]), scale(y_ticks[-1])
+    steps = [step for line in lines for step, _ in line.points]
     first, last = min(steps), max(steps)
     y_labels = tick_labels(y_ticks)
     left = max(LEFT, 8 + math.ceil(CHARACTER * max(map(len, y_labels))))
@@ -93,74 +77,27 @@ def chart(
         share = max(0.0, (scale(value) - low) / (high - low))
         return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
 
-    def drawn(line: Line) -> Drawn:
+    def path(line: Line, dashed: bool) -> Path:
         dots = [Dot(x(s), y(v), f"step {s:,}: {label(v)}") for s, v in line.points]
-        return Drawn(line.name, "M" + " L".join(f"{d.x} {d.y}" for d in dots), dots, line.dashed)
+        return Path(line.name, "M" + " L".join(f"{d.x} {d.y}" for d in dots), dots, dashed)
 
-    x_ticks = _step_ticks(first, last)
-    marked = [(s, v) for s, v in lines[0].points if s == best]
+    x_ticks = [step for step in ticks(first, last) if first <= step <= last]
+    x_ticks = x_ticks if first < last else [float(first)]
+    mark = curve.mark
     return Chart(
-        title=title,
-        remark=remark + (", logarithmic" if logarithmic else ""),
-        lines=[drawn(line) for line in lines],
+        title=curve.title,
+        remark=curve.direction + (", logarithmic" if logarithmic else ""),
+        # Recall is dashed, so that precision stays visible where both are equal.
+        lines=[path(line, line in curve.lines[1:]) for line in lines],
         x_ticks=list(zip(map(x, x_ticks), tick_labels(x_ticks), strict=True)),
         y_ticks=list(zip(map(y, y_ticks), y_labels, strict=True)),
-        floors=[(name, y(value), label(value)) for name, value in floors],
-        mark=Dot(x(marked[0][0]), y(marked[0][1]), label(marked[0][1])) if marked else None,
-        description=_describe(title, lines[0]),
+        references=[(r.name, y(r.value), label(r.value)) for r in curve.references],
+        mark=Dot(x(mark[0]), y(mark[1]), label(mark[1])) if mark else None,
+        description=_describe(curve),
         edges={"left": left, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM},
     )
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Round numbers, evenly spaced, from at most `low` to at least `high`."""
-    span = max(high - low, 1e-9 * max(1.0, abs(high)))
-    power = 10.0 ** math.floor(math.log10(span / 4))
-    step = next(power * m for m in (1, 2, 2.5, 5, 10, 20) if span / (power * m) <= 4)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, max(last, first + 1) + 1)]
-
-
-def spans(values: Sequence[float]) -> bool:
-    """Whether values are all positive and so far apart that a linear axis would hide the small."""
-    return min(values) > 0 and max(values) / min(values) > 20
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten (of many, the powers alone) around 0 < low < high."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1,) if len(powers) > 4 else (1, 2, 5)
-    values = [float(f"{m}e{p}") for p in powers for m in factors]
-    below = max((v for v in values if v <= low * (1 + 1e-9)), default=values[0])
-    above = min((v for v in values if v >= high * (1 - 1e-9)), default=values[-1])
-    return [v for v in values if below <= v <= above]
-
-
-def _step_ticks(first: int, last: int) -> list[float]:
-    if first == last:
-        return [float(first)]
-    return [step for step in ticks(first, last) if first <= step <= last]
-
-
-def label(value: float) -> str:
-    """Short: 0, 0.25, 12.5, 3,000."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def tick_labels(values: Sequence[float]) -> list[str]:
-    """Those of an axis, in thousands (k) and millions (M) where it goes to 10,000 or beyond."""
-    if max(map(abs, values)) < 10_000:
-        return [label(value) for value in values]
-    return [_in_thousands(value) for value in values]
-
-
-def _in_thousands(value: float) -> str:
-    for power, sign in ((1e6, "M"), (1e3, "k")):
-        if abs(value) >= power:
-            return f"{value / power:.6g}{sign}"
-    return label(value)
-
-
-def _describe(title: str, line: Line) -> str:
-    (first, begin), (last, end) = line.points[0], line.points[-1]
-    return f"{title}: {label(begin)} at step {first:,}, {label(end)} at step {last:,}."
+def _describe(curve: Curve) -> str:
+    (first, begin), (last, end) = curve.lines[0].points[0], curve.lines[0].points[-1]
+    return f"{curve.title}: {label(begin)} at step {first:,}, {label(end)} at step {last:,}."

@@ -1,12 +1,13 @@
-"""The verb evaluate: a row of scores for every sampled checkpoint, then tables, plots and report.
+"""The verb evaluate: score every sampled checkpoint, then write tables, plots and the report.
 
-A row is kept as soon as it is measured and used again while the samples, the data, the extractor
-and the settings are the same, so an interrupted run goes on where it stopped.
+Each row of scores is kept as soon as it is measured. It is used again while the samples, the data,
+the extractor and the settings are the same, so an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,42 +15,68 @@ import numpy as np
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import Corrupt, UserError, require
-from ddpm_core.evaluation import memorisation, pictures, verdict
-from ddpm_core.evaluation.freshness import outlived, row_key, sampled
+from ddpm_core.evaluation import grids, memorisation, plots, tables, verdict
+from ddpm_core.evaluation.freshness import OUTPUTS, is_orphaned, row_key, sampled
 from ddpm_core.evaluation.metrics import SMALL
-from ddpm_core.evaluation.outputs import write_outputs
-from ddpm_core.evaluation.rows import evidence, problem_row
+from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.runtime import memory
 from ddpm_core.sampling.gather import Samples, open_samples
+from ddpm_core.sampling.images import Pixels
 from ddpm_core.sampling.plan import chosen_steps
-from ddpm_core.scores import Row, Scored, is_as_measured, is_scored, with_checksum
+from ddpm_core.scores import (
+    SAME,
+    AnyRow,
+    Evidence,
+    Row,
+    Unscored,
+    best,
+    is_scored,
+    named_metrics,
+    ranked,
+    read_rows,
+)
 from ddpm_core.storage import MANIFEST
-from ddpm_core.storage.workspace import EVALUATION, SAMPLES, Workspace, samples_key, step_name
+from ddpm_core.storage.workspace import (
+    EVALUATION,
+    METRICS,
+    RESULTS,
+    SAMPLES,
+    TABLE,
+    Workspace,
+    samples_key,
+    step_name,
+)
 from ddpm_core.text import counted
+from ddpm_core.tracking.tracker import Tracker
 
 ROWS = f"{EVALUATION}/rows"
-MADE_UP = (KeyError, ValueError, TypeError, AttributeError)  # what a manifest from a stranger does
-PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EIO)
+REPORTED = ("report.html", "evaluation_results.csv", "results.json")  # files that MLflow gets
+# What reading an invalid manifest raises.
+INVALID = (KeyError, ValueError, TypeError, AttributeError)
+# Errors of the machine, not of the file that is read.
+MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EIO)
 
 
 class Unscorable(Exception):
-    """Samples that cannot be scored as they are, and why."""
+    """Samples that cannot be scored, with the reason."""
 
 
-def evaluate(config: Config, workspace: Workspace) -> list[Row]:
-    """Score what is not scored yet, and write all files; the rows, by step.
+def evaluate(config: Config, workspace: Workspace) -> list[AnyRow]:
+    """Score checkpoints that have no current score, write all files, and return the rows by step.
 
-    A checkpoint without whole samples becomes a row with the problem; samples without a checkpoint
-    are left out. Raises UserError where no checkpoint can be scored.
+    A checkpoint with incomplete or unsuitable samples gets a row with the reason. Samples without
+    a checkpoint are left out.
+
+    Raises:
+        UserError: there are no samples, or no checkpoint can be scored.
     """
     workspace.storage.sweep_staged()
     if not sampled(workspace):
         raise UserError(
-            f"There are no samples in {workspace.uri} of a checkpoint that is there: run "
-            "`ddpm sample` first."
+            f"{workspace.uri} has no samples of an existing checkpoint: run `ddpm sample` first."
         )
-    for package in ("jinja2", "matplotlib", "torch_fidelity"):  # before a classifier is trained
+    for package in ("jinja2", "matplotlib", "torch_fidelity"):  # fail before a training starts
         require(package, "eval")
     with memory.translate_errors(_advice(config)):
         return _evaluated(config, workspace)
@@ -58,51 +85,55 @@ def evaluate(config: Config, workspace: Workspace) -> list[Row]:
 def _advice(config: Config) -> str:
     settings = config.evaluate
     return (
-        f"evaluate.metrics {list(settings.metrics)}: leave out prdc, which takes the most, then "
-        f"kid and memorisation, or lower sample.count ({config.sample.count:,})."
+        f"evaluate.metrics {list(settings.metrics)}: remove prdc, which takes the most memory, "
+        f"then kid and memorisation, or lower sample.count ({config.sample.count:,})."
     )
 
 
-def _evaluated(config: Config, workspace: Workspace) -> list[Row]:
+def _evaluated(config: Config, workspace: Workspace) -> list[AnyRow]:
     scorer = Scorer(config, workspace)
-    rows, new = [], []
+    rows: list[AnyRow] = []
+    new: list[Row] = []
     for step in _steps(config, workspace):
-        row = _kept(scorer, workspace, step)
+        row: AnyRow | None = _kept(scorer, workspace, step)
         if row is None:
-            row = _row(scorer, workspace, step)
-            new.append(row)
-            workspace.write_json(f"{ROWS}/{step_name(step)}.json", row)
+            row = _measure(scorer, workspace, step)
+            workspace.write_json(f"{ROWS}/{step_name(step)}.json", row.plain())
+            new += [row] if is_scored(row) else []
         rows.append(row)
-    first = write_outputs(config, workspace, scorer, rows)
-    _tell(rows, new, first)
-    _track(config, workspace, [row for row in new if is_scored(row)])
+    first = _write(config, workspace, scorer, rows)
+    _print_summary(rows, new, first)
+    if new:
+        tracker = open_tracker(config, workspace, new[-1])
+        send(tracker, workspace)
+        tracker.close()
     if not any(map(is_scored, rows)):
-        raise UserError(
-            f"No checkpoint could be scored. Step {rows[0]['step']}: {rows[0]['problem']}"
-        )
+        raise UserError(f"No checkpoint could be scored. Step {rows[0].step}: {rows[0].problem}")
     return rows
 
 
 def _steps(config: Config, workspace: Workspace) -> list[int]:
-    """Sampled checkpoints, and those that `sample.checkpoints` says should have been."""
+    """Return the sampled checkpoints, and those that `sample.checkpoints` asks for."""
     named = config.sample.checkpoints
     if isinstance(named, tuple):
         expected = set(named)
-    else:  # which one is best is found out here
+    else:  # this evaluation decides which checkpoint is `best`
         expected = set() if named == "best" else set(chosen_steps(config, workspace))
-    there = sampled(workspace)
-    for step in set(workspace.steps(SAMPLES)) - set(there):
-        warn(f"The samples of step {step} are left out: its checkpoint is gone.")
-    return sorted(expected.union(there))
+    steps = sampled(workspace)
+    for step in set(workspace.steps(SAMPLES)) - set(steps):
+        warn(f"Skipping the samples of step {step}: its checkpoint is missing.")
+    return sorted(expected.union(steps))
 
 
 def _kept(scorer: Scorer, workspace: Workspace, step: int) -> Row | None:
-    """The row of an earlier run, if nothing that it depends on has changed."""
-    row = workspace.read_json(f"{ROWS}/{step_name(step)}.json", Scored)
+    """Return the row of an earlier run if nothing that it depends on has changed."""
+    found = workspace.read_json(f"{ROWS}/{step_name(step)}.json", Row)
     samples = workspace.read_json(f"{samples_key(step)}/{MANIFEST}")
-    if not is_scored(row) or "samples_fingerprint" not in samples or outlived(workspace, step):
+    if not found or "samples_fingerprint" not in samples or is_orphaned(workspace, step):
         return None
-    return row if row.get("key") == _key(scorer, samples) and is_as_measured(row) else None
+    row = Row.model_validate(found)
+    current = row.key == _key(scorer, samples) and row.is_unchanged()
+    return row if is_scored(row) and current else None
 
 
 def _key(scorer: Scorer, samples: dict[str, Any]) -> str:
@@ -115,85 +146,79 @@ def _key(scorer: Scorer, samples: dict[str, Any]) -> str:
     )
 
 
-def _row(scorer: Scorer, workspace: Workspace, step: int) -> Row:
-    """A new row: what is wrong with the samples is its problem, all other trouble ends the run."""
+def _measure(scorer: Scorer, workspace: Workspace, step: int) -> AnyRow:
+    """Return a new row. Unsuitable samples make an Unscored row, all other errors end the run."""
     try:
-        samples = _opened(workspace, step)
+        samples = _open(workspace, step)
         _must_fit(samples, scorer)
     except Unscorable as error:
-        return problem_row(step, str(error))
-    return _scored(scorer, workspace, step, samples)
+        return Unscored.because(step, str(error))
+    return _score(scorer, workspace, step, samples)
 
 
-def _opened(workspace: Workspace, step: int) -> Samples:
-    """Samples that are whole. Raises Unscorable, also for a manifest that is none.
+def _open(workspace: Workspace, step: int) -> Samples:
+    """Return complete samples. Raises Unscorable, also for an invalid manifest.
 
-    A server that does not answer or a full disk says nothing of the samples: that is raised as it
-    is, so that a checkpoint is not left out of the ranking for it.
+    A server that does not respond or a full disk says nothing about the samples. Such errors are
+    raised as they are, so that they do not remove a checkpoint from the ranking.
     """
-    if outlived(workspace, step):
+    if is_orphaned(workspace, step):
         raise Unscorable(
-            f"Its samples are of weights that it does not have: run `ddpm sample`, or remove "
-            f"{samples_key(step)}."
+            "Its samples were drawn with weights that the checkpoint does not have: run "
+            f"`ddpm sample`, or remove {samples_key(step)}."
         )
     try:
         return open_samples(workspace, step)
     except Corrupt as error:
-        if getattr(error.__cause__, "errno", None) in PASSING:
+        if getattr(error.__cause__, "errno", None) in MACHINE:
             raise
         raise Unscorable(str(error)) from error
-    except (*MADE_UP, FileNotFoundError, NotADirectoryError) as error:
+    except (*INVALID, FileNotFoundError, NotADirectoryError) as error:
         raise Unscorable(f"Its samples cannot be read: {error!r}.") from error
 
 
 def _must_fit(samples: Samples, scorer: Scorer) -> None:
-    """Raise Unscorable for too few samples, or of other data or another shape than the prepared."""
+    """Raise Unscorable unless there are 2 images, with the data and shape of the prepared ones."""
     if len(samples) < 2:
-        there = "one" if len(samples) else "none"
-        raise Unscorable(f"A score needs at least 2 images; there is {there}.")
+        raise Unscorable(f"It has {counted(len(samples), 'sample')}; a score requires at least 2.")
     theirs, ours = samples.evidence["data_fingerprint"], scorer.train.fingerprint
     if theirs != ours:
         raise Unscorable(
-            f"Its samples are of a network trained on the data {theirs}; the prepared data are "
-            f"{ours}. Train and sample again, or prepare those data."
+            f"Its network was trained on the data {theirs}, but the prepared data are {ours}: "
+            "train and sample again, or prepare the original data."
         )
     shape = (scorer.train.image_size, scorer.train.image_size, scorer.train.channels)
     for shard in samples.shards:
         if shard.dtype != np.uint8 or shard.shape[1:] != shape:
             raise Unscorable(
-                f"Its samples are {shard.dtype} of {shard.shape[1:]}; the prepared images are "
-                f"uint8 of {shape}."
+                f"Its samples are {shard.dtype} images of shape {shard.shape[1:]}; the prepared "
+                f"images are uint8 of shape {shape}."
             )
 
 
-def _scored(scorer: Scorer, workspace: Workspace, step: int, samples: Samples) -> Row:
+def _score(scorer: Scorer, workspace: Workspace, step: int, samples: Samples) -> Row:
+    """Measure the samples of a step and write their image grids."""
     scores = scorer.score(samples.shards, f"step {step}")
     first = _first(samples, memorisation.EXAMINED)
-    pictures.write_grid(workspace, step, first)
-    facts = repeats = None
-    if scorer.remembers:
-        facts, found = scorer.memorisation(first)
+    grids.write_samples(workspace, step, first)
+    copies = repeats = None
+    if scorer.checks_memorisation:
+        copies, found = scorer.memorisation(first)
         repeats = scorer.collapse(first, samples.evidence["sampler"])
-        pictures.write_neighbours(workspace, f"{step:08d}", first, found, scorer.train)
+        grids.write_neighbours(workspace, f"{step:08d}", first, found, scorer.train)
     row = {
         "step": step,
         **scores,
-        "memorisation": facts,
+        "memorisation": copies,
         "collapse": repeats,
-        "evidence": evidence(
-            samples.evidence,
-            scorer.train.fingerprint,
-            scorer.holdout.fingerprint,
-            len(scorer.train),
-            scorer.extractor,
-        ),
+        "evidence": _evidence(scorer, samples.evidence),
         "problem": None,
         "key": _key(scorer, samples.evidence),
     }
-    return with_checksum(row)
+    return Row.model_validate(row).with_checksum()
 
 
-def _first(samples: Samples, most: int) -> Any:
+def _first(samples: Samples, most: int) -> Pixels:
     parts, left = [], most
     for shard in samples.shards:
         parts.append(np.asarray(shard[:left]))
@@ -201,31 +226,88 @@ def _first(samples: Samples, most: int) -> Any:
     return np.concatenate(parts)
 
 
-def _tell(rows: list[Row], new: list[Row], first: Row | None) -> None:
+def _evidence(scorer: Scorer, samples: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `scores.Evidence`; `samples` is the manifest of the samples."""
+    extractor = scorer.extractor
+    return {
+        "data": scorer.train.fingerprint,
+        "holdout_data": scorer.holdout.fingerprint,
+        "reference_count": len(scorer.train),
+        "extractor": extractor.name,
+        "extractor_fingerprint": extractor.fingerprint,
+        "extractor_accuracy": extractor.accuracy,
+        "space": extractor.space,
+        "count": samples["count"],
+        "sampler": samples["sampler"],
+        "seed": samples["seed"],
+        "weights": samples["weights"],
+        "samples": samples["samples_fingerprint"],
+        "train": samples["train_fingerprint"],
+    }
+
+
+def _write(
+    config: Config, workspace: Workspace, scorer: Scorer, rows: Sequence[AnyRow]
+) -> Row | None:
+    """Write all files of an evaluation; return the best row."""
+    grids.write_real(workspace, scorer.train)
+    results = tables.results(config, workspace, scorer, rows)
+    listed = ranked(rows, results["sample"])
+    workspace.write_json(RESULTS, results)
+    workspace.storage.write(TABLE, tables.results_csv(rows).encode())
+    workspace.storage.write(f"{EVALUATION}/best_scores.csv", tables.best_csv(listed).encode())
+    workspace.write_json(METRICS, tables.metrics(listed))
+    for name, image in plots.draw(listed).items():
+        workspace.storage.write(f"{EVALUATION}/{name}", image)
+    render_report(workspace)
+    # Last, because results without sizes mark an evaluation that did not finish.
+    sizes = {name: workspace.storage.size(name) for name in OUTPUTS}
+    workspace.write_json(RESULTS, {**results, "sizes": sizes})
+    return best(listed)
+
+
+def _print_summary(rows: Sequence[AnyRow], new: Sequence[Row], first: Row | None) -> None:
     for row in rows:
-        if row["problem"]:
-            warn(f"step {row['step']} is not scored: {row['problem']}")
-    counts = [row["evidence"]["count"] for row in new if is_scored(row)]
-    if counts and min(counts) < SMALL:
-        images = counted(min(counts), "image")
+        if row.problem:
+            warn(f"step {row.step} is not scored: {row.problem}")
+    fewest = min((row.evidence.count for row in new), default=SMALL)
+    if fewest < SMALL:
         warn(
-            f"The distances are of {images}. Below {SMALL:,} they are too high by an "
-            "amount that depends on their number: compare them with equal numbers alone."
+            f"The distances are measured with {counted(fewest, 'image')}. Below {SMALL:,} images "
+            "they are biased upwards: compare only distances with equal counts."
         )
     if first:
-        name, score = first["score_name"], first["score"]
-        say(f"evaluate: the best is step {first['step']}, {name} = {score:.4g}.")
-        diversity = verdict.diversity(first.get("collapse"))
+        say(f"evaluate: the best is step {first.step}, {first.score_name} = {first.score:.4g}.")
+        diversity = verdict.diversity(first.collapse)
         if diversity.level in ("bad", "caution"):
-            warn(f"Step {first['step']}: {diversity.detail}")
+            warn(f"Step {first.step}: {diversity.detail}")
 
 
-def _track(config: Config, workspace: Workspace, rows: list[Row]) -> None:
-    """Tell MLflow of new scores and of the report, which has them."""
-    if not rows:
-        return
-    from ddpm_core.evaluation.mlflow_log import open_tracker, tell
+def open_tracker(config: Config, workspace: Workspace, row: Row, quiet: bool = False) -> Tracker:
+    """Open the MLflow run of the training that a scored checkpoint belongs to.
 
-    tracker = open_tracker(config, workspace, rows[-1])
-    tell(tracker, workspace)
-    tracker.close()
+    If the server has changed or the run was deleted, a new run gets settings, scores and report
+    too.
+    """
+
+    def record(tracker: Tracker) -> None:
+        tracker.params(workspace.read_json(RESULTS).get("run") or {})
+        send(tracker, workspace)
+
+    return Tracker.open(config, workspace, row.evidence.train, record, quiet=quiet)
+
+
+def send(tracker: Tracker, workspace: Workspace) -> None:
+    """Send all scores to MLflow, each with its step, and the report with the ranking."""
+    results = read_rows(workspace)
+    for row in sorted(filter(is_scored, results.rows), key=lambda row: row.step):
+        tracker.scores(_measurement(row.evidence), row.step, named_metrics(row))
+    for row in ranked(results.rows, results.sample)[-1:]:
+        for name in REPORTED:
+            path = workspace.path(f"{EVALUATION}/{name}")
+            tracker.report(path, EVALUATION, _measurement(row.evidence))
+
+
+def _measurement(evidence: Evidence) -> dict[str, Any]:
+    """Return the evidence that all scores of one curve have in common."""
+    return {name: evidence[name] for name in (*SAME, "seed")}

@@ -1,8 +1,8 @@
-"""The standard Inception network of FID, from a weights file that the user has.
+"""The standard Inception network of FID, from a weights file of the user.
 
-torch-fidelity builds the network and its exact preprocessing. Its own loader would unpickle the
-file with any code in it. Here a .pth file goes through PyTorch's restricted unpickler, which builds
-tensors and refuses everything else; a .safetensors file has no pickle in it.
+torch-fidelity builds the network and its exact preprocessing. Its own loader unpickles the file,
+which can run any code in it. Here PyTorch's restricted unpickler reads a .pth file: it builds
+tensors and refuses everything else. A .safetensors file contains no pickle.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from ddpm_core.evaluation.features import Extractor
 from ddpm_core.storage import sha256_of
 from ddpm_core.storage.files import read_tensors
 
-# weights-inception-2015-12-05-6726825d.pth of torch-fidelity, the same file as pytorch-fid's.
+# weights-inception-2015-12-05-6726825d.pth of torch-fidelity, which is also pytorch-fid's file.
 STANDARD = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 LAYERS = ["2048", "logits_unbiased"]
 
 
 def open_inception(weights: Path, device: torch.device) -> Extractor:
-    """An extractor of 2,048 features and 1,008 logits. Raises UserError for an unfit file.
+    """Return an extractor with 2,048 features and 1,008 logits.
 
-    Only the standard file's scores are called FID; any other's are named `fd_inception`.
+    Only scores of the standard file are called FID. With any other file they are `fd_inception`.
+
+    Raises:
+        UserError: the file cannot be read, or is not a state dict of torch-fidelity's Inception.
     """
     checksum = sha256_of(weights)
     network = _network(_read(weights), weights).to(device)
@@ -49,34 +52,35 @@ def open_inception(weights: Path, device: torch.device) -> Extractor:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """Return the state dict of a .safetensors or .pth file. Raises UserError.
+    """Return the state dict in a .safetensors or .pth file. Raises UserError.
 
-    A .pth file is the one pickle that this program reads, with `weights_only=True`.
+    A .pth file is the only pickle that this program reads, with `weights_only=True`.
     """
     try:
         if path.suffix == ".safetensors":
             return read_tensors(path)
-        _refuse_packed(path)
+        _refuse_compressed(path)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what it finds, which is told below
+            warnings.simplefilter("ignore")  # problems become the error below
             state = torch.load(path, map_location="cpu", weights_only=True)
     except (Corrupt, OSError) as error:
         raise _unreadable(path, getattr(error, "strerror", None) or str(error)) from error
     except Exception as error:
-        # torch has many ways to fail, and advises to read the file in a way that runs its code.
-        told = "it is damaged, or holds more than tensors: fetch torch-fidelity's file anew"
-        raise _unreadable(path, told) from error
+        # torch has many exception classes, and its messages advise reading the file unsafely.
+        reason = "it is corrupt, or contains more than tensors"
+        raise _unreadable(path, reason) from error
     if not isinstance(state, dict) or not all(
         isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()
     ):
-        raise UserError(f"evaluate.inception_weights: {path} is not a state dict of tensors.")
+        raise _unreadable(path, "it is not a state dict of tensors")
     return state
 
 
-def _refuse_packed(path: Path) -> None:
-    """Raise Corrupt where a zip claims more content than it has bytes; torch.save packs nothing.
+def _refuse_compressed(path: Path) -> None:
+    """Raise Corrupt if a zip file claims more content than it has bytes.
 
-    PyTorch unpacks what is packed, and allocates whatever the entries claim.
+    torch.save compresses nothing, but torch.load decompresses entries, and allocates whatever
+    their headers claim.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -88,29 +92,29 @@ def _refuse_packed(path: Path) -> None:
 
 def _unreadable(path: Path, reason: str) -> UserError:
     return UserError(
-        f"evaluate.inception_weights: {path} cannot be read as a file of weights: "
-        f"{reason.rstrip('.')}."
+        f"evaluate.inception_weights: {path} cannot be read as weights: {reason.rstrip('.')}. "
+        "Fetch torch-fidelity's file again."
     )
 
 
 def _network(state: dict[str, Tensor], path: Path) -> nn.Module:
-    """The network with these weights, made without a random draw.
+    """Return the network with these weights, without drawing random numbers.
 
-    Its constructor insists on a file: it gets one of shapes without content, on the meta device.
+    The constructor requires a file, so it gets one with shapes but no content, on the meta device.
     """
     module = require("torch_fidelity.feature_extractor_inceptionv3", "eval")
     hollow = {name: value.to("meta") for name, value in state.items()}
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # copying into meta tensors does nothing, and says so
+            warnings.simplefilter("ignore")  # copying into meta tensors does nothing and warns
             network: nn.Module = module.FeatureExtractorInceptionV3(
                 "inception", LAYERS, feature_extractor_weights_path=_stream(hollow)
             )
         network.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise UserError(
-            f"evaluate.inception_weights: {path} is not of torch-fidelity's Inception: "
-            f"{' '.join(str(error).split())[:200]}"
+            f"evaluate.inception_weights: {path} does not contain the weights of torch-fidelity's "
+            f"Inception: {' '.join(str(error).split())[:200]}"
         ) from error
     return network.float().requires_grad_(False).eval()
 

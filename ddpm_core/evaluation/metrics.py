@@ -1,7 +1,7 @@
-"""Distances between features of samples and of real images: arithmetic alone, and their names.
+"""Distances between the features of samples and of real images.
 
-Features are float (N, D), one row an image; sums are taken in float64. torch-fidelity does the
-Fréchet and kernel distances, the inception score, precision and recall.
+Features are float (N, D), one row per image; sums are float64. torch-fidelity computes the Fréchet
+and kernel distances, the inception score, precision and recall.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ddpm_core.errors import require
 KID_SUBSETS = 100
 KID_SUBSET_SIZE = 1000
 SPLITS = 10
-FEWEST_FOR_IS = 2 * SPLITS  # a split of one image always has the score 1
-SMALL = 10_000  # below it a Fréchet distance is so biased that only equal N may be compared
-_BLOCK = 1000
+FEWEST_FOR_IS = 2 * SPLITS  # the score of a split with one image is always 1
+SMALL = 10_000  # with fewer images the bias is so large that only equal counts may be compared
+_BLOCK = 1000  # rows per block of a distance matrix
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,17 @@ class Moments:
 
 
 class Accumulator:
-    """Moments of features that come in pieces; holds D x D numbers however many there are."""
+    """Moments of features that arrive in batches; memory is D x D for any number of rows."""
 
     def __init__(self) -> None:
         self._count = 0
         self._shift = self._sum = self._square = torch.zeros(0, dtype=torch.float64)
 
     def add(self, features: Tensor) -> None:
-        """Count in float (B, D). The first rows' mean is taken off, so that squares stay small."""
+        """Add float (B, D)."""
         rows = features.to("cpu", torch.float64)
         if not self._count:
+            # Subtracting the mean of the first batch keeps the squares small, and so the rounding.
             self._shift = rows.mean(0)
             self._sum = torch.zeros_like(self._shift)
             self._square = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)
@@ -50,23 +51,26 @@ class Accumulator:
         self._square += rows.T @ rows
 
     def moments(self) -> Moments:
-        """Of at least two rows; fewer have no covariance."""
+        """Return the moments of all rows. Raises ValueError for fewer than two."""
         if self._count < 2:
-            raise ValueError(f"{self._count} rows of features; a covariance needs 2.")
+            raise ValueError(f"got {self._count} rows of features; a covariance requires 2")
         mean = self._sum / self._count
         covariance = (self._square - self._count * torch.outer(mean, mean)) / (self._count - 1)
         return Moments(self._count, self._shift + mean, covariance)
 
 
 def moments(features: Tensor) -> Moments:
-    """Moments of features (N, D) that are all at hand, N >= 2."""
+    """Return the moments of features (N, D), N >= 2."""
     accumulator = Accumulator()
     accumulator.add(features)
     return accumulator.moments()
 
 
 def frechet_distance(a: Moments, b: Moments) -> float:
-    """|mu_a - mu_b|^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)), Heusel et al. (2017); at least 0."""
+    """Return |mu_a - mu_b|^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)), at least 0.
+
+    Heusel et al. (2017).
+    """
     module = require("torch_fidelity.metric_fid", "eval")
     statistics = [{"mu": m.mean.numpy(), "sigma": m.covariance.numpy()} for m in (a, b)]
     result = module.fid_statistics_to_metric(*statistics, verbose=False)
@@ -74,11 +78,11 @@ def frechet_distance(a: Moments, b: Moments) -> float:
 
 
 def kernel_distance(samples: Tensor, real: Tensor) -> tuple[float, float | None]:
-    """Mean and deviation of the unbiased MMD^2 with kernel (x.y / D + 1)^3 over 100 subsets.
+    """Return mean and standard deviation of the unbiased MMD^2 over 100 subsets.
 
-    Subsets are of 1,000 rows, or as many as the smaller set has (at least 2). The deviation is None
-    where each of them has all samples: it would say nothing of other samples. Binkowski et al.
-    (2018); values slightly below 0 are ordinary.
+    The kernel is (x.y / D + 1)^3. A subset has 1,000 rows, or as many as the smaller set has (at
+    least 2). If each subset contains all samples, the deviation is None, because it would say
+    nothing about other samples. Values slightly below 0 are normal. Binkowski et al. (2018).
     """
     size = min(KID_SUBSET_SIZE, len(samples), len(real))
     module = require("torch_fidelity.metric_kid", "eval")
@@ -94,9 +98,9 @@ def kernel_distance(samples: Tensor, real: Tensor) -> tuple[float, float | None]
 
 
 def inception_score(logits: Tensor) -> tuple[float, float]:
-    """Mean and deviation over 10 splits of exp(E KL(p(y|x) || p(y))), Salimans et al. (2016).
+    """Return mean and standard deviation of exp(E KL(p(y|x) || p(y))) over 10 splits.
 
-    `logits` (N, K), N >= 20. 1 is the worst, K the best.
+    `logits` is (N, K) with N >= 20. The worst score is 1, the best K. Salimans et al. (2016).
     """
     module = require("torch_fidelity.metric_isc", "eval")
     result = module.isc_features_to_metric(logits.float(), splits=SPLITS)
@@ -104,10 +108,10 @@ def inception_score(logits: Tensor) -> tuple[float, float]:
 
 
 def precision_recall(samples: Tensor, real: Tensor, neighbours: int) -> tuple[float, float]:
-    """Shares of samples inside the real manifold and the reverse, Kynkäänniemi et al. (2019).
+    """Return the share of samples in the real manifold, and of real rows in the samples' manifold.
 
-    A set's manifold is the union of balls around its rows out to the k-th other neighbour. Both
-    sets need more than `neighbours` rows.
+    The manifold of a set is the union of balls around its rows that reach to the k-th nearest
+    other row. Both sets need more than `neighbours` rows. Kynkäänniemi et al. (2019).
     """
     module = require("torch_fidelity.metric_prc", "eval")
     result = module.prc_features_to_metric(
@@ -122,15 +126,16 @@ def precision_recall(samples: Tensor, real: Tensor, neighbours: int) -> tuple[fl
 
 
 def density_coverage(samples: Tensor, real: Tensor, neighbours: int) -> tuple[float, float]:
-    """Naeem et al. (2020), equations 4 and 5, in blocks of 1,000 rows.
+    """Return density and coverage, equations 4 and 5 of Naeem et al. (2020).
 
-    Density: real balls (out to the k-th other real row) that hold a sample, over k, averaged over
-    samples; 1 for equal distributions, and not bounded by 1. Coverage: the share of real balls
-    that hold at least one sample.
+    A real ball reaches from a real row to its k-th nearest other real row. Density counts the
+    real balls that contain a sample, over k, averaged over samples: 1 for equal distributions, and
+    possibly more than 1. Coverage is the share of real balls with at least one sample.
     """
     samples, real = samples.double(), real.double()
     holding, covered = 0, 0
     for block in torch.split(real, _BLOCK):
+        # The row itself is the first neighbour, at distance 0.
         radius = _distances(block, real).kthvalue(neighbours + 1).values
         inside = _distances(block, samples) <= radius[:, None]
         holding += int(inside.sum())
@@ -140,18 +145,3 @@ def density_coverage(samples: Tensor, real: Tensor, neighbours: int) -> tuple[fl
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([torch.cdist(a, block) for block in torch.split(b, _BLOCK)], dim=1)
-
-
-def metric_name(metric: str, space: str, count: int) -> str:
-    """`fd_in_domain_500`, `kid_10k`: a number carries its feature space and N.
-
-    `space` is empty for the standard Inception alone, and only there is the Fréchet distance
-    called `fid`.
-    """
-    metric = "fid" if metric == "fd" and not space else metric
-    return "_".join(part for part in (metric, space, count_label(count)) if part)
-
-
-def count_label(count: int) -> str:
-    """500 as 500, 10000 as 10k, 10500 as 10500."""
-    return f"{count // 1000}k" if count and count % 1000 == 0 else str(count)

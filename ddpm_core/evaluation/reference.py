@@ -1,4 +1,7 @@
-"""The real images' side of every score: measured once for a data set and an extractor, and kept."""
+"""Features and nearest neighbours of the real images, measured once and kept in the workspace.
+
+Each kept folder is named after everything that its content depends on, so it is never out of date.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ddpm_core.console import progress, warn
 from ddpm_core.data.dataset import Indices, PackedDataset
 from ddpm_core.errors import Corrupt
-from ddpm_core.evaluation.features import Extractor
+from ddpm_core.evaluation.features import BATCH, KEPT, Extractor, Features, extract, shuffled
+from ddpm_core.evaluation.memorisation import EXAMINED, Neighbours, nearest
 from ddpm_core.evaluation.metrics import Moments
-from ddpm_core.evaluation.statistics import BATCH, KEPT, Features, extract, shuffled
 from ddpm_core.sampling.images import Pixels
 from ddpm_core.storage import verify
-from ddpm_core.storage.files import parse_object, read_tensors_and_metadata, save_tensors
+from ddpm_core.storage.files import (
+    parse_object,
+    read_tensors,
+    read_tensors_and_metadata,
+    save_tensors,
+)
 from ddpm_core.storage.workspace import EVALUATION, Workspace, fingerprint
 
 FOLDER = f"{EVALUATION}/reference"
-RECIPE = 2  # raised when the same images would give other numbers
-_FILE = "features.safetensors"
+RECIPE = 2  # increase it when a change gives different features for the same images
+NEIGHBOURS_RECIPE = 2  # the same for neighbours
+_FEATURES = "features.safetensors"
+_NEIGHBOURS = "neighbours.safetensors"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Features of the training images, with the moments of all, and of held-out images.
+    """Features of all training images, and of held-out images.
 
     Held-out images that are training images too are left out: they would make the floor too low.
     """
@@ -43,7 +54,7 @@ class Reference:
 def open_reference(
     workspace: Workspace, extractor: Extractor, train: PackedDataset, holdout: PackedDataset
 ) -> Reference:
-    """The kept one if it is of this data, extractor and weights, and whole; else a new one."""
+    """Return the reference for this data and extractor: the kept one, or a new one."""
     facts = {
         "data": train.fingerprint,
         "holdout": holdout.fingerprint,
@@ -54,24 +65,38 @@ def open_reference(
     key = f"{FOLDER}/{extractor.name}-{fingerprint(facts)}"
     if workspace.storage.exists(key):
         try:
-            return load(workspace.path(key), extractor)
+            return load_reference(workspace.path(key), extractor)
         except Corrupt as error:
-            warn(f"{error} The reference is measured again.")
+            warn(f"{error} The reference features are measured again.")
     reference = _measure(extractor, train, holdout)
-    forget(workspace, extractor.name)
+    _remove_outdated(workspace, extractor.name)
     with workspace.storage.new_folder(key, {"facts": facts}) as folder:
         _save(reference, folder)
     return reference
 
 
-def in_order(data: PackedDataset, order: Indices) -> Iterator[Pixels]:
-    """Batches of images (B, H, W, C) uint8 in an order."""
-    for start in range(0, len(order), BATCH):
-        yield data.take(order[start : start + BATCH])
+def open_neighbours(
+    workspace: Workspace, train: PackedDataset, holdout: PackedDataset, device: torch.device
+) -> tuple[Pixels, Neighbours]:
+    """Return at most 2,000 held-out images (n, H, W, C) and their nearest training images."""
+    images = holdout.take(shuffled(len(holdout), EXAMINED))
+    facts = [train.fingerprint, holdout.fingerprint, EXAMINED, NEIGHBOURS_RECIPE]
+    key = f"{FOLDER}/neighbours-{fingerprint(facts)}"
+    if workspace.storage.exists(key):
+        try:
+            return images, load_neighbours(workspace.path(key), len(images), len(train))
+        except Corrupt as error:
+            warn(f"{error} The neighbours of held-out images are searched again.")
+    found = nearest(images, train, device)
+    _remove_outdated(workspace, "neighbours")
+    with workspace.storage.new_folder(key) as folder:
+        arrays = {name: torch.from_numpy(array) for name, array in vars(found).items()}
+        save_tensors(arrays, folder / _NEIGHBOURS)
+    return images, found
 
 
-def forget(workspace: Workspace, name: str) -> None:
-    """Remove what is kept under a name of other data; a reference for Inception has 150 MB."""
+def _remove_outdated(workspace: Workspace, name: str) -> None:
+    """Remove the folders of a name that belong to other data. One of Inception takes 150 MB."""
     for folder in workspace.storage.names(FOLDER):
         if folder.startswith(f"{name}-"):
             workspace.storage.remove(f"{FOLDER}/{folder}")
@@ -83,16 +108,22 @@ def _measure(extractor: Extractor, train: PackedDataset, holdout: PackedDataset)
     with progress(name, len(train) + len(held), "images") as advance:
         return Reference(
             extractor,
-            extract(extractor, in_order(train, shuffled(len(train))), advance, keep_logits=False),
-            extract(extractor, in_order(holdout, held), advance),
+            extract(extractor, _take(train, shuffled(len(train))), advance, keep_logits=False),
+            extract(extractor, _take(holdout, held), advance),
         )
 
 
-def _untrained(train: PackedDataset, holdout: PackedDataset) -> Indices:
-    """Held-out images, in the order of `shuffled`, whose pixels are those of no training image.
+def _take(data: PackedDataset, order: Indices) -> Iterator[Pixels]:
+    """Yield images in an order, uint8 (B, H, W, C) at a time."""
+    for start in range(0, len(order), BATCH):
+        yield data.take(order[start : start + BATCH])
 
-    A source with splits of its own may have one in both, and pictures that differ may be the same
-    once they are small.
+
+def _untrained(train: PackedDataset, holdout: PackedDataset) -> Indices:
+    """Return the held-out images whose pixels differ from every training image, `shuffled`.
+
+    A source with its own splits may have an image in both. Different images may also become equal
+    when they are scaled down.
     """
     order = shuffled(len(holdout))
     digests = list(_digests(holdout, order))
@@ -103,7 +134,7 @@ def _untrained(train: PackedDataset, holdout: PackedDataset) -> Indices:
 
 
 def _digests(data: PackedDataset, order: Indices) -> Iterator[bytes]:
-    for images in in_order(data, order):
+    for images in _take(data, order):
         yield from (hashlib.sha256(image.tobytes()).digest() for image in images)
 
 
@@ -118,19 +149,20 @@ def _save(reference: Reference, folder: Path) -> None:
             tensors[f"{name}.mean"] = features.moments.mean
             tensors[f"{name}.covariance"] = features.moments.covariance
             counts[name] = features.moments.count
-    save_tensors(tensors, folder / _FILE, {"counts": json.dumps(counts)})
+    save_tensors(tensors, folder / _FEATURES, {"counts": json.dumps(counts)})
 
 
-def load(folder: Path, extractor: Extractor) -> Reference:
+def load_reference(folder: Path, extractor: Extractor) -> Reference:
+    """Return the reference in a folder. Raises Corrupt."""
     verify(folder)
-    tensors, metadata = read_tensors_and_metadata(folder / _FILE)
-    counts = parse_object(metadata.get("counts", "").encode(), f"{folder.name}/{_FILE}")
+    tensors, metadata = read_tensors_and_metadata(folder / _FEATURES)
+    counts = parse_object(metadata.get("counts", "").encode(), f"{folder.name}/{_FEATURES}")
     parts = [_features(tensors, counts.get(name), name, folder) for name in ("train", "holdout")]
     return Reference(extractor, *parts)
 
 
 def _features(tensors: dict[str, Tensor], count: Any, name: str, folder: Path) -> Features:
-    """What `_save` has put under a name. Raises Corrupt where the sizes don't fit each other."""
+    """Return what `_save` stored under a name. Raises Corrupt if the shapes do not match."""
     kept, logits = tensors.get(f"{name}.kept"), tensors.get(f"{name}.logits")
     mean, covariance = tensors.get(f"{name}.mean"), tensors.get(f"{name}.covariance")
     sizes = [tuple(part.shape) for part in (kept, mean, covariance) if part is not None]
@@ -139,9 +171,22 @@ def _features(tensors: dict[str, Tensor], count: Any, name: str, folder: Path) -
     wanted += [d, (*d, *d)] if isinstance(count, int) and count > 1 else []
     floats = all(part.is_floating_point() for part in tensors.values())
     if not wanted or sizes != wanted or not floats or kept is None:
-        raise Corrupt(f"{folder.name} is damaged: its features of {name} have sizes {sizes}.")
+        raise Corrupt(f"{folder.name} is corrupt: its {name} features have shapes {sizes}.")
     if logits is not None and (logits.dim() != 2 or not len(logits)):
-        raise Corrupt(f"{folder.name} is damaged: its logits of {name} have no rows.")
+        raise Corrupt(f"{folder.name} is corrupt: its {name} logits have no rows.")
     if mean is None or covariance is None:
         return Features(None, kept, logits)
     return Features(Moments(count, mean, covariance), kept, logits)
+
+
+def load_neighbours(folder: Path, count: int, rows: int) -> Neighbours:
+    """Return the neighbours of `count` images among `rows` training images. Raises Corrupt."""
+    verify(folder)
+    tensors = read_tensors(folder / _NEIGHBOURS)
+    kinds = {"distance": np.float64, "index": np.int64, "mirrored": np.bool_}
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items() if name in kinds}
+    if {name: (array.dtype, array.shape) for name, array in arrays.items()} != {
+        name: (np.dtype(kind), (count,)) for name, kind in kinds.items()
+    } or not ((arrays["index"] >= 0) & (arrays["index"] < rows)).all():
+        raise Corrupt(f"{folder.name} is corrupt: it does not hold neighbours of {count} images.")
+    return Neighbours(**arrays)

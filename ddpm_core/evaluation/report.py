@@ -1,9 +1,10 @@
-"""report.html: one file that a person reads, from results.json and the pictures beside it."""
+"""report.html: one self-contained page, from results.json and the image grids beside it."""
 
 from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,91 +12,92 @@ from PIL import Image
 
 from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.evaluation import verdict
-from ddpm_core.evaluation.caveats import caveats
-from ddpm_core.evaluation.chart import Chart, Line, chart
-from ddpm_core.evaluation.features import SPACES
-from ddpm_core.evaluation.metrics import count_label, metric_name
-from ddpm_core.evaluation.pictures import FOLDER
-from ddpm_core.evaluation.rows import Results, samples_of
-from ddpm_core.scores import Row, best, best_inception, is_scored, ranked
+from ddpm_core.evaluation.chart import chart
+from ddpm_core.evaluation.curves import curves
+from ddpm_core.evaluation.grids import FOLDER
+from ddpm_core.scores import SPACES, AnyRow, Results, Row, best, is_scored, ranked, read_results
 from ddpm_core.storage.workspace import REPORT, RESULTS, Workspace
 from ddpm_core.text import shown, throughout
 
-# Facts of a source, see the classes of ddpm_core.data: in words, and those that are folded.
-WORDS = {
+# Facts of a source (see ddpm_core.data.sources): labels of those that are shown, then of those
+# that are folded.
+SOURCE = {
     "uri": "source",
     "format": "format",
     "revision": "revision",
-    "state.files": "files looked at",
-    "state.objects": "objects looked at",
+    "state.files": "files examined",
+    "state.objects": "objects examined",
     "state.size": "bytes of the archive",
 }
-CHECKS = {
-    "sha256": "SHA-256 of its content",
+CHECKSUMS = {
+    "sha256": "SHA-256 of the content",
     "listing_sha256": "SHA-256 of names and sizes",
     "dvc_md5": "DVC's MD5",
     "etag": "ETag",
-    "state.sha256": "SHA-256 that tells a change",
+    "state.sha256": "SHA-256 that detects changes",
     "state.modified": "last change, nanoseconds since 1970",
     "state.commit": "commit",
 }
 GRIDS = 24  # checkpoints whose samples are shown
-PHOTO = 200_000  # pixels above which a picture is embedded as a lossy one
-LARGEST = 20_000_000  # pixels of a picture of ours, and some
+PHOTO = 200_000  # pixels; larger images are embedded with lossy compression
+LARGEST = 20_000_000  # pixels; `evaluate` writes no larger image
 
 
 def render_report(workspace: Workspace) -> Path:
-    """Write evaluation/report.html anew, and its size into results.json where sizes are; its path.
+    """Write evaluation/report.html and return its path.
 
-    Raises UserError where nothing is scored.
+    Updates the size of the report in results.json, so that it still counts as complete.
+
+    Raises:
+        UserError: there is no evaluation.
     """
-    results = workspace.read_json(RESULTS, Results)
-    if not results.get("rows"):
-        raise UserError(f"Nothing is scored in {workspace.uri} yet: run `ddpm evaluate` first.")
-    page = render(results, Pictures(workspace)).encode()
+    results = read_results(workspace)
+    if results is None:
+        raise UserError(f"{workspace.uri} has no scores: run `ddpm evaluate` first.")
+    page = render(results, Images(workspace)).encode()
     workspace.storage.write(REPORT, page)
-    sizes = results.get("sizes")
-    if sizes and sizes.get(REPORT) != len(page):  # else it would count as cut
-        workspace.write_json(RESULTS, {**results, "sizes": {**sizes, REPORT: len(page)}})
+    if results.sizes and results.sizes.get(REPORT) != len(page):
+        sizes = {**results.sizes, REPORT: len(page)}
+        workspace.write_json(RESULTS, {**results.plain(), "sizes": sizes})
     return workspace.path(REPORT)
 
 
-class Pictures:
-    """Pictures of evaluation/pictures as data URIs; of an absent one None."""
+class Images:
+    """The image grids of a workspace as data URIs."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """`uri`, `width` and `height` of NAME.png."""
+        """Return `uri`, `width` and `height` of NAME.png; None if it is missing or corrupt."""
         try:
             data = self._workspace.storage.read(f"{FOLDER}/{name}.png")
         except (FileNotFoundError, NotADirectoryError, Corrupt):
             return None
         try:
-            kind, width, height, data = _small_enough(data)
-        except Exception:  # whatever Pillow raises for a damaged picture
+            kind, width, height, data = _compress(data)
+        except Exception:  # Pillow raises many classes for corrupt images
             return None
         uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
         return {"uri": uri, "width": width, "height": height}
 
 
-def _small_enough(data: bytes) -> tuple[str, int, int, bytes]:
-    """Format, width, height and content of a PNG, made a WebP if it is large."""
-    with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
-        width, height = picture.size
+def _compress(data: bytes) -> tuple[str, int, int, bytes]:
+    """Return format, width, height and content of a PNG; a large one becomes a WebP."""
+    with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+        width, height = image.size
         if width * height > LARGEST:
-            raise ValueError("a picture that we have not drawn")
+            raise ValueError("the image is larger than any that evaluate writes")
         if width * height <= PHOTO:
             return "png", width, height, data
         stream = io.BytesIO()
-        picture.save(stream, "WEBP", quality=85)
+        image.save(stream, "WEBP", quality=85)
     return "webp", width, height, stream.getvalue()
 
 
-def render(results: dict[str, Any], pictures: Pictures) -> str:
-    """The page of results.json. Names from strangers are escaped, and nothing is fetched."""
-    results = throughout(shown, results)
+def render(results: Results, images: Images) -> str:
+    """Return the page. It loads nothing from elsewhere, and escapes names from other sources."""
+    results = Results.model_validate(throughout(shown, results.plain()))
     jinja2 = require("jinja2", "eval")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -105,111 +107,64 @@ def render(results: dict[str, Any], pictures: Pictures) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"number": verdict.number, "percent": verdict.percent}
-    return str(environment.get_template("report.html.j2").render(_page(results, pictures)))
+    return str(environment.get_template("report.html.j2").render(_page(results, images)))
 
 
-def _page(results: dict[str, Any], pictures: Pictures) -> dict[str, Any]:
-    rows = results["rows"]
-    scored = ranked(rows, results.get("sample", {}))
+def _page(results: Results, images: Images) -> dict[str, Any]:
+    """Return the variables of the template."""
+    scored = ranked(results.rows, results.sample)
     row = best(scored)
-    extractor = results["extractor"]
+    space = results.extractor.space
     return {
         "verdict": verdict.judge(results),
-        "caveats": caveats(results),
+        "caveats": verdict.caveats(results),
         "results": results,
         "best": row,
-        "rows": rows,
-        "features": SPACES.get(extractor["space"], extractor["space"]),
-        "charts": charts(scored) if scored else [],
-        "grids": _grids([r for r in rows if is_scored(r)], scored, row, pictures),
-        "real": pictures.get("real"),
-        **_pairs(results, row, pictures),
-        "settings": _flat(results["run"]),
-        "sampler": _flat(row["evidence"]["sampler"]) if row else [],
-        **_source(dict(_flat(results["data"].get("source") or {}))),
+        "rows": results.rows,
+        "features": SPACES.get(space, space),
+        "charts": [chart(curve) for curve in curves(scored).values() if curve.lines],
+        "grids": _grids(results.rows, scored, row, images),
+        "real": images.get("real"),
+        **_pairs(results, row, images),
+        "settings": _flat(results.run),
+        "sampler": _flat(row.evidence.sampler) if row else [],
+        **_source(dict(_flat(results.data.get("source") or {}))),
     }
 
 
-def _pairs(results: dict[str, Any], row: Row | None, pictures: Pictures) -> dict[str, Any]:
-    """Nearest neighbours, of what this evaluation looked at: others' pictures may lie there too."""
-    examined = row and row.get("memorisation")
+def _pairs(results: Results, row: Row | None, images: Images) -> dict[str, Any]:
+    """Return the nearest pairs, unless an earlier evaluation wrote them for other images."""
+    name = f"neighbours-{row.step:08d}" if row and row.memorisation else ""
     return {
-        "neighbours": pictures.get(f"neighbours-{row['step']:08d}") if row and examined else None,
-        "held_out": pictures.get("neighbours-held-out") if results.get("straddling") else None,
+        "neighbours": images.get(name) if name else None,
+        "held_out": images.get("neighbours-held-out") if results.straddling else None,
     }
-
-
-def charts(rows: list[Row]) -> list[Chart]:
-    """The curves: distance, kernel distance, precision and recall, inception score."""
-    space = rows[0]["evidence"]["space"]
-    drawn = []
-    for key, metric, good in (
-        ("fd", "fd", "lower"),
-        ("kid_mean", "kid", "lower"),
-        ("is_mean", "is", "higher"),
-    ):
-        name = metric_name(metric, space, samples_of(rows[0], key))
-        lines, floors = _lines(rows, key)
-        mark = (best_inception if key == "is_mean" else best)(rows)
-        step = int(mark["step"]) if mark else None
-        if lines:
-            drawn.append(chart(name, f"{good} is better", lines, floors, step))
-    names = ("precision", "recall")
-    shares = [Line(name, _points(rows, name), name == "recall") for name in names]
-    if all(line.points for line in shares):
-        title = f"precision and recall, {count_label(samples_of(rows[0], 'precision'))} images"
-        floors = [floor for name in names for floor in _floor(rows, name, f", {name}")]
-        drawn.insert(2, chart(title, "higher is better", shares, floors, None, top=1.0))
-    return drawn
-
-
-def _lines(rows: list[Row], key: str) -> tuple[list[Line], list[tuple[str, float]]]:
-    """A score's line; with the floor of held-out images, and a line of as many samples."""
-    count, n = samples_of(rows[0], key), rows[0]["floor_count"]
-    lines = [Line(f"{count:,} samples", _points(rows, key))]
-    if not lines[0].points:
-        return [], []
-    floors = _floor(rows, key)
-    if floors and n < count and key != "kid_mean":
-        same = [(int(r["step"]), float(r["at_floor"][key])) for r in rows]
-        lines.append(Line(f"{n:,} samples, as many as held out", same))
-    return lines, floors
-
-
-def _floor(rows: list[Row], key: str, of: str = "") -> list[tuple[str, float]]:
-    """A score of held-out images with its name, where it was measured."""
-    value = (rows[0].get("floor") or {}).get(key)
-    if value is None:
-        return []
-    return [(f"{rows[0]['floor_count']:,} held-out real images{of}", float(value))]
-
-
-def _points(rows: list[Row], key: str) -> list[tuple[int, float]]:
-    return [(int(r["step"]), float(r[key])) for r in rows if r.get(key) is not None]
 
 
 def _grids(
-    rows: list[Row], ranked: list[Row], best: Row | None, pictures: Pictures
+    rows: Sequence[AnyRow], ranked: Sequence[Row], best: Row | None, images: Images
 ) -> list[dict[str, Any]]:
-    """Samples of at most 24 checkpoints evenly spread, the best and the last among them."""
-    places = {round(i * (len(rows) - 1) / (GRIDS - 1)) for i in range(GRIDS)} if rows else set()
-    chosen = [r for i, r in enumerate(rows) if len(rows) <= GRIDS or i in places or r is best]
-    named = [(row, pictures.get(f"grid-{row['step']:08d}")) for row in chosen]
+    """Return the samples of 24 evenly spread checkpoints, with the first, last and best one."""
+    scored = [row for row in rows if is_scored(row)]
+    places = {round(i * (len(scored) - 1) / (GRIDS - 1)) for i in range(GRIDS)} if scored else set()
+    chosen = [r for i, r in enumerate(scored) if len(scored) <= GRIDS or i in places or r is best]
+    named = [(row, images.get(f"grid-{row.step:08d}")) for row in chosen]
     return [
-        {"row": row, "picture": p, "best": row is best, "ranked": row in ranked}
-        for row, p in named
-        if p
+        {"row": row, "image": image, "best": row is best, "ranked": row in ranked}
+        for row, image in named
+        if image
     ]
 
 
 def _source(facts: dict[str, str]) -> dict[str, list[tuple[str, str]]]:
-    """What a person asks of the source, and what only tells whether it is still the same."""
-    told = [(words, facts.pop(name)) for name, words in WORDS.items() if name in facts]
-    return {"source": told, "checks": [(CHECKS.get(name, name), facts[name]) for name in facts]}
+    """Return what describes the source, and the checksums that detect changes."""
+    described = [(words, facts.pop(name)) for name, words in SOURCE.items() if name in facts]
+    checksums = [(CHECKSUMS.get(name, name), value) for name, value in facts.items()]
+    return {"source": described, "checksums": checksums}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as lines: ("train.optimizer.lr", "0.001")."""
+    """Return nested settings as pairs: ("train.optimizer.lr", "0.001")."""
     lines: list[tuple[str, str]] = []
     for key, value in values.items():
         if isinstance(value, dict):

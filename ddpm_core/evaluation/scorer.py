@@ -1,4 +1,4 @@
-"""All scores of one set of images against one data set, and the same of held-out images."""
+"""All scores of one set of images against one data set, and the same scores of held-out images."""
 
 from __future__ import annotations
 
@@ -14,26 +14,32 @@ from ddpm_core.config import Config, Evaluate
 from ddpm_core.console import progress
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation import collapse, memorisation, metrics, pixel_pca
-from ddpm_core.evaluation.features import Extractor, chosen
-from ddpm_core.evaluation.held_out import open_held_out
+from ddpm_core.evaluation import memorisation, metrics
+from ddpm_core.evaluation.features import (
+    KEPT,
+    PCA_IMAGES,
+    Extractor,
+    Features,
+    PixelPCA,
+    extract,
+    in_batches,
+    shuffled,
+)
 from ddpm_core.evaluation.inception import open_inception
 from ddpm_core.evaluation.memorisation import Neighbours
-from ddpm_core.evaluation.metrics import metric_name
-from ddpm_core.evaluation.reference import Reference, open_reference
-from ddpm_core.evaluation.rows import COUNTS, MEASURES
+from ddpm_core.evaluation.reference import Reference, open_neighbours, open_reference
 from ddpm_core.evaluation.shared import open_in_domain
-from ddpm_core.evaluation.statistics import KEPT, Features, batches, extract, shuffled
-from ddpm_core.evaluation.weights import locate
+from ddpm_core.evaluation.weights import extractor_name, locate
 from ddpm_core.runtime.device import choose_device
 from ddpm_core.sampling.images import Pixels
+from ddpm_core.scores import COUNTS, MEASURES, metric_name
 from ddpm_core.storage.workspace import Workspace
 
-Scores = dict[str, Any]  # metric -> number, or None where it is not measured
+Scores = dict[str, Any]  # metric -> number, or None if it was not measured; see scores.Scores
 
 
 class Scorer:
-    """The data set, the extractor and the references; each is opened when first needed."""
+    """Data set, extractor and references, each opened on first use."""
 
     def __init__(self, config: Config, workspace: Workspace) -> None:
         self.settings: Evaluate = config.evaluate
@@ -41,19 +47,22 @@ class Scorer:
         self.train: PackedDataset = open_dataset(workspace)
         self.holdout: PackedDataset = open_dataset(workspace, "holdout")
         if len(self.train) < 2:
-            raise UserError(f"Scores need 2 training images; there are {len(self.train)}.")
+            raise UserError(
+                f"The data set has {len(self.train)} training images; scores require at least 2. "
+                "Prepare more images."
+            )
         self._config, self._workspace = config, workspace
         self._floors: dict[int, Scores] = {}
-        self._apart: dict[tuple[int | str, ...], NDArray[np.float64]] = {}
+        self._real_distances: dict[tuple[int | str, ...], NDArray[np.float64]] = {}
 
     @property
-    def remembers(self) -> bool:
-        """Whether memorisation and collapse are looked at."""
+    def checks_memorisation(self) -> bool:
+        """Whether memorisation and collapse are measured."""
         return "memorisation" in self.settings.metrics
 
     @cached_property
     def extractor(self) -> Extractor:
-        if chosen(self.settings) == "in_domain":
+        if extractor_name(self.settings) == "in_domain":
             return open_in_domain(
                 self._config, self._workspace, self.train, self.holdout, self.device
             )
@@ -67,54 +76,55 @@ class Scorer:
     @cached_property
     def pixels(self) -> Reference:
         """The reference in a second, untrained feature space."""
-        some = self.train.take(shuffled(len(self.train), pixel_pca.IMAGES))
-        space = pixel_pca.fit(torch.from_numpy(some)).extractor()
+        images = self.train.take(shuffled(len(self.train), PCA_IMAGES))
+        space = PixelPCA.fit(torch.from_numpy(images)).extractor()
         return open_reference(self._workspace, space, self.train, self.holdout)
 
     @cached_property
     def held_out(self) -> tuple[Pixels, Neighbours]:
-        """Held-out images, at most 2,000, and their nearest training images."""
-        return open_held_out(self._workspace, self.train, self.holdout, self.device)
+        """At most 2,000 held-out images, and their nearest training images."""
+        return open_neighbours(self._workspace, self.train, self.holdout, self.device)
 
     @property
-    def _is_frechet(self) -> bool:
+    def _has_frechet(self) -> bool:
         return "fid" in self.settings.metrics
 
     def score_name(self, count: int) -> str:
-        """Of the score that counts: the Fréchet distance, without it the kernel distance."""
-        if self._is_frechet:
+        """Return the name of the score that ranks: the Fréchet, otherwise the kernel distance."""
+        if self._has_frechet:
             return metric_name("fd", self.extractor.space, count)
         return metric_name("kid", self.extractor.space, min(count, KEPT))
 
     def score(self, arrays: Sequence[Pixels], name: str = "samples") -> Scores:
-        """Scores of at least 2 images, uint8 arrays (n, H, W, C) one after the other.
+        """Measure at least 2 images, given as uint8 arrays (n, H, W, C).
 
-        `score` is the one that `score_name` names. `floor` are the scores of held-out images, as
-        many as `floor_count`, and `at_floor` those of as many of the images given: only equal
-        numbers compare.
+        Returns fields of `scores.Row`. `floor` has the scores of `floor_count` held-out images,
+        and `at_floor` those of as many of the given images: only scores of equally many images can
+        be compared.
         """
         count = sum(len(array) for array in arrays)
         spaces = [self.reference.extractor, self.pixels.extractor]
         with progress(f"evaluate: {name}", len(spaces) * count, "images") as advance:
-            features, plain = [extract(space, batches(arrays), advance) for space in spaces]
+            features, pixels = [extract(space, in_batches(arrays), advance) for space in spaces]
         n = min(count, len(self.reference.holdout.kept), KEPT)
-        scores = self._measure(features, plain)
+        scores = self._measure(features, pixels)
         return {
             "score_name": self.score_name(count),
-            "score": scores["fd" if self._is_frechet else "kid_mean"],
+            "score": scores["fd" if self._has_frechet else "kid_mean"],
             **scores,
             "floor_count": n if n > 1 else 0,
             "floor": self.floor(n) if n > 1 else None,
-            "at_floor": self._at(n, features, plain, scores) if n > 1 else None,
+            "at_floor": self._first(n, features, pixels, scores) if n > 1 else None,
         }
 
-    def _at(self, count: int, features: Features, plain: Features, scores: Scores) -> Scores:
+    def _first(self, count: int, features: Features, pixels: Features, scores: Scores) -> Scores:
+        """Return the scores of the first `count` images; `scores` are those of all images."""
         if features.moments and features.moments.count == count:
             return scores
-        return self._measure(features.first(count), plain.first(count))
+        return self._measure(features.first(count), pixels.first(count))
 
     def floor(self, count: int) -> Scores:
-        """Scores of the first `count` held-out images: what a perfect generator would get."""
+        """Return the scores of the first `count` held-out images: those of a perfect generator."""
         if count not in self._floors:
             self._floors[count] = self._measure(
                 self.reference.holdout.first(count), self.pixels.holdout.first(count)
@@ -122,38 +132,40 @@ class Scorer:
         return self._floors[count]
 
     def memorisation(self, images: Pixels) -> tuple[Scores, Neighbours]:
-        """Facts about images, at most 2,000, against all held-out ones that are looked at."""
+        """Compare at most 2,000 images with the held-out images; see `memorisation.compare`."""
         _, held = self.held_out
         found = memorisation.nearest(images[: memorisation.EXAMINED], self.train, self.device)
         return memorisation.compare(found.distance, held.distance), found
 
     def collapse(self, images: Pixels, sampler: Mapping[str, Any]) -> Scores:
-        """Compare images, at most 2,000, with as many training images of the classes drawn.
+        """Compare at most 2,000 images with as many training images of the same classes.
 
-        `sampler` are the settings that drew them. Of chosen prompts no training images are known.
+        `sampler` has the settings that the images were drawn with. With chosen prompts the verdict
+        is `unknown`: no training images belong to them.
         """
-        order, drawn = shuffled(len(self.train)), tuple(sampler.get("classes") or ())
-        if drawn:
-            kinds = [i for i, name in enumerate(self.train.classes) if name in drawn]
-            order = order[np.isin(self.train.labels[order], kinds)]
+        order, classes = shuffled(len(self.train)), tuple(sampler.get("classes") or ())
+        if classes:
+            labels = [i for i, name in enumerate(self.train.classes) if name in classes]
+            order = order[np.isin(self.train.labels[order], labels)]
         count = min(len(images), len(order), memorisation.EXAMINED)
-        if count < collapse.FEWEST or sampler.get("prompts"):
+        if count < memorisation.FEWEST or sampler.get("prompts"):
             return {"count": count, "verdict": "unknown"}
-        if (count, *drawn) not in self._apart:
+        key = (count, *classes)
+        if key not in self._real_distances:
             real = self.train.take(order[:count])
-            self._apart[count, *drawn] = memorisation.nearest_other(real, self.device).distance
+            self._real_distances[key] = memorisation.nearest_other(real, self.device).distance
         found = memorisation.nearest_other(images[:count], self.device)
-        return collapse.compare(found.distance, self._apart[count, *drawn])
+        return memorisation.compare_repeats(found.distance, self._real_distances[key])
 
-    def _measure(self, features: Features, plain: Features) -> Scores:
+    def _measure(self, features: Features, pixels: Features) -> Scores:
         wanted, k = self.settings.metrics, self.settings.neighbours
         train = self.reference.train
         scores: Scores = dict.fromkeys((*MEASURES, *COUNTS.values()))
-        if features.moments and plain.moments and "fid" in wanted:
+        if features.moments and pixels.moments and "fid" in wanted:
             scores["fd"] = metrics.frechet_distance(features.moments, _moments(train))
-            if plain.kept.shape[1]:  # no component is in images that are all the same
-                pixels = _moments(self.pixels.train)
-                scores["fd_pixel_pca"] = metrics.frechet_distance(plain.moments, pixels)
+            if pixels.kept.shape[1]:  # images that are all the same have no components
+                real = _moments(self.pixels.train)
+                scores["fd_pixel_pca"] = metrics.frechet_distance(pixels.moments, real)
         if "kid" in wanted:
             pair = metrics.kernel_distance(features.kept, train.kept)
             scores["kid_mean"], scores["kid_std"] = pair
@@ -161,7 +173,7 @@ class Scorer:
         logits = features.logits
         if "is" in wanted and logits is not None and len(logits) >= metrics.FEWEST_FOR_IS:
             scores["is_mean"], scores["is_std"] = metrics.inception_score(logits)
-        # Equal numbers of samples and real images: all four depend on both.
+        # All four depend on both counts, so use as many samples as real images.
         n = min(len(features.kept), len(train.kept))
         if "prdc" in wanted and n > k:
             sets = (features.kept[:n], train.kept[:n])
@@ -173,5 +185,5 @@ class Scorer:
 
 def _moments(features: Features) -> metrics.Moments:
     if features.moments is None:
-        raise ValueError("a reference of fewer than two images")
+        raise ValueError("the reference has fewer than two images")
     return features.moments

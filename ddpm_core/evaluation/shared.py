@@ -1,7 +1,7 @@
-"""One in-domain extractor for all runs of a data set: kept in MLflow, copied to the workspace.
+"""One in-domain extractor for all runs on a data set, shared through MLflow.
 
-Scores in features of different extractors don't compare, so the first run that needs one trains
-and publishes it, and every other run takes that.
+Scores with different extractors cannot be compared. So the first run that needs an extractor
+trains and publishes it, and every other run copies that one into its workspace.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.features import Extractor
-from ddpm_core.evaluation.frozen import load, read_facts, save_extractor
-from ddpm_core.evaluation.in_domain import InDomain
+from ddpm_core.evaluation.freshness import EXTRACTOR
+from ddpm_core.evaluation.in_domain import InDomain, load_extractor, read_facts, save_extractor
 from ddpm_core.storage.files import Count, Schema
 from ddpm_core.storage.workspace import EVALUATION, Workspace
 from ddpm_core.text import masked, throughout
 from ddpm_core.tracking.client import connect, find_experiment, retrying
 from ddpm_core.tracking.errors import is_transient, reason
 
-FOLDER = f"{EVALUATION}/extractor"
-NOTE = f"{EVALUATION}/extractor-shared.json"  # which extractor is known to be in which MLflow
+SHARED = f"{EVALUATION}/extractor-shared.json"  # which MLflow server has which extractor
 ACCURACY = f"{EVALUATION}/extractor-accuracy.json"
-TAG = "ddpm.extractor_for"
+TAG = "ddpm.extractor_for"  # of an MLflow run: the fingerprint of the data
 
 T = TypeVar("T")
 
 
 class Accuracy(Schema):
-    """What an extractor is right on, of held-out images that it was not measured on at first."""
+    """The accuracy of an extractor on held-out images other than those of its training run."""
 
     extractor: str
     holdout_fingerprint: str
@@ -47,8 +46,8 @@ class Accuracy(Schema):
     holdout_count: Count
 
 
-class Away(Exception):
-    """MLflow cannot be used now; says why."""
+class Unavailable(Exception):
+    """MLflow cannot be used now, with the reason."""
 
 
 def open_in_domain(
@@ -58,55 +57,57 @@ def open_in_domain(
     holdout: PackedDataset,
     device: torch.device,
 ) -> Extractor:
-    """The extractor of these data: the workspace's, else MLflow's, else a new one.
+    """Return the extractor for these data: from the workspace, else from MLflow, else a new one.
 
-    One that was made while MLflow was away gives way to MLflow's, or is published, once it is back.
-    Of several runs that publish at once each asks again afterwards, and all take the first.
+    An extractor that was trained while MLflow was unavailable is replaced by MLflow's, or
+    published, once MLflow is available. If several runs publish at the same time, each looks
+    again afterwards, and all of them use the first one.
     """
     own = _own(workspace, train.fingerprint)
     uri = config.tracking.uri
-    if not own or (uri and throughout(masked, workspace.read_json(NOTE)) != _noted(uri, own)):
-        found, away = _fetch_into(config, workspace, train.fingerprint)
+    if not own or (uri and throughout(masked, workspace.read_json(SHARED)) != _record(uri, own)):
+        found, unavailable = _fetch_into(config, workspace, train.fingerprint)
         if not found and not own:
-            with workspace.storage.new_folder(FOLDER) as folder:
+            with workspace.storage.new_folder(EXTRACTOR) as folder:
                 save_extractor(in_domain.train_extractor(train, holdout), folder)
-        if not found and not away and _publish(config, workspace, train.fingerprint):
+        if not found and not unavailable and _publish(config, workspace, train.fingerprint):
             _fetch_into(config, workspace, train.fingerprint)
-    trained, fingerprint = load(workspace.path(FOLDER))
-    return _on(holdout, workspace, trained, fingerprint).extractor(fingerprint, device)
+    trained, fingerprint = load_extractor(workspace.path(EXTRACTOR))
+    trained = _with_accuracy(holdout, workspace, trained, fingerprint)
+    return trained.extractor(fingerprint, device)
 
 
-def _on(
+def _with_accuracy(
     holdout: PackedDataset, workspace: Workspace, trained: InDomain, fingerprint: str
 ) -> InDomain:
-    """The network with its accuracy on these held-out images; that of others says nothing of it.
+    """Return the network with its accuracy on these held-out images, measured if necessary.
 
-    The weights are those of the training images alone, so they stay when the held-out ones change,
-    and other runs that share them may hold out others. What was measured is kept.
+    The weights depend on the training images only. So they stay the same when the held-out images
+    change, and runs with other held-out images share them.
     """
     if trained.facts.get("holdout_fingerprint") == holdout.fingerprint:
         return trained
     of = {"extractor": fingerprint, "holdout_fingerprint": holdout.fingerprint}
     known = workspace.read_json(ACCURACY, Accuracy)
     if not known or {name: known[name] for name in of} != of:
-        turned = trained.facts["task"] == "rotations"
-        found = in_domain.accuracy(trained.network, holdout, turned)
+        rotated = trained.facts["task"] == "rotations"
+        found = in_domain.accuracy(trained.network, holdout, rotated)
         known = {**of, "accuracy": found, "holdout_count": len(holdout)}
         workspace.write_json(ACCURACY, known)
-    told = {name: value for name, value in known.items() if name != "extractor"}
-    return replace(trained, facts={**trained.facts, **told})
+    changed = {name: value for name, value in known.items() if name != "extractor"}
+    return replace(trained, facts={**trained.facts, **changed})
 
 
 def fetch_extractor(config: Config, data_fingerprint: str, folder: Path) -> bool:
-    """Copy MLflow's extractor of these data into an empty folder; False if it has none.
+    """Copy MLflow's extractor for these data into an empty folder; return False if it has none.
 
-    Of several whole ones the first that was finished counts, so that all who ask agree, as far as
-    the clocks of those who publish do: one that is still being sent comes after what was seen
-    meanwhile, whenever it was begun. Raises Away.
+    Of several complete ones the first that was finished counts, so that all runs agree (if the
+    clocks of the publishers do). One that is still being uploaded finishes later, whenever it was
+    started. Raises Unavailable.
     """
 
     def fetch(client: Any) -> bool:
-        # Earlier versions put extractors among the training runs.
+        # Earlier versions published extractors in the experiment of the training runs.
         names = (extractors_experiment(config), config.tracking.experiment)
         found = [client.get_experiment_by_name(name) for name in names]
         places = [one.experiment_id for one in found if one and one.lifecycle_stage == "active"]
@@ -115,9 +116,9 @@ def fetch_extractor(config: Config, data_fingerprint: str, folder: Path) -> bool
         query = f"tags.`{TAG}` = '{data_fingerprint}' AND attributes.status = 'FINISHED'"
         order = ["attributes.end_time ASC", "attributes.run_id ASC"]
         for run in client.search_runs(places, query, max_results=100, order_by=order):
-            if not client.list_artifacts(run.info.run_id, "extractor"):  # removed since
+            if not client.list_artifacts(run.info.run_id, "extractor"):  # deleted
                 continue
-            # A download that is given up may still write there.
+            # A download that timed out may still be writing there.
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
                 path = Path(client.download_artifacts(run.info.run_id, "extractor", scratch))
                 if _fits(path, data_fingerprint):
@@ -129,11 +130,11 @@ def fetch_extractor(config: Config, data_fingerprint: str, folder: Path) -> bool
 
 
 def publish_extractor(config: Config, data_fingerprint: str, folder: Path) -> None:
-    """Put an extractor's folder into a run tagged with its data. Raises Away."""
+    """Upload an extractor's folder to a new run, tagged with its data. Raises Unavailable."""
 
     def publish(client: Any) -> None:
         experiment = find_experiment(client, config.tracking.uri, extractors_experiment(config))
-        # The end comes last: a run that has one has its files and the tag.
+        # Terminate the run last: a finished run then has all files and the tag.
         run = client.create_run(experiment, run_name=f"extractor-{data_fingerprint[:8]}")
         for path in sorted(folder.iterdir()):
             client.log_artifact(run.info.run_id, str(path), "extractor")
@@ -144,8 +145,8 @@ def publish_extractor(config: Config, data_fingerprint: str, folder: Path) -> No
 
 
 def _own(workspace: Workspace, data_fingerprint: str) -> dict[str, Any]:
-    """The facts of the workspace's extractor if it is whole and of these data; else none."""
-    path = workspace.path(FOLDER)
+    """Return the facts of the workspace's extractor; {} if there is none for these data."""
+    path = workspace.path(EXTRACTOR)
     return read_facts(path) if _fits(path, data_fingerprint) else {}
 
 
@@ -155,7 +156,7 @@ def _fits(folder: Path, data_fingerprint: str) -> bool:
     try:
         facts = read_facts(folder)
     except Corrupt as error:
-        warn(f"{error} It is not used.")
+        warn(f"{error} Ignoring it.")
         return False
     return (facts.get("data_fingerprint"), facts.get("recipe")) == (
         data_fingerprint,
@@ -164,7 +165,7 @@ def _fits(folder: Path, data_fingerprint: str) -> bool:
 
 
 def _fetch_into(config: Config, workspace: Workspace, data: str) -> tuple[bool, bool]:
-    """Put MLflow's extractor into the workspace: (there was one, MLflow is away)."""
+    """Copy MLflow's extractor into the workspace; return (found, MLflow is unavailable)."""
     if not config.tracking.uri:
         return False, True
     with tempfile.TemporaryDirectory() as scratch:
@@ -172,35 +173,32 @@ def _fetch_into(config: Config, workspace: Workspace, data: str) -> tuple[bool, 
         try:
             if not fetch_extractor(config, data, fetched):
                 return False, False
-        except Away as error:
-            warn(f"MLflow cannot be asked for this data set's extractor: {error}")
+        except Unavailable as error:
+            warn(f"Looking up this data set's extractor in MLflow failed: {error}")
             return False, True
         if read_facts(fetched)["sha256"] != _own(workspace, data).get("sha256"):
-            with workspace.storage.new_folder(FOLDER) as folder:
+            with workspace.storage.new_folder(EXTRACTOR) as folder:
                 shutil.copytree(
                     fetched, folder, ignore=shutil.ignore_patterns("manifest*"), dirs_exist_ok=True
                 )
-            say("evaluate: MLflow has an extractor of these data; its features are used.")
-    _note(config, workspace)
+            say("evaluate: using the extractor for these data from MLflow.")
+    facts = read_facts(workspace.path(EXTRACTOR))
+    workspace.write_json(SHARED, _record(config.tracking.uri, facts))
     return True, False
 
 
 def _publish(config: Config, workspace: Workspace, data: str) -> bool:
-    """Put the workspace's extractor into MLflow; whether it is there."""
+    """Upload the workspace's extractor to MLflow; return whether that worked."""
     try:
-        publish_extractor(config, data, workspace.path(FOLDER))
-    except Away as error:
-        warn(f"The extractor of these data is not in MLflow yet: {error}")
+        publish_extractor(config, data, workspace.path(EXTRACTOR))
+    except Unavailable as error:
+        warn(f"Uploading this data set's extractor to MLflow failed: {error}")
         return False
     return True
 
 
-def _note(config: Config, workspace: Workspace) -> None:
-    workspace.write_json(NOTE, _noted(config.tracking.uri, read_facts(workspace.path(FOLDER))))
-
-
-def _noted(uri: str, facts: dict[str, Any]) -> dict[str, str]:
-    """Which server has, or was asked for, which extractor."""
+def _record(uri: str, facts: dict[str, Any]) -> dict[str, str]:
+    """Return the content of SHARED: this server has this extractor."""
     return {"uri": masked(uri), "sha256": facts["sha256"]}
 
 
@@ -210,12 +208,12 @@ def extractors_experiment(config: Config) -> str:
 
 
 def _with_client(config: Config, action: Callable[[Any], T]) -> T:
-    """Call `action` with a client, under MLflow's retry policy. Raises Away."""
+    """Call `action` with a client, under MLflow's retry policy. Raises Unavailable."""
     try:
         return retrying()(lambda: action(connect(config.tracking.uri)))
     except UserError as error:
-        raise Away(str(error)) from error
+        raise Unavailable(str(error)) from error
     except Exception as error:  # whatever the network or the server raises
         if not is_transient(error):
             raise
-        raise Away(reason(error)) from error
+        raise Unavailable(reason(error)) from error

@@ -1,27 +1,42 @@
-"""What the numbers say, in sentences: the first thing a person reads."""
+"""The verdict of an evaluation in plain words, and the caveats that belong to its numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ddpm_core.evaluation.memorisation import expected_below
-from ddpm_core.scores import Row, best, is_scored, ranked
+from ddpm_core.evaluation.metrics import FEWEST_FOR_IS, SMALL
+from ddpm_core.scores import (
+    MEASURES,
+    AnyRow,
+    Collapse,
+    ExtractorFacts,
+    Memorisation,
+    Results,
+    Row,
+    Unscored,
+    best,
+    is_scored,
+    ranked,
+)
 from ddpm_core.text import counted
 
-LEVEL = 0.05  # a smaller relative change of a score is called none
-EARLIER = 0.75  # of the last step: what comes later shows whether training still pays
-NEAR = 1.25  # times the floor, and still near it
+SIGNIFICANT = 0.05  # smaller relative changes of a score count as no change
+EARLIER = 0.75  # share of the training; the rest shows whether training still helps
+NEAR = 1.25  # times the floor; up to here samples count as near as real images
+LISTED = 10  # steps named in a sentence
+FEW_HELD_OUT = 100  # images
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer in a word, in a clause for the summary, and in sentences with its numbers."""
+    """An answer: a word, a sentence for the summary, and details with numbers."""
 
     word: str
     summary: str
     detail: str
-    level: str = ""  # good, caution, bad or unknown: how it is coloured
+    level: str = ""  # good, caution, bad or unknown; sets the colour
 
 
 @dataclass(frozen=True)
@@ -36,19 +51,22 @@ class Verdict:
     trend: Answer | None = None
 
 
-def judge(results: dict[str, Any]) -> Verdict:
-    """The verdict on results.json."""
-    rows, listed, others = sort_rows(results)
+def judge(results: Results) -> Verdict:
+    """Return the verdict on an evaluation."""
+    listed, others = _split(results)
     row = best(listed)
     if row is None:
-        return Verdict("No checkpoint could be scored.", _problems(rows))
-    headline = f"Step {row['step']:,} is "
+        problems = [f"Step {row.step:,}: {row.problem}" for row in results.rows if row.problem]
+        return Verdict("No checkpoint could be scored.", " ".join(problems))
+    headline = f"Step {row.step:,} is "
     if listed[1:]:
         headline += f"the best of {len(listed)} checkpoints"
+    elif others:
+        headline += "not comparable with any other checkpoint"
     else:
-        headline += "compared with no other checkpoint" if others else "the one checkpoint scored"
+        headline += "the only checkpoint with a score"
     quality, trend = _quality(row), _trend(listed, row)
-    variety, memory = diversity(row.get("collapse")), _memorisation(row.get("memorisation"))
+    variety, memory = diversity(row.collapse), _memorisation(row.memorisation)
     faults = ["it has collapsed: its samples repeat one another"] * (variety.level == "bad")
     faults += ["it copies training images"] * (memory.level == "bad")
     headline += f", but {', and '.join(faults)}" if faults else ""
@@ -57,146 +75,220 @@ def judge(results: dict[str, Any]) -> Verdict:
     return Verdict(f"{headline}.", summary, quality, variety, memory, trend)
 
 
-def sort_rows(results: dict[str, Any]) -> tuple[list[Row], list[Row], list[Row]]:
-    """All rows; those in the ranking; and those that have a score but don't compare with them."""
-    rows = results["rows"]
-    listed = ranked(rows, results.get("sample", {}))
-    return rows, listed, [r for r in rows if is_scored(r) and r not in listed]
+def _split(results: Results) -> tuple[list[Row], list[Row]]:
+    """Return the rows in the ranking, and the scored rows that cannot be compared with them."""
+    listed = ranked(results.rows, results.sample)
+    return listed, [row for row in results.rows if is_scored(row) and row not in listed]
 
 
 def number(value: float) -> str:
-    """Three or four digits, for people: 0.0123, 4.21, 175.2, 3,120."""
+    """Return a number with three or four digits: 0.0123, 4.21, 175.2, 3,120."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def percent(share: float) -> str:
-    """With a space that does not break: 1.2 %, 37 %."""
+    """Return a share with a non-breaking space: 1.2 %, 37 %."""
     digits = f"{100 * share:.2g}" if share < 0.1 else f"{100 * share:.0f}"
     return f"{digits}\N{NO-BREAK SPACE}%"
 
 
-def _problems(rows: list[Row]) -> str:
-    return " ".join(f"Step {row['step']:,}: {row['problem']}" for row in rows if row["problem"])
-
-
 def _quality(row: Row) -> Answer:
-    score = number(row["score"])
-    floor = (row.get("floor") or {}).get("fd")
-    if floor is None or row["fd"] is None:
-        detail = "There are no held-out real images to say how low it could be."
-        if row.get("floor") is not None:
-            detail = "The Fréchet distance, which would say how low it could be, was not measured."
-        return Answer(
-            score, "How low its score could be is not known.", f"Lower is better. {detail}"
-        )
-    same, n = row["at_floor"]["fd"], row["floor_count"]
+    score = number(row.score)
+    same = row.at_floor.fd if row.at_floor else None
+    floor = row.floor.fd if row.floor else None
+    if same is None or floor is None or row.fd is None:
+        reason = "there are no held-out images"
+        if row.floor is not None:
+            reason = "the Fréchet distance was not measured"
+        detail = f"Lower is better. The best possible value is unknown, because {reason}."
+        return Answer(score, "The best possible score is unknown.", detail)
     detail = (
-        f"At {n:,} images each, samples lie {number(same)} from the training images, and real "
-        f"images that were held out lie {number(floor)} from them. Lower is better."
+        f"With {row.floor_count or 0:,} images each, samples are at distance {number(same)} from "
+        f"the training images, and held-out real images at {number(floor)}. Lower is better."
     )
     ratio = same / floor if floor > 0 else float("inf")
     if ratio <= NEAR:
         return Answer(score, "Its samples are about as near to the data as real images.", detail)
-    far = f"Its samples are {number(ratio)} times as far from the data as real images are."
+    far = f"Its samples are {number(ratio)} times as far from the data as real images."
     return Answer(score, far, detail)
 
 
-def diversity(facts: dict[str, Any] | None) -> Answer:
-    """Answer whether samples repeat one another more than real images do."""
+def diversity(facts: Collapse | None) -> Answer:
+    """Return whether samples repeat one another more than real images do."""
     if facts is None:
-        return Answer("unknown", "", "Repeats among the samples were not looked at.", "unknown")
-    if facts["verdict"] == "unknown":
-        detail = "There are too few real images of their kind to tell whether samples repeat."
+        return Answer("unknown", "", "Repeats among the samples were not measured.", "unknown")
+    if facts.verdict == "unknown" or facts.repeats is None or facts.real_repeats is None:
+        detail = "There are too few comparable real images to judge whether samples repeat."
         return Answer("unknown", "", detail, "unknown")
-    count, share = facts["count"], percent(facts["repeats"] / facts["count"])
-    real = percent(facts["real_repeats"] / count)
-    detail = f"{share} of {count:,} samples are nearly the same as another one"
-    if facts["exact"]:
-        detail += f", {facts['exact']:,} of them exactly"
-    detail += f"; of as many real images {real} are."
-    if facts["verdict"] == "collapsed":
+    count, share = facts.count, percent(facts.repeats / facts.count)
+    real = percent(facts.real_repeats / count)
+    exact = f" ({facts.exact:,} of them exactly)" if facts.exact else ""
+    detail = (
+        f"{share} of {count:,} samples are nearly the same as another sample{exact}. Among as many "
+        f"real images it is {real}."
+    )
+    if facts.verdict == "collapsed":
         summary = f"Do not use it: {share} of its samples are nearly the same as another one."
         return Answer("collapsed", summary, detail, "bad")
-    if facts["verdict"] == "repeats":
+    if facts.verdict == "repeats":
         summary = f"{share} of its samples are nearly the same as another one."
         return Answer("repeats", summary, detail, "caution")
     return Answer("no sign of collapse", "", detail, "good")
 
 
-def _memorisation(facts: dict[str, Any] | None) -> Answer:
+def _memorisation(facts: Memorisation | None) -> Answer:
     if facts is None:
-        return Answer("unknown", "", "Memorisation was not looked at.", "unknown")
-    if facts["verdict"] == "unknown":
-        return _unknown(facts)
-    count, copies = facts["count"], facts["copies"] / facts["count"]
-    chance = facts.get("expected_below") or expected_below(facts["holdout_count"])
+        return Answer("unknown", "", "Memorisation was not measured.", "unknown")
+    if facts.verdict == "unknown" or facts.share_below is None:
+        return _unknown_memorisation(facts)
+    count, expected = facts.count, facts.expected_below or expected_below(facts.holdout_count)
     share = (
-        f"{percent(facts['share_below'])} of {count:,} samples lie nearer to a training image "
-        f"than {percent(0.99)} of held-out images do; {percent(chance)} is what chance gives."
+        f"{percent(facts.share_below)} of {count:,} samples are nearer to a training image than "
+        f"{percent(0.99)} of held-out images; by chance it would be {percent(expected)}."
     )
-    if facts["verdict"] == "copies":
-        real = percent(facts["holdout_copies"] / facts["holdout_count"])
-        same = facts.get("verbatim")
-        verbatim = f", {same:,} of them the same but for noise" if same else ""
+    if facts.verdict == "copies":
+        verbatim = f" ({facts.verbatim:,} of them except for noise)" if facts.verbatim else ""
         detail = (
-            f"{percent(copies)} of {count:,} samples are nearly the same as a training image"
-            f"{verbatim}; of held-out images {real} are."
+            f"{percent(facts.copies / count)} of {count:,} samples are nearly the same as a "
+            f"training image{verbatim}. Among held-out images it is "
+            f"{percent(facts.holdout_copies / facts.holdout_count)}."
         )
-        return Answer("copies", "Some are copies of training images.", detail, "bad")
-    if facts["verdict"] == "near":
+        return Answer("copies", "Some samples are copies of training images.", detail, "bad")
+    if facts.verdict == "near":
         detail = (
-            f"No copies beyond chance, but {share} That may be memory, or smoothness alone: see "
-            "the pairs."
+            f"No more copies than by chance, but {share} The cause may be memorisation, or smooth "
+            "samples: see the pairs."
         )
-        summary = "They are no copies, but lie suspiciously near to training images."
+        summary = "Its samples are not copies, but suspiciously near to training images."
         return Answer("suspicious", summary, detail, "caution")
     return Answer("no sign", "There is no sign of memorised images.", share, "good")
 
 
-def _unknown(facts: dict[str, Any]) -> Answer:
-    """Without held-out images that training has not; copies to the pixel are told all the same."""
-    held = "that are not training images too " if facts.get("holdout_exact") else ""
-    detail = f"There are no held-out images {held}to compare with."
-    exact = facts.get("exact")
-    if not exact:
-        return Answer("unknown", "Whether it memorises is not known.", detail, "unknown")
-    detail += f" {exact:,} of {facts['count']:,} samples are the same as a training image."
-    summary = "Whether it memorises is not known, but some samples are training images."
+def _unknown_memorisation(facts: Memorisation) -> Answer:
+    """Answer without suitable held-out images; exact copies are reported all the same."""
+    kind = "that are not training images too " if facts.holdout_exact else ""
+    detail = f"There are no held-out images {kind}to compare with."
+    if not facts.exact:
+        return Answer("unknown", "Whether it memorises is unknown.", detail, "unknown")
+    detail += f" {facts.exact:,} of {facts.count:,} samples are identical to a training image."
+    summary = "Whether it memorises is unknown, but some samples are training images."
     return Answer("unknown", summary, detail, "caution")
 
 
-def _trend(rows: list[Row], row: Row) -> Answer:
-    """Whether longer training pays, by the ranked rows and the best of them.
+def _trend(rows: Sequence[Row], row: Row) -> Answer:
+    """Return whether longer training helps, from the ranked rows and the best of them.
 
-    What the last quarter of the training has brought counts: of dense checkpoints each is as good
-    as its neighbours, but for noise, also where the curve still falls.
+    Compares the last quarter of the training with what came before. Single checkpoints are not
+    compared: if they are close together, each is as good as its neighbours except for noise, even
+    while the curve still falls.
     """
     if len(rows) < 2:
-        return Answer("unknown", "", "One checkpoint says nothing of the trend.")
-    later = [r for r in rows if r["step"] > row["step"]]
-    worse = _lowest(later)["score"] / row["score"] - 1 if later and row["score"] > 0 else 0.0
-    if worse > LEVEL:
-        them = f"The {len(later)} checkpoints after it are at least"
+        return Answer("unknown", "", "One checkpoint shows no trend.")
+    later = [r for r in rows if r.step > row.step]
+    worse = _lowest(later).score / row.score - 1 if later and row.score > 0 else 0.0
+    if worse > SIGNIFICANT:
+        them = f"The {len(later)} later checkpoints are at least"
         detail = f"{them if later[1:] else 'The last checkpoint is'} {percent(worse)} worse."
-        return Answer("no", "After it the score gets worse.", detail)
-    before = [r for r in rows if r["step"] <= EARLIER * rows[-1]["step"]]
+        return Answer("no", "Later checkpoints are worse.", detail)
+    before = [r for r in rows if r.step <= EARLIER * rows[-1].step]
     if row in before:
-        detail = f"Of the {counted(len(later), 'checkpoint')} after it none is better."
+        detail = f"None of the {counted(len(later), 'later checkpoint')} is better."
         return Answer("little", "It no longer improves.", detail)
     old = _lowest(before or rows[:1])
-    gain = 1 - row["score"] / old["score"] if old["score"] > 0 else 0.0
-    than = f"{percent(gain)} better than step {old['step']:,}"
-    than += ", the best of the first three quarters." if before else ", the first one scored."
-    if gain > LEVEL:
-        detail = f"Step {row['step']:,} is {than}"
-        return Answer("likely", "It still improves, so longer training should pay.", detail)
+    gain = 1 - row.score / old.score if old.score > 0 else 0.0
+    than = f"{percent(gain)} better than step {old.step:,}"
+    than += ", the best of the first three quarters." if before else ", the first one with a score."
+    if gain > SIGNIFICANT:
+        detail = f"Step {row.step:,} is {than}"
+        return Answer("likely", "It still improves, so longer training should help.", detail)
     if not before:
-        detail = "All checkpoints scored are of the last quarter of the training, and much alike."
+        detail = "All scored checkpoints are from the last quarter of the training, and similar."
         return Answer("unknown", "", detail)
-    return Answer("little", "It hardly improves any more.", f"Step {row['step']:,} is only {than}")
+    return Answer("little", "It hardly improves any more.", f"Step {row.step:,} is only {than}")
 
 
-def _lowest(rows: list[Row]) -> Row:
-    return min(rows, key=lambda r: float(r["score"]))
+def _lowest(rows: Sequence[Row]) -> Row:
+    return min(rows, key=lambda row: row.score)
+
+
+def caveats(results: Results) -> list[str]:
+    """Return what a reader must know before using the numbers; nothing without scores."""
+    listed, others = _split(results)
+    row = best(listed)
+    if row is None:
+        return []
+    notes = _unscored(results.rows)
+    images = counted(row.evidence.count, "image")
+    if row.evidence.count < SMALL:
+        notes.append(
+            f"A Fréchet distance with {images} is biased upwards, and the bias depends on the "
+            "count: compare it only with distances of as many images. Published distances use "
+            "10,000 or 50,000."
+        )
+    notes += _on_features(results.extractor)
+    if row.floor_count and row.floor_count < FEW_HELD_OUT:
+        held = counted(row.floor_count, "held-out image")
+        notes.append(f"The floor is measured with only {held}.")
+    if row.kid_mean is not None and row.kid_std is None:
+        notes.append(f"KID with {images} has no deviation, because each subset contains them all.")
+    notes += _on_counts(row, results)
+    if others:
+        steps = ", ".join(f"{r.step:,}" for r in others)
+        notes.append(
+            f"Step {steps}: measured with a different number of images, sampler or extractor, so "
+            "not ranked with the others."
+        )
+    missing = [name for name in ("fd", "kid_mean", "precision") if row[name] is None]
+    if missing and set(missing) < set(MEASURES):
+        notes.append(f"Not measured: {', '.join(missing)}.")
+    return notes
+
+
+def _on_counts(row: Row, results: Results) -> list[str]:
+    """Return which metrics use fewer samples than there are, or have too few."""
+    count, notes = row.evidence.count, []
+    if (n := row.samples_of("precision")) < count:
+        notes.append(
+            f"Precision, recall, density and coverage use the first {n:,} samples and as many "
+            "training images."
+        )
+    if (n := row.samples_of("kid_mean")) < count:
+        notes.append(f"KID uses the first {n:,} samples.")
+    wanted = "is" in results.settings.get("metrics", ())
+    if wanted and results.extractor.task != "rotations" and count < FEWEST_FOR_IS:
+        notes.append(f"An inception score requires {FEWEST_FOR_IS} images; there are {count}.")
+    return notes
+
+
+def _unscored(rows: Sequence[AnyRow]) -> list[str]:
+    """Return one sentence on all checkpoints without a score, with the reason of the first."""
+    missing = [row for row in rows if not is_scored(row)]
+    if not missing:
+        return []
+    first = missing[0]
+    steps = ", ".join(f"{row.step:,}" for row in missing[:LISTED])
+    steps += f" and {len(missing) - LISTED} more" if missing[LISTED:] else ""
+    reason = first.problem if isinstance(first, Unscored) else "its score is not a finite number."
+    if not missing[1:]:
+        return [f"Step {steps} could not be scored: {reason}"]
+    return [f"Steps {steps} could not be scored. Step {first.step:,}: {reason}"]
+
+
+def _on_features(extractor: ExtractorFacts) -> list[str]:
+    if extractor.space == "in_domain":
+        task = "the rotation" if extractor.task == "rotations" else "the classes"
+        accuracy = extractor.accuracy
+        correct = f" It classifies {percent(accuracy or 0.0)} of held-out images correctly."
+        notes = [
+            f"The features come from a small network that learned {task} of these images."
+            f"{'' if accuracy is None else correct} Its distances are not FID: they compare "
+            "checkpoints and runs with the same data and extractor, and nothing else."
+        ]
+        if accuracy is not None and accuracy < 0.5:
+            notes.append("This network is weak, so small differences are unreliable.")
+        return notes
+    if extractor.space:
+        return ["The Inception weights are not the standard file, so the distance is not FID."]
+    return []

@@ -1,4 +1,7 @@
-"""Where the Inception weights lie: a file of this machine, or a URI that is fetched once."""
+"""Which extractor a run uses, and the file of the Inception weights. Imports no torch.
+
+The weights are a local file, or a URI that is downloaded into the workspace once.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 
+from ddpm_core.config import Evaluate
 from ddpm_core.config.paths import input_path
 from ddpm_core.console import say
 from ddpm_core.errors import Corrupt, UserError
@@ -20,63 +24,75 @@ from ddpm_core.text import masked
 
 ATTEMPTS = 3
 TIMEOUT = 60.0  # seconds without a byte
+_SETTING = "evaluate.inception_weights"
+
+
+def extractor_name(settings: Evaluate) -> str:
+    """Return `inception` or `in_domain`; `auto` means inception if weights are given."""
+    if settings.extractor == "auto":
+        return "inception" if settings.inception_weights else "in_domain"
+    return settings.extractor
 
 
 def locate(given: str, workspace: Workspace) -> Path:
-    """The file of `evaluate.inception_weights`: a path, file://, http(s):// or s3://.
+    """Return the file of `evaluate.inception_weights`: a path, file://, http(s):// or s3:// URI.
 
-    `#sha256=HEX` at the end of either is what the file must have. Raises UserError.
+    Downloads it if necessary. `#sha256=HEX` at the end is checked.
+
+    Raises:
+        UserError: the file is missing, cannot be downloaded or has a different checksum.
     """
-    uri, _, wanted = given.partition("#sha256=")
-    path = _file(uri)
+    uri, _, expected = given.partition("#sha256=")
+    path = _local_file(uri)
     if path is None:
-        return _fetched(uri, wanted.lower(), workspace)
+        return _downloaded(uri, expected.lower(), workspace)
     if not path.is_file():
-        raise UserError(f"evaluate.inception_weights: there is no file {path}.")
-    _must_be(path, wanted.lower(), str(path))
+        raise UserError(f"{_SETTING}: {path} does not exist or is not a file. Correct the path.")
+    _check(path, expected.lower(), str(path))
     return path
 
 
-def _must_be(path: Path, wanted: str, told: str) -> None:
-    """Raise Corrupt unless a file has the SHA-256 that is wanted, or none is."""
-    if wanted and (found := sha256_of(path)) != wanted:
+def _check(path: Path, expected: str, name: str) -> None:
+    """Raise Corrupt if a file does not have the expected SHA-256; "" accepts any."""
+    if expected and (found := sha256_of(path)) != expected:
         raise Corrupt(
-            f"evaluate.inception_weights: {told} has the SHA-256 {found}; {wanted} is asked for."
+            f"{_SETTING}: {name} has the SHA-256 {found}, but #sha256= requires {expected}. "
+            "Correct the checksum, or fetch the file again."
         )
 
 
-def _file(uri: str) -> Path | None:
+def _local_file(uri: str) -> Path | None:
     parts = urlsplit(uri)
     if parts.scheme == "file":
         return Path(unquote(parts.path))
     return input_path(uri) if "://" not in uri else None
 
 
-def _fetched(uri: str, wanted: str, workspace: Workspace) -> Path:
-    """The workspace's copy of what a URI names: only a file that is the wanted one is kept."""
-    # The same file when the URI is signed again, or its credentials change.
+def _downloaded(uri: str, expected: str, workspace: Workspace) -> Path:
+    """Return the workspace's copy of a URI. Only a file with the expected checksum is kept."""
+    # Without secrets the key stays the same when the URI is signed again.
     key = f"{EVALUATION}/inception/{fingerprint(masked(uri))}"
     name = Path(urlsplit(urldefrag(uri).url).path).name or "weights.pth"
     storage, file = workspace.storage, f"{key}/{name}"
     kept = storage.exists(f"{key}/{MANIFEST}") and storage.size(file) is not None
-    if not kept or (wanted and storage.checksum(file) != wanted):
-        say(f"evaluate: fetching {uri}")
+    if not kept or (expected and storage.checksum(file) != expected):
+        say(f"evaluate: downloading {uri}")
         with storage.new_folder(key, {"uri": masked(uri)}) as folder:
-            fetch_whole(partial(_fetch, uri, folder / name, wanted))
+            fetch_whole(partial(_download, uri, folder / name, expected))
     return workspace.path(file)
 
 
-def _fetch(uri: str, path: Path, wanted: str) -> None:
+def _download(uri: str, path: Path, expected: str) -> None:
     scheme = urlsplit(uri).scheme
     if scheme not in ("http", "https", "s3"):
         raise UserError(
-            f"evaluate.inception_weights: {uri!r} given; a file, or a URI that begins with "
-            "file://, http://, https:// or s3://, is needed."
+            f"{_SETTING}: got {uri!r}; must be a path, or a URI that begins with file://, http://, "
+            "https:// or s3://."
         )
     if "@" in urlsplit(uri).netloc:
         raise UserError(
-            f"evaluate.inception_weights: {uri} has a user or password, which is not "
-            "supported: fetch the file yourself, and give its path."
+            f"{_SETTING}: {uri} contains a user or password, which is not supported. Download the "
+            "file yourself and set its path."
         )
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -84,13 +100,14 @@ def _fetch(uri: str, path: Path, wanted: str) -> None:
             break
         except UserError:
             raise
-        except Exception as error:  # boto3 and urllib have families of their own
+        except Exception as error:  # boto3 and urllib have their own exception classes
             if attempt == ATTEMPTS or _is_final(error):
                 raise UserError(
-                    f"evaluate.inception_weights: {uri} cannot be fetched: {error}."
+                    f"{_SETTING}: downloading {uri} failed: {error}. Check the URI, or download "
+                    "the file yourself and set its path."
                 ) from error
             time.sleep(attempt)
-    _must_be(path, wanted, uri)
+    _check(path, expected, uri)
 
 
 def _is_final(error: Exception) -> bool:
@@ -102,9 +119,9 @@ def _from_web(uri: str, path: Path) -> None:
         length = response.headers.get("Content-Length")
         shutil.copyfileobj(response, file, 2**20)
     if length is not None and path.stat().st_size != int(length):
-        raise OSError(f"{path.stat().st_size} of {length} bytes came")
+        raise OSError(f"received {path.stat().st_size} of {length} bytes")
 
 
 def _from_s3(uri: str, path: Path) -> None:
-    bucket, key = split(uri, "evaluate.inception_weights")
+    bucket, key = split(uri, _SETTING)
     connect().download_file(bucket, key, str(path))

@@ -8,10 +8,8 @@ from typing import Any
 import yaml
 
 from ddpm_core.checkpoint import Checkpoint
-from ddpm_core.evaluation.features import SPACES
 from ddpm_core.evaluation.metrics import SMALL
-from ddpm_core.evaluation.rows import named_metrics
-from ddpm_core.scores import Row
+from ddpm_core.scores import SPACES, Row, named_metrics
 from ddpm_core.text import counted, shown, throughout
 
 MAX_CLASSES = 20  # that are listed
@@ -65,7 +63,7 @@ JSON, in `artifacts/checkpoint`.
 
 def write_card(name: str, checkpoint: Checkpoint, row: Row) -> str:
     """Return the card as Markdown. `row` is the checkpoint's row of results.json."""
-    row = throughout(shown, row)
+    row = Row.model_validate(throughout(shown, row.plain()))
     return TEMPLATE.format(
         name=name,
         kind=_kind(checkpoint),

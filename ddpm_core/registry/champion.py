@@ -40,7 +40,7 @@ def judge(
     If the champion has to be scored again, its new row becomes a tag.
     """
     if version is None:
-        return decide(row, None, dict)
+        return decide(row, None, lambda: row)
     has_files = registry.has_files(version)
     rows = rows_of(version) if has_files else []  # a model that nobody can load has no score
     if not failed(verdicts(row)) and any(version_key(old) == version_key(row) for old in rows):
@@ -168,16 +168,14 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
     advice = f"sample.batch_size {settings.batch_size}: lower it."
     with memory.translate_errors(advice), translate_compile_errors("sample.compile"):
         images = draw(sampler, count, settings.batch_size)
-    return {
-        "step": checkpoint.step,
-        **scorer.score([images], "the champion"),
-        "evidence": {
-            **evidence,  # same data, extractor, sampler and count, so that the scores compare
-            "weights": checkpoint.weights_hash(settings.ema),
-            "train": checkpoint.train_fingerprint,
-            "samples": None,
-        },
+    # The same data, extractor, sampler and count, so that the scores compare.
+    measured = evidence.plain() | {
+        "weights": checkpoint.weights_hash(settings.ema),
+        "train": checkpoint.train_fingerprint,
+        "samples": None,
     }
+    scores = scorer.score([images], "the champion")
+    return Row.model_validate({"step": checkpoint.step, **scores, "evidence": measured})
 
 
 def require_equal(what: str, now: str, scored: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ddpm_core.scores import Row, differences
 from ddpm_core.storage.workspace import fingerprint
@@ -46,11 +47,11 @@ def version_key(row: Row) -> dict[str, str]:
     return {
         "weights": str(row["evidence"]["weights"]),
         "score_name": str(row["score_name"]),
-        "evidence_key": fingerprint(row["evidence"]),
+        "evidence_key": fingerprint(row.evidence.plain()),
     }
 
 
-def verdicts(row: Row) -> dict[str, str]:
+def verdicts(row: Row | Mapping[str, Any]) -> dict[str, str]:
     """Return the verdict of each check; `unknown` for a check that was not made."""
     return {check: str((row.get(check) or {}).get("verdict", "unknown")) for check in FAULTS}
 

@@ -17,7 +17,7 @@ from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.registry.gate import FAULTS
 from ddpm_core.registry.package import CHECKPOINT
-from ddpm_core.scores import Row, Scored
+from ddpm_core.scores import Row
 from ddpm_core.storage import fetch_whole, verify
 from ddpm_core.storage.files import parse_object, validated
 from ddpm_core.tracking.client import (
@@ -189,16 +189,17 @@ def number(version: Any | None) -> str:
 
 def compact_json(row: Row) -> str:
     """Return the fields of a row that the gate needs, as the JSON of a tag."""
-    return json.dumps({key: row[key] for key in ROW_FIELDS if key in row})
+    plain = row.plain()
+    return json.dumps({key: plain[key] for key in ROW_FIELDS if key in plain})
 
 
-def row_of(version: Any, key: str) -> Row:
-    """Return the row in a tag of a version; an empty one if it is missing or invalid."""
+def row_of(version: Any, key: str) -> Row | None:
+    """Return the row in a tag of a version; None if it is missing or invalid."""
     try:
         row = parse_object(str(version.tags.get(key, "")).encode(errors="replace"), f"tag {key}")
-        return validated(row, Scored, f"tag {key}")
+        return Row.model_validate(validated(row, Row, f"tag {key}"))
     except Corrupt:
-        return {}
+        return None
 
 
 def rows_of(version: Any) -> list[Row]:

@@ -12,16 +12,16 @@ from ddpm_core.checkpoint import Checkpoint, open_checkpoint
 from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation.mlflow_log import open_tracker
+from ddpm_core.evaluation.evaluate import open_tracker
 from ddpm_core.registry.card import as_description, write_card
 from ddpm_core.registry.champion import judge, promote, sample_settings, tag_fault
 from ddpm_core.registry.gate import verdicts, version_key
 from ddpm_core.registry.models import Registry, compact_json, missing, mlflow_errors, number
 from ddpm_core.registry.package import CARD, CHECKPOINT, model_name, upload, write_checkpoint
-from ddpm_core.scores import Row, Rows, best, must_be_as_measured
+from ddpm_core.scores import Row, best, must_be_unchanged, read_rows
 from ddpm_core.storage.files import Count, Schema, read_tensors
 from ddpm_core.storage.staging import named
-from ddpm_core.storage.workspace import REGISTERED, RESULTS, SNAPSHOTS, Workspace
+from ddpm_core.storage.workspace import REGISTERED, SNAPSHOTS, Workspace
 from ddpm_core.text import masked, throughout
 from ddpm_core.tracking.client import transfer_timeout, within
 from ddpm_core.tracking.record import read_record
@@ -155,9 +155,9 @@ def best_row(workspace: Workspace) -> Row:
     Raises:
         UserError: there is none, or a score was changed.
     """
-    results = workspace.read_json(RESULTS, Rows)
-    must_be_as_measured(results.get("rows", []))
-    row = best(results.get("rows", []), results.get("sample", {}))
+    results = read_rows(workspace)
+    must_be_unchanged(results.rows)
+    row = best(results.rows, results.sample)
     if row is None:
         raise UserError(
             f"{workspace.uri} has no checkpoint with a score. Run `ddpm evaluate` first."

@@ -133,10 +133,10 @@ class CurrentChampion:
                 "name": registry.name,
                 "alias": registry.alias,
                 "version": str(version.version),
-                "step": row.get("step"),
-                "score_name": row.get("score_name"),
-                "score": row.get("score"),
-                "evidence": row.get("evidence"),
+                "step": row and row.step,
+                "score_name": row and row.score_name,
+                "score": row and row.score,
+                "evidence": row and row.evidence.plain(),
             },
         )
 

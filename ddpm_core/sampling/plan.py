@@ -18,8 +18,8 @@ from ddpm_core.config.identity import unlike
 from ddpm_core.config.load import validate
 from ddpm_core.config.results import SAMPLER_DEFAULTS
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.scores import Rows, best_to_sample
-from ddpm_core.storage.workspace import RESULTS, SNAPSHOTS, Workspace, fingerprint
+from ddpm_core.scores import best_to_sample, read_rows
+from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, fingerprint
 
 T = TypeVar("T")
 Tell = Callable[[str], None]
@@ -99,11 +99,10 @@ def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
 
 def best_step(config: Config, workspace: Workspace) -> int:
     """The step of the best score so far."""
-    results = workspace.read_json(RESULTS, Rows)
-    row = best_to_sample(results, config.sample)
+    row = best_to_sample(read_rows(workspace), config.sample)
     if row is None:
         raise UserError("sample.checkpoints: best, but nothing is scored yet: run `ddpm evaluate`.")
-    return int(row["step"])
+    return row.step
 
 
 def recipe(

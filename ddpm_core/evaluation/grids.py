@@ -1,4 +1,4 @@
-"""The pictures of an evaluation: a grid of each checkpoint's samples, and its closest pairs."""
+"""PNG grids of images: the samples of each checkpoint, and the nearest pairs."""
 
 from __future__ import annotations
 
@@ -6,42 +6,45 @@ import numpy as np
 from PIL import Image
 
 from ddpm_core.data.dataset import PackedDataset
+from ddpm_core.evaluation.features import shuffled
 from ddpm_core.evaluation.memorisation import Neighbours, closest
-from ddpm_core.evaluation.statistics import shuffled
 from ddpm_core.sampling.images import Pixels, grid, png, to_pil
 from ddpm_core.storage.workspace import EVALUATION, Workspace
 
 FOLDER = f"{EVALUATION}/pictures"
-SIDE = 6  # images a row and rows
-LARGEST = 96  # pixels a side in these pictures
+SIDE = 6  # images per row and per column
+LARGEST = 96  # pixels per side of an image
 
 
-def write_grid(workspace: Workspace, step: int, images: Pixels) -> None:
-    """The first 36 samples of a step."""
-    _write(workspace, f"grid-{step:08d}", grid(small(images[: SIDE * SIDE]), SIDE))
+def write_samples(workspace: Workspace, step: int, images: Pixels) -> None:
+    """Write a grid of the first 36 samples of a step."""
+    _write(workspace, f"grid-{step:08d}", grid(shrink(images[: SIDE * SIDE]), SIDE))
 
 
 def write_real(workspace: Workspace, train: PackedDataset) -> None:
-    """36 training images, to compare the samples with."""
+    """Write a grid of 36 training images, to compare the samples with."""
     images = train.take(shuffled(len(train), SIDE * SIDE))
-    _write(workspace, "real", grid(small(images), SIDE))
+    _write(workspace, "real", grid(shrink(images), SIDE))
 
 
 def write_neighbours(
     workspace: Workspace, name: str, images: Pixels, found: Neighbours, train: PackedDataset
 ) -> None:
-    """The 16 closest pairs, four in a row: left the image, right its training image as compared."""
+    """Write the 16 closest pairs, four per row: an image, then its nearest training image.
+
+    The training image is mirrored if its mirror image is the nearer one.
+    """
     which = closest(found)
     if len(which):
         real = train.take(found.index[which])
-        turned = found.mirrored[which]
-        real[turned] = real[turned][:, :, ::-1]
-        pairs = np.concatenate([small(images[which]), small(real)], axis=2)
+        mirrored = found.mirrored[which]
+        real[mirrored] = real[mirrored][:, :, ::-1]
+        pairs = np.concatenate([shrink(images[which]), shrink(real)], axis=2)
         _write(workspace, f"neighbours-{name}", grid(pairs, 4, max(1, pairs.shape[1] // 8)))
 
 
-def small(images: Pixels) -> Pixels:
-    """Images (n, H, W, C) averaged down to 96 a side, if they are larger."""
+def shrink(images: Pixels) -> Pixels:
+    """Average images (n, H, W, C) down to 96 per side if they are larger."""
     height, width = images.shape[1:3]
     if max(height, width) <= LARGEST:
         return np.asarray(images)
@@ -53,5 +56,5 @@ def small(images: Pixels) -> Pixels:
     )
 
 
-def _write(workspace: Workspace, name: str, picture: Pixels) -> None:
-    workspace.storage.write(f"{FOLDER}/{name}.png", png(picture))
+def _write(workspace: Workspace, name: str, image: Pixels) -> None:
+    workspace.storage.write(f"{FOLDER}/{name}.png", png(image))
