@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ddpm_core.models.unet import UNet, UNetConfig
+    from ddpm_core.models.config import UNetConfig
+    from ddpm_core.models.unet import UNet
 
 SETTINGS = "config.json"
 WEIGHTS = "model.safetensors"
@@ -153,7 +154,8 @@ class Checkpoint:
 
     def load(self, ema: float | str, device: torch.device) -> UNet:
         """The network with its weights, in eval mode. Raises Corrupt where they don't fit."""
-        from ddpm_core.models.unet import UNet, UNetConfig
+        from ddpm_core.models.config import UNetConfig
+        from ddpm_core.models.unet import UNet
 
         name = self.weights_name(ema)
         tensors = read_tensors(self.folder / name)

@@ -14,8 +14,8 @@ from typing import Any
 from ddpm_core.checkpoint import Network
 from ddpm_core.errors import UserError
 from ddpm_core.interop.fields import Fields
-from ddpm_core.models.norms import Norm
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import Norm, UNet
 from ddpm_core.storage.files import validated
 
 _SAME = ("downsample_padding", "flip_sin_to_cos", "freq_shift", "norm_eps")  # and of equal meaning

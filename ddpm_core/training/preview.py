@@ -6,7 +6,8 @@ import torch
 
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
 from ddpm_core.config import Config, Sample
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import UNet
 from ddpm_core.sampling.images import enlarge, grid, png
 from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.storage.workspace import GRID

@@ -12,7 +12,8 @@ from ddpm_core.console import say, warn
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.masking import masked, throughout
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import UNet
 from ddpm_core.runtime import compiling
 from ddpm_core.runtime.distributed import World
 from ddpm_core.storage import Unreachable

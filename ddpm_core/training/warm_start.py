@@ -15,7 +15,8 @@ from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.config.paths import input_path
 from ddpm_core.errors import UserError
-from ddpm_core.models.unet import DETAILS, UNet, UNetConfig
+from ddpm_core.models.config import DETAILS, UNetConfig
+from ddpm_core.models.unet import UNet
 
 _CONDITION = "condition."  # begins the names of the weights that a class or text goes through
 _VECTORS = "condition.embedding.weight"  # (classes + 1, width); the last is that of no class

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ddpm_core import rng
 from ddpm_core.config import Diffusion, Sample
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import UNet
 from ddpm_core.sampling.halves import in_halves
 from ddpm_core.sampling.sampler import ImageSampler
 
