@@ -1,20 +1,26 @@
-"""A trained network as it lies in a folder: weights, and the settings that give them a meaning.
+"""Checkpoints: a folder with the weights of a trained network and the settings to use them.
 
-A snapshot is one, and so is a registered model: neither needs the params file it was made with.
+Snapshots and registered models are checkpoints. Neither needs the params file of its run. The
+settings may have been written by another version of ddpm.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, InstanceOf
+from pydantic import BaseModel, Field, InstanceOf
 
+from ddpm_core import __version__
 from ddpm_core.config import Config
+from ddpm_core.config import load as params
+from ddpm_core.config.mistakes import fields_of, section_of
 from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.models.config import UNetConfig
 from ddpm_core.storage import MANIFEST, verify
 from ddpm_core.storage.files import (
     Count,
@@ -27,92 +33,74 @@ from ddpm_core.storage.files import (
 )
 from ddpm_core.storage.manifest import parse_manifest
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, snapshot_key, step_name
-from ddpm_core.versions import of_another_version, read_params
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ddpm_core.models.unet import UNet, UNetConfig
+    from ddpm_core.models.unet import UNet
 
 SETTINGS = "config.json"
 WEIGHTS = "model.safetensors"
 
 
-Small = Annotated[int, Field(ge=1, le=2**20)]
-
-
-class Network(Schema):
-    """Fields of models.unet.UNetConfig."""
-
-    image_size: Small
-    in_channels: Literal[1, 3]
-    channels: Small
-    multipliers: Annotated[list[Annotated[float, Field(gt=0, le=2**20)]], Field(max_length=16)]
-    blocks: Small
-    attention: list[Small]
-    heads: Small
-    dropout: float
-    conditioning: Literal["none", "class", "text"]
-    classes: Annotated[int, Field(ge=0, le=2**20)]
-    downsample_padding: Literal[0, 1] = 0
-    flip_sin_to_cos: bool = False
-    freq_shift: float = 1
-    norm_eps: float = 1e-6
-    norm_num_groups: Small | None = None
-    attention_head_dim: Small | None = None
-    attention_up: list[Count] | None = None
+# Sections without which a network has no meaning. Keys that another version of ddpm added to other
+# sections are ignored; unknown keys in these are an error.
+NEEDED = ("model", "diffusion", "train", "sample")
 
 
 class Data(Schema):
-    """What a network was trained on."""
+    """The data that a network was trained on."""
 
     fingerprint: str
-    classes: list[InstanceOf[str]]  # of file names, which may be no UTF-8
+    classes: list[InstanceOf[str]]  # from file names, which may not be UTF-8
     class_counts: list[Count]
     captions: list[Annotated[list[InstanceOf[str] | Count], Field(min_length=2, max_length=2)]]
-    image_size: Small
+    image_size: Annotated[int, Field(ge=1, le=2**20)]
     channels: Literal[1, 3]
     source: dict[str, Any]
 
 
 class Settings(Schema):
-    """All of config.json that is used."""
+    """The fields of config.json that are used."""
 
     step: Count
     ddpm: str | None = None  # the version that wrote it
     params: dict[str, Any]
-    network: Network
+    network: dict[str, Any]  # the fields of UNetConfig
     data: Data
     train_fingerprint: str
 
 
 def ema_name(decay: float) -> str:
+    """Return the name of the file with the moving average of the weights."""
     return f"ema-{decay}.safetensors"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with weights and settings; its checksums hold."""
+    """A folder with weights and settings whose checksums match."""
 
     folder: Path
     step: int
     params: Config
-    network: dict[str, Any]  # fields of models.unet.UNetConfig
+    network: UNetConfig
     data: dict[str, Any]  # fingerprint, classes, class_counts, captions, image_size, channels
     train_fingerprint: str
     checksums: dict[str, str]
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Read a folder. Raises Corrupt where a file is missing or is not what was written.
+        """Read a folder.
 
-        Raises UserError where it is whole, and another version's.
+        Raises:
+            Corrupt: A file is missing or was changed.
+            UserError: The checkpoint is intact, but another version of ddpm is required.
         """
         files = verify(folder).files
         name = f"{folder.name}/{SETTINGS}"
         if SETTINGS not in files:
-            raise Corrupt(f"{folder.name} has no {SETTINGS} among the files that were written.")
+            raise Corrupt(f"{folder.name} is damaged: its manifest does not list {SETTINGS}.")
         try:
             settings = validated(read_object(folder / SETTINGS, name), Settings, name)
         except OSError as error:
@@ -122,106 +110,189 @@ class Checkpoint:
     @classmethod
     def _of(cls, folder: Path, checksums: dict[str, str], settings: dict[str, Any]) -> Checkpoint:
         name = f"{folder.name}/{SETTINGS}"
-        _must_agree(settings["network"], settings["data"], name)
-        made = settings.get("ddpm")
-        if unknown := sorted(settings["network"].keys() - Network.model_fields.keys()):
-            raise of_another_version(name, f"has a network with {', '.join(unknown)}.", made)
+        made_by = settings.get("ddpm")
+        network = _network(settings["network"], name, made_by)
+        _check_agreement(network, settings["data"], name)
         return cls(
             folder=folder,
             step=settings["step"],
-            params=read_params(settings["params"], name, made),
-            network=settings["network"],
+            params=read_params(settings["params"], name, made_by),
+            network=network,
             data=settings["data"],
             train_fingerprint=settings["train_fingerprint"],
             checksums=checksums,
         )
 
     def weights_name(self, ema: float | str = "auto") -> str:
-        """The file that holds the raw weights ("none"), those of a decay, or the first decay's."""
+        """Return the name of a weights file.
+
+        `ema` is "none" for the raw weights, a decay for their average, or "auto" for the average of
+        the first decay in train.ema. Raises UserError if there is no such file.
+        """
         if ema == "auto":
             decays = self.params.train.ema
             ema = decays[0] if decays else "none"
         name = WEIGHTS if ema == "none" else ema_name(float(ema))
         if name not in self.checksums:
             there = ", ".join(sorted(n for n in self.checksums if n.startswith("ema-")))
-            raise UserError(f"{self.folder.name} has no {name}; it has {there or 'no average'}.")
+            raise UserError(
+                f"sample.ema: {self.folder.name} has no {name}; available: {there or 'no average'}."
+            )
         return name
 
     def weights_hash(self, ema: float | str = "auto") -> str:
-        """SHA-256 of the weights file: what the images made with it depend on."""
+        """Return the SHA-256 of a weights file; `ema` is as in `weights_name`."""
         return self.checksums[self.weights_name(ema)]
 
     def load(self, ema: float | str, device: torch.device) -> UNet:
-        """The network with its weights, in eval mode. Raises Corrupt where they don't fit."""
-        from ddpm_core.models.unet import UNet, UNetConfig
+        """Return the network with its weights, in eval mode and without gradients.
+
+        `ema` is as in `weights_name`. Raises Corrupt if weights and settings do not match.
+        """
+        from ddpm_core.models.unet import UNet
 
         name = self.weights_name(ema)
         tensors = read_tensors(self.folder / name)
-        try:
-            config = UNetConfig.from_dict(self.network)
-        except (ValueError, TypeError) as error:
-            raise Corrupt(f"{self.folder.name}/{SETTINGS} is damaged: {error}") from error
-        must_fit(config, tensors, f"{self.folder.name}/{name}")
-        model = UNet(config)
+        must_fit(self.network, tensors, f"{self.folder.name}/{name}")
+        model = UNet(self.network)
         model.load_state_dict(tensors)
         return model.to(device).eval().requires_grad_(False)
 
 
 def must_fit(config: UNetConfig, tensors: Mapping[str, Tensor], name: str) -> None:
-    """Raise Corrupt unless the tensors are those of the network, before it takes any memory."""
-    wanted = outline(config, tensors, name).state_dict()
-    for key in sorted({*wanted, *tensors}):
+    """Raise Corrupt unless the tensors are those of the network; allocates no memory for them."""
+    expected = outline(config, tensors, name).state_dict()
+    for key in sorted({*expected, *tensors}):
         shapes = [
-            tuple(group[key].shape) if key in group else "none" for group in (wanted, tensors)
+            tuple(group[key].shape) if key in group else "none" for group in (expected, tensors)
         ]
         if shapes[0] != shapes[1]:
             raise Corrupt(
-                f"{name} does not fit its {SETTINGS}: {key[:200]} has shape {shapes[1]}; "
-                f"{shapes[0]} is needed."
+                f"{name} does not match its {SETTINGS}: {key[:200]} has shape {shapes[1]}; must be "
+                f"{shapes[0]}."
             )
         if not tensors[key].is_floating_point():
-            raise Corrupt(f"{name} is damaged: {key[:200]} is {tensors[key].dtype}.")
+            raise Corrupt(
+                f"{name} is damaged: {key[:200]} has dtype {tensors[key].dtype}; must be a float."
+            )
 
 
 def outline(config: UNetConfig, tensors: Mapping[str, Tensor], name: str) -> UNet:
-    """The network without memory for its weights. Raises Corrupt.
+    """Return the network without memory for its weights.
 
-    One of more layers or channels than the tensors can be would take memory all the same.
+    Raises Corrupt if the config asks for more layers or channels than the tensors have: even
+    without weights, the modules of a huge network would take memory.
     """
     from ddpm_core.models.unet import UNet
 
     longest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
     if config.blocks * len(config.multipliers) > len(tensors) or max(config.widths) > longest:
-        raise Corrupt(f"{name} holds a smaller network than its {SETTINGS} asks for.")
+        raise Corrupt(f"{name} contains a smaller network than its {SETTINGS} describes.")
     try:
         return UNet(config, device="meta")
     except (RuntimeError, TypeError, ValueError) as error:
-        raise Corrupt(f"{name} holds no network: {error}.") from error
+        raise Corrupt(f"{name} does not contain a valid network: {error}.") from error
 
 
-def _must_agree(network: dict[str, Any], data: dict[str, Any], name: str) -> None:
-    """Raise Corrupt where the network is not one for such data."""
-    sizes = [(network["image_size"], network["in_channels"])]
-    sizes += [(data["image_size"], data["channels"])]
-    if sizes[0] != sizes[1]:
-        raise Corrupt(f"{name} is damaged: images of {sizes[1]}, a network for {sizes[0]}.")
-    if network["conditioning"] == "class":
-        numbers = {network["classes"], len(data["classes"]), len(data["class_counts"])}
-        if len(numbers) > 1 or not sum(data["class_counts"]):
-            raise Corrupt(f"{name} is damaged: numbers of classes {sorted(numbers)}.")
+def _network(fields: dict[str, Any], name: str, made_by: str | None) -> UNetConfig:
+    """Return the network of a config.json. Raises Corrupt, or UserError for another version."""
+    names = {field.name for field in dataclasses.fields(UNetConfig)}
+    known = {field: value for field, value in fields.items() if field in names}
+    try:
+        network = UNetConfig.from_dict(known)
+    except ValueError as error:
+        raise Corrupt(f"{name} is damaged: network: {error!s:.500}.") from error
+    if unknown := sorted(fields.keys() - known.keys()):
+        what = f"has unknown network fields: {', '.join(unknown)}."
+        raise _other_version_error(name, what, made_by)
+    return network
+
+
+def _check_agreement(network: UNetConfig, data: dict[str, Any], name: str) -> None:
+    """Raise Corrupt if the network does not match the images, classes or captions."""
+    images = (data["image_size"], data["channels"])
+    if (network.image_size, network.in_channels) != images:
+        raise Corrupt(
+            f"{name} is damaged: the network is for images of {network.image_size} pixels and "
+            f"{network.in_channels} channels, the data has {images[0]} and {images[1]}."
+        )
+    if network.conditioning == "class":
+        counts = {network.classes, len(data["classes"]), len(data["class_counts"])}
+        if len(counts) > 1 or not sum(data["class_counts"]):
+            raise Corrupt(
+                f"{name} is damaged: its numbers of classes, {sorted(counts)}, must be equal, and "
+                "there must be images."
+            )
     for text, count in data["captions"]:
         if not isinstance(text, str) or not isinstance(count, int):
-            raise Corrupt(f"{name} is damaged: a caption is {[text, count]!r:.200}.")
+            raise Corrupt(
+                f"{name} is damaged: got caption {[text, count]!r:.200}; must be a text and a "
+                "number."
+            )
+
+
+def read_params(given: dict[str, Any], name: str, made_by: str | None) -> Config:
+    """Return the Config of a checkpoint's params.
+
+    Unknown keys outside the sections in NEEDED are ignored. `name` is the file's name, `made_by`
+    the version that wrote it, if recorded.
+
+    Raises:
+        UserError: The params may be valid for another version of ddpm.
+        Corrupt: The params are invalid for every version.
+    """
+    sections = {key: _known(value, key) for key, value in given.items() if key in fields_of(Config)}
+    needed = {key: value for key, value in sections.items() if key in NEEDED}
+    if unknown := list(_unknown(needed, Config)):
+        raise _other_version_error(name, f"has unknown settings: {', '.join(unknown)}.", made_by)
+    try:
+        return params.validate(sections, f" in {name}")
+    except UserError as error:
+        if made_by in (None, __version__):
+            raise Corrupt(f"{error!s:.1000}") from error
+        raise _other_version_error(
+            name, f"is invalid for this version: {error}", made_by
+        ) from error
+
+
+def _other_version_error(name: str, what: str, made_by: str | None) -> UserError:
+    """Return the error for an intact file that this version cannot use."""
+    other = f"ddpm {made_by}" if made_by and made_by != __version__ else "another version of ddpm"
+    return UserError(
+        f"{name} {what:.1000}\nIt was written by {other}; this is {__version__}. Install that "
+        "version to use it."
+    )
+
+
+def _known(section: Any, name: str) -> Any:
+    """Return a section outside NEEDED without its unknown keys, and any other unchanged."""
+    model = section_of(fields_of(Config)[name])
+    if model is None or name in NEEDED or not isinstance(section, dict):
+        return section
+    return {key: value for key, value in section.items() if key in fields_of(model)}
+
+
+def _unknown(given: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterable[str]:
+    """Yield the dotted names of keys that no section has."""
+    for key, value in given.items():
+        field = fields_of(model).get(key)
+        if field is None:
+            yield f"{prefix}{key}"
+        elif isinstance(value, dict) and (section := section_of(field)):
+            yield from _unknown(value, section, f"{prefix}{key}.")
 
 
 def open_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
-    """The checkpoint of a step of this workspace. Raises UserError if there is none."""
+    """Return the checkpoint of a step. Raises UserError if there is none, Corrupt if damaged."""
     must_be_there(workspace, step)
     return of_step(step, Checkpoint.open(workspace.path(snapshot_key(step))))
 
 
 def look_at_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
-    """What its manifest and settings say: its weights are not fetched, and not looked at."""
+    """Return the checkpoint of a step from its manifest and settings, without its weights.
+
+    Nothing else is downloaded or checked. Raises UserError if there is none, Corrupt if damaged.
+    """
     must_be_there(workspace, step)
     key, storage = snapshot_key(step), workspace.storage
     name = f"{step_name(step)}/{SETTINGS}"
@@ -229,31 +300,33 @@ def look_at_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
         files = parse_manifest(storage.read(f"{key}/{MANIFEST}"), step_name(step)).files
         data = storage.read(f"{key}/{SETTINGS}")
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise Corrupt(f"{step_name(step)} was not written to its end.") from error
+        raise Corrupt(f"{step_name(step)} is incomplete: writing it was interrupted.") from error
     checksums = {name: file.sha256 for name, file in files.items()}
     if hashlib.sha256(data).hexdigest() != checksums.get(SETTINGS):
-        raise Corrupt(f"{name} was changed or damaged: its checksum differs.")
+        raise Corrupt(f"{name} was changed or damaged: its checksum does not match.")
     settings = validated(parse_object(data, name), Settings, name)
     return of_step(step, Checkpoint._of(Path(step_name(step)), checksums, settings))
 
 
 def check_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str) -> None:
-    """Raise Corrupt unless the file that `load(ema)` reads is as it was written.
+    """Raise Corrupt unless the file that `load(ema)` reads has its checksum.
 
-    Of the others the sizes are looked at: what is sampled may be registered, which takes them all.
+    Of the other files only the sizes are checked: a checkpoint that is sampled may be registered
+    later, which requires all of them.
     """
     key = snapshot_key(checkpoint.step)
     if damage := workspace.damage(key):
         raise Corrupt(damage)
     name = checkpoint.weights_name(ema)
     if workspace.storage.checksum(f"{key}/{name}") != checkpoint.checksums[name]:
-        raise Corrupt(f"{key}/{name} was changed or damaged: its checksum differs.")
+        raise Corrupt(f"{key}/{name} was changed or damaged: its checksum does not match.")
 
 
 def fetch_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str) -> Checkpoint:
-    """One that was looked at, with the weights that `load(ema)` reads on this machine.
+    """Download the weights that `load(ema)` reads; return the checkpoint with the local folder.
 
-    Of a snapshot in S3 nothing else is copied. Raises Corrupt where they are not what was written.
+    `checkpoint` comes from `look_at_checkpoint`. No other file of it is downloaded. Raises Corrupt
+    if the weights were changed.
     """
     check_weights(workspace, checkpoint, ema)
     name = checkpoint.weights_name(ema)
@@ -263,17 +336,19 @@ def fetch_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str
 
 
 def must_be_there(workspace: Workspace, step: int) -> None:
-    """Raise UserError, with the steps there are, where there is no checkpoint of a step."""
+    """Raise UserError, which lists the available steps, if a step has no checkpoint."""
     if not workspace.storage.exists(snapshot_key(step)):
         steps = workspace.steps(SNAPSHOTS)
-        there = ", ".join(map(str, steps)) or "none; run `ddpm train` first"
+        available = ", ".join(map(str, steps)) or "none; run `ddpm train` first"
         raise UserError(
-            f"There is no checkpoint of step {step} in {workspace.uri} (there: {there})."
+            f"There is no checkpoint of step {step} in {workspace.uri} (available: {available})."
         )
 
 
 def of_step(step: int, checkpoint: Checkpoint) -> Checkpoint:
-    """The same, if it says that it is of this step. Raises Corrupt."""
+    """Return the checkpoint if its settings name this step. Raises Corrupt otherwise."""
     if checkpoint.step != step:
-        raise Corrupt(f"The checkpoint of step {step} says that it is of step {checkpoint.step}.")
+        raise Corrupt(
+            f"The checkpoint of step {step} is damaged: {SETTINGS} names step {checkpoint.step}."
+        )
     return checkpoint

@@ -29,7 +29,7 @@ from ddpm_core.console import progress
 from ddpm_core.data.dataset import Indices, PackedDataset
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation.features import Extractor
-from ddpm_core.models.uninitialized import Conv2d, Linear
+from ddpm_core.models.layers import Conv2d, Linear
 from ddpm_core.rng import Key, Purpose
 from ddpm_core.runtime.adam import Adam
 from ddpm_core.sampling.images import to_model

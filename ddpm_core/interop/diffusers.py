@@ -20,7 +20,8 @@ from ddpm_core.checkpoint import outline
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.interop import folders, scheduler, tensors, unet2d
 from ddpm_core.interop.folders import WEIGHTS
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import UNet
 from ddpm_core.storage.files import read_object, save_tensors
 
 # What a field or a tensor of another type than was written makes of arithmetic.

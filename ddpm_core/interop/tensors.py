@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ddpm_core.errors import UserError
-from ddpm_core.models.layers import Attention, ResidualBlock, Stage
-from ddpm_core.models.unet import UNet
+from ddpm_core.models.unet import Attention, ResidualBlock, Stage, UNet
 
 Names = tuple[str, list[str]]  # of ours, and of those of UNet2DModel that, joined, are it
 _OLD_NAMES = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}

@@ -6,17 +6,13 @@ can do beyond them, or ours beyond UNet2DModel, is named and refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
-from ddpm_core.checkpoint import Network
 from ddpm_core.errors import UserError
 from ddpm_core.interop.fields import Fields
-from ddpm_core.models.norms import Norm
-from ddpm_core.models.unet import UNet, UNetConfig
-from ddpm_core.storage.files import validated
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import Norm, UNet
 
 _SAME = ("downsample_padding", "flip_sin_to_cos", "freq_shift", "norm_eps")  # and of equal meaning
 FIELDS = Fields(
@@ -75,7 +71,6 @@ def to_config(given: Mapping[str, Any]) -> UNetConfig:
         except ValueError as error:
             mistakes.append(f"{error!s:.300}")
         else:
-            validated(json.loads(json.dumps(asdict(config))), Network, "The network's config.json")
             return config
     raise UserError("This UNet2DModel is not supported:\n  " + "\n  ".join(mistakes))
 
@@ -115,7 +110,7 @@ def _config(values: Mapping[str, Any]) -> UNetConfig:
     classes = values["num_class_embeds"]
     down = [_DOWN[kind] for kind in values["down_block_types"]]
     up = [_UP[kind] for kind in reversed(values["up_block_types"])]
-    config = UNetConfig(
+    fields = dict(
         image_size=size,
         in_channels=values["in_channels"],
         channels=widths[0],
@@ -132,7 +127,7 @@ def _config(values: Mapping[str, Any]) -> UNetConfig:
         ),
         **{name: values[name] for name in _SAME},
     )
-    return config.with_equal_heads()
+    return UNetConfig.from_dict(fields).with_equal_heads()
 
 
 def _ratio(width: int, first: int) -> int | float:

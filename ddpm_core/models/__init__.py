@@ -1,1 +1,1 @@
-"""The U-Net of Ho et al. (2020), its conditioning, and how it is laid out for a device."""
+"""The U-Net. Knows torch and nothing of the rest of ddpm_core."""

@@ -1,7 +1,8 @@
-"""What the network may be told beside the timestep: a class, or a text of at most 64 bytes.
+"""Conditions of an image: a class, or a text of at most 64 bytes.
 
-Both give a vector that is added to the time embedding, and both have a null vector, learned from
-the samples whose condition was dropped, for guidance (Ho & Salimans 2022).
+Both become a vector that is added to the time embedding. Both have a null vector for "no
+condition", learned from the samples whose condition was dropped, for classifier-free guidance (Ho &
+Salimans 2022).
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddpm_core.models.layers import JoinedLinear, attend
-from ddpm_core.models.uninitialized import Embedding, Linear
+from ddpm_core.models.layers import Embedding, JoinedLinear, Linear, attend
 
 TEXT_BYTES = 64
 
 
 class ClassEmbedding(nn.Module):
-    """One vector a class, and a last one for no class."""
+    """One vector for each class, and a last one for "no class"."""
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
@@ -25,7 +25,10 @@ class ClassEmbedding(nn.Module):
         self.embedding = Embedding(classes + 1, width)
 
     def forward(self, condition: Tensor | None, drop: Tensor | None, batch: int) -> Tensor:
-        """int64 (B,) class numbers or None, bool (B,) -> (B, width)."""
+        """int64 (B,) class numbers or None, bool (B,) or None -> (B, width).
+
+        `drop` is True where an image gets the vector for "no class".
+        """
         if condition is None:
             return self.embedding.weight[self.classes].expand(batch, -1)
         if drop is not None:
@@ -35,7 +38,7 @@ class ClassEmbedding(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """Bytes and their positions, two transformer blocks, the mean over the text's bytes."""
+    """Embed bytes and their positions, apply two transformer blocks, average over the bytes."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -48,20 +51,21 @@ class TextEncoder(nn.Module):
         self.null = nn.Parameter(torch.empty(4 * channels))
 
     def forward(self, condition: Tensor | None, drop: Tensor | None, batch: int) -> Tensor:
-        """uint8 (B, 64), UTF-8 padded by zeros, or None; bool (B,) -> (B, 4 * channels).
+        """uint8 (B, 64), UTF-8 padded with zeros, or None; bool (B,) or None -> (B, 4 * channels).
 
-        An empty text is no text.
+        `drop` is True where a text is ignored. An empty text counts as no text.
         """
         if condition is None:
             return self.null.expand(batch, -1)
         vector = self.out(self._pooled(condition))
-        absent = condition[:, 0] == 0
-        absent = absent if drop is None else absent | drop
-        return torch.where(absent[:, None], self.null.to(vector.dtype), vector)
+        ignored = condition[:, 0] == 0
+        ignored = ignored if drop is None else ignored | drop
+        return torch.where(ignored[:, None], self.null.to(vector.dtype), vector)
 
     def _pooled(self, text: Tensor) -> Tensor:
         first = torch.arange(TEXT_BYTES, device=text.device) == 0
-        visible = (text != 0) | first  # attention to nothing at all would be NaN
+        # The softmax over no token at all would be NaN, so an empty text keeps its first byte.
+        visible = (text != 0) | first
         h = self.embedding(text.long()) + self.position
         for block in self.blocks:
             h = block(h, visible)
@@ -71,7 +75,7 @@ class TextEncoder(nn.Module):
 
 
 class TextBlock(nn.Module):
-    """Attention and two linear layers, each after a LayerNorm and added to its input."""
+    """Self-attention, then two linear layers; each after a LayerNorm, each added to its input."""
 
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
@@ -85,6 +89,11 @@ class TextBlock(nn.Module):
 
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:
         """(B, N, width), bool (B, N) -> (B, N, width)."""
-        x = x + self.out(attend(self.qkv(self.norm1(x)), self.heads, visible))
+        x = x + self.mix(self.norm1(x), visible)
         added: Tensor = x + self.narrow(functional.gelu(self.widen(self.norm2(x))))
         return added
+
+    def mix(self, x: Tensor, visible: Tensor) -> Tensor:
+        """(B, N, width), bool (B, N) -> (B, N, width)."""
+        mixed: Tensor = self.out(attend(self.qkv(x), self.heads, visible))
+        return mixed

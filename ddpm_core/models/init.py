@@ -1,4 +1,4 @@
-"""The weights a network starts from, as a function of named uniform numbers.
+"""Set the weights a network starts from, as a function of named uniform numbers.
 
 Each weight depends on its name alone, so the start is the same whatever the order of construction,
 the number of threads or the device.
@@ -12,17 +12,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ddpm_core.models.layers import Attention, JoinedLinear, ResidualBlock
+from ddpm_core.models.layers import JoinedLinear
+from ddpm_core.models.unet import Attention, ResidualBlock, UNet
 
 Uniform = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> float32 in [0, 1)
 
 
-def initialise(network: nn.Module, uniform: Uniform) -> None:
-    """Ho's initial weights: uniform with variance 1 / mean fan, norms at 1, biases at 0.
+@torch.no_grad()
+def initialise(network: UNet, uniform: Uniform) -> None:
+    """Set every weight as Ho's code does, from `uniform(name, shape)`.
 
-    The last layers of each residual branch and of the network start at 0 (1e-10 in Ho's code),
-    so that the untrained network predicts 0 and each block is the identity. Embeddings have
-    variance 1.
+    Weights are uniform with variance 1 / mean of fan-in and fan-out, norms 1, biases 0. The last
+    layer of each residual branch and of the network starts at 0 (1e-10 in Ho's code), so that the
+    untrained network predicts 0 and each block is the identity. Embeddings have variance 1.
     """
     last = _last_layers(network)
     for prefix, module in network.named_modules():
@@ -37,8 +39,8 @@ def initialise(network: nn.Module, uniform: Uniform) -> None:
                 weight.copy_((2.0 * numbers - 1.0) * limit)
 
 
-def _last_layers(network: nn.Module) -> set[nn.Module]:
-    last = {network.get_submodule("conv_out")}
+def _last_layers(network: UNet) -> set[nn.Module]:
+    last: set[nn.Module] = {network.conv_out}
     for module in network.modules():
         if isinstance(module, ResidualBlock):
             last.add(module.conv2)
@@ -48,7 +50,7 @@ def _last_layers(network: nn.Module) -> set[nn.Module]:
 
 
 def _limit(module: nn.Module) -> Tensor:
-    """sqrt(3 variance): a number, or one for each row where a layer is several in one."""
+    """Return sqrt(3 variance), the largest weight: a number, or (rows, 1) for joined layers."""
     if isinstance(module, nn.Conv2d):
         area = module.kernel_size[0] * module.kernel_size[1]
         return torch.tensor(math.sqrt(6 / (area * (module.in_channels + module.out_channels))))

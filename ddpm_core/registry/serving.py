@@ -11,9 +11,8 @@ from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.errors import UserError
 from ddpm_core.registry.request import MAX_IMAGES, Task, check_size, parse, resolve
 from ddpm_core.runtime.device import choose_device
-from ddpm_core.sampling.conditions import Conditions
 from ddpm_core.sampling.images import Pixels, png
-from ddpm_core.sampling.sampler import ImageSampler
+from ddpm_core.sampling.sampler import Conditions, ImageSampler
 
 # Limits of one batch, to bound the memory: images, and the pixels of all images.
 BATCH = 64

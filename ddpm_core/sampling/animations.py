@@ -1,14 +1,15 @@
-"""The forward process to look at: images on their way to noise, one row for each schedule."""
+"""Animate the forward process: images on their way to noise, one row for each schedule."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from ddpm_core import rng
 from ddpm_core.config import Config
@@ -16,42 +17,35 @@ from ddpm_core.data.dataset import open_dataset
 from ddpm_core.diffusion.process import SCHEDULES, Schedule, make_schedule, q_sample
 from ddpm_core.errors import UserError
 from ddpm_core.rng import Purpose
-from ddpm_core.sampling.images import (
-    Pixels,
-    enlarge,
-    png,
-    save_animation,
-    to_model,
-    to_pil,
-    to_pixels,
-)
-from ddpm_core.sampling.sheet import GAP, sheet
+from ddpm_core.sampling.images import Pixels, enlarge, png, to_model, to_pil, to_pixels
 from ddpm_core.storage.staging import staged_file
 from ddpm_core.storage.workspace import Workspace
 
 FRAMES = 40
-HELD = 6  # more frames of the whole image, before anything happens to it
-MOMENTS = 9
-TILE = 128  # pixels a side to which small images are enlarged
-LARGEST = 192  # and to which large ones are reduced
-WIDTH = 900
+HELD = 6  # extra frames of the clean image at the start
+MOMENTS = 9  # images in a row of the strip
+TILE = 128  # pixels per side that small images are enlarged to
+LARGEST = 192  # pixels per side that large images are reduced to
+WIDTH = 900  # pixels
+MARGIN, GAP, LABELS, LINE = 18, 8, 104, 22  # pixels of a sheet
+PAPER, INK, FAINT, TRACK = "#ffffff", "#1e1e1e", "#737373", "#e1e1e1"
 
 
 def destroy_prepared(config: Config, workspace: Workspace, count: int, path: Path) -> str:
-    """`destroy` for `count` prepared images and every schedule of so many timesteps that there is.
+    """Run `destroy` on `count` prepared images and every schedule that has enough timesteps.
 
-    Returns a sentence that says where.
+    Returns a sentence that names the files. Raises UserError as `destroy` does.
     """
     data = open_dataset(workspace)
     spread = np.linspace(0, len(data) - 1, min(count, len(data))).round().astype(np.int64)
     timesteps = config.diffusion.timesteps
-    schedules = [name for name in SCHEDULES if can_be(name, timesteps)]
+    schedules = [name for name in SCHEDULES if supports(name, timesteps)]
     animation, strip = destroy(data.take(spread), schedules, timesteps, path, config.seed)
     return f"Wrote {animation} and {strip}."
 
 
-def can_be(schedule: str, timesteps: int) -> bool:
-    """Whether there is such a schedule of so few timesteps."""
+def supports(schedule: str, timesteps: int) -> bool:
+    """Return whether a schedule is defined for so few timesteps."""
     try:
         make_schedule(schedule, timesteps)
     except ValueError:
@@ -62,42 +56,51 @@ def can_be(schedule: str, timesteps: int) -> bool:
 def destroy(
     images: Pixels, schedules: Sequence[str], timesteps: int, path: Path, seed: int = 0
 ) -> tuple[Path, Path]:
-    """Draw images uint8 (N, H, W, C) being destroyed by each schedule in `timesteps` steps.
+    """Animate how each schedule turns images uint8 (N, H, W, C) into noise in `timesteps` steps.
 
     Writes an animation to `path` (.gif) and, beside it, a strip of moments of the first image
-    (.png); returns both. Each picture is one of q(x_t | x0), with the same noise for all steps and
-    schedules, so that nothing but the schedule differs between rows. As many images are shown as
-    fit. Raises UserError for a schedule, a number of steps or a file name that can't be, and where
-    the two can't be written; what was there before then stays.
+    (.png). Each frame shows draws from q(x_t | x0). The noise is the same at every step and for
+    every schedule, so that rows differ by their schedule alone. Images that do not fit into the
+    width are left out.
+
+    Returns:
+        The paths of the animation and the strip.
+
+    Raises:
+        UserError: A schedule, the number of steps or the file name is invalid, or a file cannot be
+            written. Existing files then stay as they are.
     """
     if path.suffix.lower() != ".gif":
-        raise UserError(f"The animation is a GIF, but {path.name!r} given; end its name in .gif.")
+        raise UserError(f"Cannot write {path.name!r}: the animation's name must end in .gif.")
     if len(images) == 0:
-        raise UserError("There is no image to destroy.")
+        raise UserError("There are no images to animate. Prepare at least one image.")
     try:
         processes = [make_schedule(name, timesteps) for name in schedules]
     except ValueError as error:
         raise UserError(str(error)) from error
-    images = _of_a_size_to_show(images)
+    images = _fit(images)
     strip = path.with_suffix(".png")
-    with _both(path, strip) as (animation, still):
-        whole, *rest = [_frame(images, processes, t, seed) for t in _moments(timesteps, FRAMES)]
-        save_animation([whole] * HELD + [whole, *rest], animation, milliseconds=110)
+    with _staged(path, strip) as (animation, still):
+        clean, *rest = [_frame(images, processes, t, seed) for t in _moments(timesteps, FRAMES)]
+        save_animation([clean] * HELD + [clean, *rest], animation, milliseconds=110)
         still.write_bytes(png(_strip(images[:1], processes, _moments(timesteps, MOMENTS), seed)))
     return path, strip
 
 
 @contextmanager
-def _both(path: Path, strip: Path) -> Iterator[tuple[Path, Path]]:
-    """Where to write the two, which have their names once both are whole. Raises UserError."""
+def _staged(path: Path, strip: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield two temporary files; rename them to `path` and `strip` at the end.
+
+    Raises UserError if one of them cannot be written or would replace another file.
+    """
     try:
-        for one in (path, strip):
-            if one.is_dir():
-                raise UserError(f"{one} is a folder: give the animation another name.")
-        if strip.exists() and not path.exists():  # an earlier one would have left both
+        for file in (path, strip):
+            if file.is_dir():
+                raise UserError(f"Cannot write {file}: it is a folder. Use another name.")
+        # An earlier animation would have left both files, so a lone strip is not ours.
+        if strip.exists() and not path.exists():
             raise UserError(
-                f"{strip} is there already, and the strip beside {path.name} would take its place: "
-                "give the animation another name."
+                f"Cannot write {path.name}: its strip would replace {strip}. Use another name."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         with staged_file(path) as animation, staged_file(strip) as still:
@@ -111,7 +114,7 @@ def _both(path: Path, strip: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def noisy(images: Pixels, schedule: Schedule, t: int, seed: int) -> Pixels:
-    """Images uint8 (N, H, W, C) after timestep t, or as they are where t is -1."""
+    """Return images uint8 (N, H, W, C) after timestep t, or unchanged if t is -1."""
     if t < 0:
         return images
     x0 = to_model(torch.from_numpy(np.ascontiguousarray(images)))
@@ -121,13 +124,13 @@ def noisy(images: Pixels, schedule: Schedule, t: int, seed: int) -> Pixels:
 
 
 def _moments(timesteps: int, count: int) -> list[int]:
-    """Evenly spaced timesteps from -1, the image itself, to the last; no more than there are."""
+    """Return up to `count` evenly spaced timesteps, from -1 (the clean image) to the last."""
     spaced = np.linspace(-1, timesteps - 1, min(count, timesteps + 1))
     return [round(t) for t in spaced.tolist()]
 
 
-def _of_a_size_to_show(images: Pixels) -> Pixels:
-    """As many of the images as fit beside each other, none of them too large."""
+def _fit(images: Pixels) -> Pixels:
+    """Return as many images as fit beside each other, reduced if they are large."""
     if max(images.shape[1:3]) > LARGEST:
         images = np.stack([_reduced(image) for image in images[: WIDTH // LARGEST]])
     shown = enlarge(images[0], TILE).shape[1] + GAP
@@ -135,25 +138,25 @@ def _of_a_size_to_show(images: Pixels) -> Pixels:
 
 
 def _reduced(image: Pixels) -> Pixels:
-    picture = to_pil(image)
-    picture.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
-    return np.asarray(picture).reshape(picture.height, picture.width, image.shape[-1])
+    small = to_pil(image)
+    small.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
+    return np.asarray(small).reshape(small.height, small.width, image.shape[-1])
 
 
 def _frame(images: Pixels, schedules: Sequence[Schedule], t: int, seed: int) -> Pixels:
-    """One picture of the animation: a row of images a schedule, and how far the process is."""
+    """Return a frame of the animation: a row of images per schedule, and a progress bar."""
     timesteps = schedules[0].timesteps
     return sheet(
         rows=[_enlarged(noisy(images, schedule, t, seed)) for schedule in schedules],
         names=[schedule.name for schedule in schedules],
         notes=[f"image {_share(schedule, t)}" for schedule in schedules],
         heading=f"step {t + 1} of {timesteps}",
-        done=(t + 1) / timesteps,
+        progress=(t + 1) / timesteps,
     )
 
 
 def _strip(images: Pixels, schedules: Sequence[Schedule], moments: list[int], seed: int) -> Pixels:
-    """One image at some moments, a row a schedule; under each how much of it is left."""
+    """Return one image at some moments, a row per schedule, each with its share of the variance."""
     return sheet(
         rows=[
             _enlarged(np.concatenate([noisy(images, schedule, t, seed) for t in moments]))
@@ -167,9 +170,101 @@ def _strip(images: Pixels, schedules: Sequence[Schedule], moments: list[int], se
 
 
 def _share(schedule: Schedule, t: int) -> str:
-    """alpha_bar, the image's share of the variance."""
+    """Return alpha_bar, the image's share of the variance, as text."""
     return f"{100 * float(schedule.alphas_bar[t]) if t >= 0 else 100:.0f} %"
 
 
 def _enlarged(images: Pixels) -> Pixels:
     return np.stack([enlarge(image, TILE) for image in images])
+
+
+def sheet(
+    rows: Sequence[Pixels],
+    names: Sequence[str],
+    notes: Sequence[str] = (),
+    captions: Sequence[Sequence[str]] = (),
+    columns: Sequence[str] = (),
+    heading: str = "",
+    progress: float | None = None,
+) -> Pixels:
+    """Draw labelled rows of tiles uint8 (N, h, w, C) on one sheet, uint8 (H, W, C).
+
+    Args:
+        names: The label to the left of each row.
+        notes: A smaller text below each name.
+        captions: The texts below the tiles of each row.
+        columns: The texts above the tiles.
+        heading: The text at the top.
+        progress: How far a bar below the heading is filled, 0 to 1. None: no bar.
+    """
+    count, height, width, channels = rows[0].shape
+    lines = (heading != "") + (progress is not None) + (len(columns) > 0)
+    top = MARGIN + lines * LINE
+    pitch = height + GAP + (LINE if captions else 0)
+    size = (
+        LABELS + MARGIN + count * (width + GAP) - GAP + MARGIN,
+        top + len(rows) * pitch - GAP + MARGIN,
+    )
+    canvas = Image.new("RGB" if channels == 3 else "L", size, PAPER)
+    draw = ImageDraw.Draw(canvas)
+    left = [LABELS + MARGIN + i * (width + GAP) for i in range(count)]
+    if heading:
+        _head(draw, heading, progress, left[0], size[0] - MARGIN)
+    for x, column in zip(left, columns, strict=False):
+        _text(draw, (x + width / 2, top - GAP), column, FAINT, "ms")
+    for index, (tiles, name) in enumerate(zip(rows, names, strict=True)):
+        y = top + index * pitch
+        _text(draw, (MARGIN, y + height / 2 - 4), name, INK, "ls", 17)
+        if notes:
+            _text(draw, (MARGIN, y + height / 2 + 16), notes[index], FAINT, "ls")
+        for x, tile in zip(left, tiles, strict=True):
+            canvas.paste(to_pil(tile), (x, y))
+        for x, caption in zip(left, captions[index] if captions else (), strict=False):
+            _text(draw, (x + width / 2, y + height + 15), caption, FAINT, "ms")
+    return np.asarray(canvas).reshape(size[1], size[0], channels)
+
+
+def _head(
+    draw: ImageDraw.ImageDraw, heading: str, progress: float | None, left: int, right: int
+) -> None:
+    _text(draw, (left, MARGIN + 13), heading, INK, "ls", 15)
+    if progress is not None:
+        y = MARGIN + 22
+        draw.rectangle((left, y, right - 1, y + 5), TRACK)
+        if progress > 0.0:
+            end = left + round(progress * (right - 1 - left))
+            draw.rectangle((left, y, end, y + 5), INK)
+
+
+def _text(
+    draw: ImageDraw.ImageDraw,
+    at: tuple[float, float],
+    text: str,
+    color: str,
+    anchor: str,
+    size: int = 13,
+) -> None:
+    draw.text(at, text, color, ImageFont.load_default(size), anchor=anchor)
+
+
+def save_animation(frames: Sequence[Pixels], path: Path, milliseconds: int = 80) -> None:
+    """Write frames (H, W, C) of one shape as an endless GIF; the last one stays for a second."""
+    first, *rest = _with_one_palette(frames)
+    first.save(
+        path,
+        "GIF",
+        save_all=True,
+        append_images=rest,
+        duration=[milliseconds] * len(rest) + [1000],
+        loop=0,
+    )
+
+
+def _with_one_palette(frames: Sequence[Pixels]) -> list[Image.Image]:
+    """Return frames with one palette of 256 colors. With a palette each, they would flicker."""
+    opened = [to_pil(frame) for frame in frames]
+    if frames[0].shape[2] == 1:  # 256 grays need no palette
+        return opened
+    some = np.concatenate(frames[:: math.ceil(len(frames) / 8)])
+    palette = to_pil(some).quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    return [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in opened]

@@ -20,9 +20,9 @@ from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.sampling import plan
-from ddpm_core.sampling.conditions import Conditions
 from ddpm_core.sampling.images import Pixels, enlarge, grid, png
 from ddpm_core.sampling.plan import Shard
+from ddpm_core.sampling.sampler import Conditions
 from ddpm_core.sampling.shards import ShardStore, facts_of, npy
 from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.storage.files import Count, Schema, inside, is_plain, open_array
@@ -190,7 +190,7 @@ def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) 
     first = np.stack(list(islice(_images(config, workspace, key), SHOWN)))
     made = {GRID: png(enlarge(grid(first), 512))}
     checkpoint = look_at_checkpoint(workspace, recipe["step"])
-    conditions = Conditions(checkpoint.network["conditioning"], checkpoint.data, config.sample)
+    conditions = Conditions(checkpoint.network.conditioning, checkpoint.data, config.sample)
     labels = conditions.labels(range(config.sample.count))
     if labels is not None:
         made[LABELS] = npy(labels)

@@ -174,7 +174,7 @@ def look_at_chosen(
         trained = one.params
         must_suit(
             config.sample,
-            one.network["conditioning"],
+            one.network.conditioning,
             trained.diffusion.timesteps,
             trained.train.label_drop,
         )

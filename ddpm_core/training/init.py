@@ -19,8 +19,9 @@ from ddpm_core.config import Config
 from ddpm_core.config.paths import input_path
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import UserError
-from ddpm_core.models.norms import group_count
-from ddpm_core.models.unet import DETAILS, UNet, UNetConfig
+from ddpm_core.models.config import DETAILS, UNetConfig, group_count
+from ddpm_core.models.init import initialise
+from ddpm_core.models.unet import UNet
 from ddpm_core.rng import Purpose
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace
 
@@ -91,7 +92,7 @@ def initial_weights(
         digest = hashlib.sha256(name.encode()).digest()
         return rng.uniform(key, torch.tensor([int.from_bytes(digest[:4], "big")]), shape)[0]
 
-    model.initialise(uniform)
+    initialise(model, uniform)
     if config.train.init is None:
         return ""
     origin = origin or open_origin(config)

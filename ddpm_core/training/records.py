@@ -12,7 +12,8 @@ from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import warn
 from ddpm_core.errors import Interrupted
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import UNet
 from ddpm_core.sampling.images import enlarge, grid, png
 from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.storage import Mirror

@@ -11,7 +11,8 @@ from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import UNet
 from ddpm_core.runtime.device import compiler_hint
 from ddpm_core.runtime.distributed import World
 from ddpm_core.storage import Unreachable

@@ -23,7 +23,8 @@ from ddpm_core.interop import scheduler, tensors, unet2d
 from ddpm_core.interop.checkpoints import import_checkpoint
 from ddpm_core.interop.diffusers import WEIGHTS, Imported, export_folder, import_folder
 from ddpm_core.interop.fields import Fields
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import UNet
 from ddpm_core.training.dry_run import expected_images
 from ddpm_core.training.init import network_config
 

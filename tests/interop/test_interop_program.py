@@ -11,7 +11,7 @@ from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from safetensors.torch import load_file
 from support.program import TINY, ddpm, write_params
 
-from ddpm_core.models.unet import DETAILS
+from ddpm_core.models.config import DETAILS
 from ddpm_core.storage import seal
 from ddpm_core.storage.workspace import step_name
 

@@ -1,4 +1,4 @@
-"""The U-Net: any size that fits, the start by name alone, conditions, and one result everywhere."""
+"""The U-Net: sizes, initial weights, conditions, and equal results however it is computed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from ddpm_core import rng
-from ddpm_core.models import cpu as onednn
-from ddpm_core.models.execution import layout, prepare_model
-from ddpm_core.models.layers import EXPLICIT_LENGTH, Upsample, attend
-from ddpm_core.models.norms import CACHED, Norm, group_count
-from ddpm_core.models.unet import DETAILS, UNet, UNetConfig
-from ddpm_core.models.uninitialized import Conv2d
+from ddpm_core.models import cpu
+from ddpm_core.models.config import DETAILS, UNetConfig, group_count
+from ddpm_core.models.cpu import CACHED, EXPLICIT_LENGTH
+from ddpm_core.models.execution import prepare_model
+from ddpm_core.models.init import initialise
+from ddpm_core.models.layers import Conv2d, attend
+from ddpm_core.models.unet import Norm, UNet, Upsample
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(
-    not onednn.available(), reason="this processor has no bfloat16 operations of oneDNN"
+    not cpu.has_packing(), reason="no bfloat16 operations of oneDNN on this processor"
 )
-# What diffusers' own networks have, but an eps that no rounding hides.
+# The values of diffusers' own networks, but an eps large enough to show beside rounding.
 DIFFUSERS = {"downsample_padding": 1, "flip_sin_to_cos": True, "freq_shift": 0}
 DIFFUSERS |= {"norm_eps": 0.1, "norm_num_groups": 8, "attention_head_dim": 4}
 SMALL = {"image_size": 8, "in_channels": 1, "channels": 8, "multipliers": (1, 2), "blocks": 1}
 
 
 def config(**changes: Any) -> UNetConfig:
-    return UNetConfig(**SMALL | {"attention": (4,)} | changes)
+    return UNetConfig.from_dict(SMALL | {"attention": (4,)} | changes)
 
 
 def normals(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -46,7 +47,7 @@ def uniforms(name: str, shape: tuple[int, ...]) -> Tensor:
 def network(**changes: Any) -> UNet:
     """A network whose weights are all random, its last layers too."""
     made = UNet(config(**changes))
-    made.initialise(uniforms)
+    initialise(made, uniforms)
     with torch.no_grad():
         for name, weight in made.named_parameters():
             if not weight.any():
@@ -65,7 +66,7 @@ def text(*lines: str) -> Tensor:
     return torch.tensor([list(row) for row in rows], dtype=torch.uint8)
 
 
-# Any network that fits its images
+# Sizes
 
 
 def test_hos_network_has_the_published_number_of_weights() -> None:
@@ -83,7 +84,7 @@ def test_hos_network_has_the_published_number_of_weights() -> None:
         {"heads": 4, "attention": (8, 4)},
     ],
 )
-def test_a_network_of_any_width_and_depth_keeps_the_shape_of_its_images(
+def test_output_has_the_shape_of_the_images(
     changes: dict[str, Any],
 ) -> None:
     made = network(**changes)
@@ -95,28 +96,38 @@ def test_a_network_of_any_width_and_depth_keeps_the_shape_of_its_images(
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
-        ({"image_size": 28, "multipliers": (1, 2, 2, 2)}, "image_size is 28; 4 levels halve it 3"),
-        ({"attention": (5,)}, r"size 5; the levels have sizes \[8, 4\]"),
-        ({"heads": 3}, r"heads is 3; it must divide the levels' channels, \[8, 16\]"),
-        ({"channels": 0, "blocks": 0}, "blocks is 0; .*channels is 0;"),
-        ({"multipliers": ()}, "multipliers is"),
-        ({"dropout": 1.0}, r"dropout is 1\.0"),
-        ({"conditioning": "sound"}, "'sound'; it may be none, class or text"),
-        ({"conditioning": "class"}, "classes is 0"),
-        ({"multipliers": (1, 1.3)}, "each must be a whole number"),
-        ({"norm_num_groups": 3}, "norm_num_groups is 3; it must divide"),
-        ({"attention_head_dim": 3}, "attention_head_dim is 3; it must divide"),
-        ({"norm_eps": float("nan"), "freq_shift": 4}, "freq_shift is 4; .*norm_eps is nan"),
+        ({"image_size": 28, "multipliers": (1, 2, 2, 2)}, "image_size: got 28; 4 levels halve it"),
+        ({"attention": (5,)}, r"attention: got size 5; .* the sizes of the levels, \[8, 4\]"),
+        ({"heads": 3}, r"heads: got 3; must divide the channels of every level, \[8, 16\]"),
+        ({"channels": 0, "blocks": 0}, "channels: got 0; .*blocks: got 0;"),
+        ({"blocks": "1"}, "blocks: got '1'; must be a valid integer"),
+        ({"blocks": 2**21}, "blocks: got 2097152; must be less than or equal to 1048576"),
+        ({"in_channels": 2}, "in_channels: got 2; must be 1 or 3"),
+        ({"multipliers": ()}, r"multipliers: got \(\); must have at least 1 item"),
+        ({"multipliers": (1, float("inf"))}, "multipliers: got inf; must be a finite number"),
+        ({"dropout": 1.0}, r"dropout: got 1\.0; must be less than 1"),
+        ({"conditioning": "sound"}, "got 'sound'; must be 'none', 'class' or 'text'"),
+        ({"conditioning": "class"}, "classes: got 0; conditioning class requires at least 1"),
+        ({"multipliers": (1, 1.3)}, r"multipliers: got \[1, 1\.3\]; .* a whole number"),
+        ({"norm_num_groups": 3}, "norm_num_groups: got 3; must divide"),
+        ({"attention_head_dim": 3}, "attention_head_dim: got 3; must divide"),
+        ({"norm_eps": float("nan")}, "norm_eps: got nan; must be a finite number"),
+        ({"freq_shift": 4}, "freq_shift: got 4; must be 1, or less than half of channels"),
     ],
 )
-def test_numbers_that_do_not_fit_together_are_told(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_invalid_network_fields_are_reported(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         config(**changes)
 
 
-def test_images_and_conditions_of_another_shape_are_told() -> None:
+def test_direct_construction_checks_the_fields_too() -> None:
+    with pytest.raises(ValueError, match="heads: got 3; must divide"):
+        UNetConfig(8, 1, 8, (1, 2), 1, (4,), heads=3)
+
+
+def test_wrong_shapes_of_images_and_conditions_are_reported() -> None:
     made = network()
     x, t = images(made)
     with pytest.raises(ValueError, match="both multiples of 2"):
@@ -128,12 +139,12 @@ def test_images_and_conditions_of_another_shape_are_told() -> None:
 def test_a_config_survives_json() -> None:
     made = config(conditioning="class", classes=3)
     assert UNetConfig.from_dict(json.loads(json.dumps(asdict(made)))) == made
-    with pytest.raises(ValueError, match="has no depth"):
+    with pytest.raises(ValueError, match="unknown network fields: depth"):
         UNetConfig.from_dict({**asdict(made), "depth": 1})
 
 
-def test_a_network_of_an_earlier_version_keeps_the_groups_of_its_norms() -> None:
-    """Its config has no details."""
+def test_config_of_an_earlier_version_keeps_its_norm_groups() -> None:
+    """Earlier versions wrote configs without DETAILS."""
     fields = asdict(config(channels=16))
     made = UNet(UNetConfig.from_dict({n: v for n, v in fields.items() if n not in DETAILS}))
     norms = [norm for norm in made.modules() if isinstance(norm, Norm)]
@@ -141,7 +152,7 @@ def test_a_network_of_an_earlier_version_keeps_the_groups_of_its_norms() -> None
     assert {(norm.num_groups, norm.eps) for norm in norms} == {(n, 1e-6) for n in (4, 8, 12, 16)}
 
 
-def test_a_group_has_four_channels_or_more_where_it_can() -> None:
+def test_norm_groups_have_at_least_four_channels_if_possible() -> None:
     for channels in range(1, 300):
         groups = group_count(channels)
         assert channels % groups == 0
@@ -150,30 +161,30 @@ def test_a_group_has_four_channels_or_more_where_it_can() -> None:
     assert [group_count(channels) for channels in (20, 31, 32, 128)] == [5, 1, 8, 32]
 
 
-# The network is told the time
+# Timesteps
 
 
 @pytest.mark.parametrize("channels", [8, 31, 32])
-def test_the_output_depends_on_the_timestep(channels: int) -> None:
+def test_output_depends_on_the_timestep(channels: int) -> None:
     made = network(channels=channels)
     x, _ = images(made)
     early, late = made(x, torch.tensor([3, 3])), made(x, torch.tensor([700, 700]))
     assert (early - late).abs().mean() > 0.02 * early.abs().mean()
 
 
-# The start: by name alone
+# Initial weights
 
 
-def test_constructing_draws_nothing_from_the_global_generator() -> None:
+def test_constructing_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
     UNet(config(conditioning="text"))
     UNet(config(conditioning="class", classes=2))
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_the_untrained_network_predicts_zero_and_its_blocks_are_the_identity() -> None:
+def test_untrained_network_predicts_zero() -> None:
     made = UNet(config())
-    made.initialise(uniforms)
+    initialise(made, uniforms)
     x, t = images(made)
     assert not made(x, t).any()
     block = made.get_submodule("middle.1.block")
@@ -182,9 +193,9 @@ def test_the_untrained_network_predicts_zero_and_its_blocks_are_the_identity() -
     assert torch.equal(block(h, times, None), h)
 
 
-def test_initial_weights_have_hos_variance_each_layer_by_its_own_fans() -> None:
+def test_initial_weights_have_the_variance_of_hos_code() -> None:
     made = UNet(config(channels=64, attention=(8, 4)))
-    made.initialise(uniforms)
+    initialise(made, uniforms)
     state = made.state_dict()
     expected = {
         "conv_in.weight": 2 / (9 * 65),
@@ -198,10 +209,10 @@ def test_initial_weights_have_hos_variance_each_layer_by_its_own_fans() -> None:
     assert rows[2].var() == pytest.approx(2 / (256 + 128), rel=0.1)
 
 
-def test_a_weight_depends_on_its_name_and_shape_alone() -> None:
+def test_initial_weight_depends_on_its_name_and_shape_alone() -> None:
     small, large = UNet(config(multipliers=(1,), attention=())), UNet(config(attention=(8,)))
-    small.initialise(uniforms)
-    large.initialise(uniforms)
+    initialise(small, uniforms)
+    initialise(large, uniforms)
     for name in ("conv_in.weight", "down.0.block.conv1.weight", "time_embedding.linear2.weight"):
         assert torch.equal(small.state_dict()[name], large.state_dict()[name])
 
@@ -209,7 +220,7 @@ def test_a_weight_depends_on_its_name_and_shape_alone() -> None:
 # Conditions
 
 
-def test_each_class_has_its_output_and_dropped_ones_share_that_of_no_class() -> None:
+def test_dropped_classes_give_the_output_without_class() -> None:
     made = network(conditioning="class", classes=3)
     x, t = images(made)
     first, second = made(x, t, torch.tensor([0, 1])), made(x, t, torch.tensor([2, 1]))
@@ -220,7 +231,7 @@ def test_each_class_has_its_output_and_dropped_ones_share_that_of_no_class() -> 
     assert torch.allclose(dropped[1], first[1], atol=1e-6)
 
 
-def test_texts_differ_by_their_order_and_nothing_depends_on_padding() -> None:
+def test_output_depends_on_text_order_but_not_on_padding() -> None:
     made = network(conditioning="text")
     x, t = images(made)
     one, other = made(x, t, text("a cat", "tac a")), made(x, t, text("tac a", "tac a"))
@@ -229,7 +240,7 @@ def test_texts_differ_by_their_order_and_nothing_depends_on_padding() -> None:
     assert not torch.allclose(made(x, t, text("é", "é")), made(x, t, text("e", "e")), atol=1e-4)
 
 
-def test_an_empty_or_dropped_text_is_no_text() -> None:
+def test_empty_and_dropped_texts_count_as_no_text() -> None:
     made = network(conditioning="text")
     x, t = images(made)
     nothing = made(x, t)
@@ -240,7 +251,7 @@ def test_an_empty_or_dropped_text_is_no_text() -> None:
 
 
 @pytest.mark.parametrize("conditioning", ["none", "class", "text"])
-def test_every_weight_learns(conditioning: str) -> None:
+def test_every_weight_has_a_gradient(conditioning: str) -> None:
     made = network(conditioning=conditioning, classes=2, heads=2)
     x, t = images(made)
     condition = {"class": torch.tensor([0, 1]), "text": text("one", "two")}.get(conditioning)
@@ -251,10 +262,10 @@ def test_every_weight_learns(conditioning: str) -> None:
         assert weight.grad.any(), name
 
 
-# Dropout comes from outside
+# Dropout is passed in
 
 
-def test_dropout_is_asked_once_a_residual_block_with_its_number() -> None:
+def test_dropout_is_called_once_per_residual_block() -> None:
     made = network()
     x, t = images(made)
     seen: list[tuple[int, ...]] = []
@@ -269,27 +280,42 @@ def test_dropout_is_asked_once_a_residual_block_with_its_number() -> None:
     assert not torch.allclose(made(x, t, dropout=lambda h, _: 0 * h), made(x, t), atol=1e-4)
 
 
-# One result however it is carried out
+# Equal results however the network is computed
 
 
-@pytest.mark.parametrize("details", [{}, DIFFUSERS], ids=["ours", "diffusers"])
-def test_sampling_and_training_compute_the_same(details: dict[str, Any]) -> None:
-    made = network(conditioning="class", classes=2, in_channels=3, **details)
-    x, t = images(made)
-    trained = made(x, t, torch.tensor([0, 1]))
+@pytest.mark.parametrize("changes", [{}, DIFFUSERS, {"heads": 2}, {"conditioning": "text"}])
+def test_plain_and_optimized_networks_compute_the_same(changes: dict[str, Any]) -> None:
+    given = {"conditioning": "class", "classes": 2, "in_channels": 3} | changes
+    plain, trained, sampled = network(**given), network(**given), network(**given)
+    x, t = images(plain)
+    condition = text("one", "two") if "conditioning" in changes else torch.tensor([0, 1])
+    prepare_model(trained, CPU, "fp32", training=True)
+    prepare_model(sampled, CPU, "fp32")
+    assert type(trained.get_submodule("middle.0.attention")) is cpu.FastAttention
+    assert trained.memory_format == torch.contiguous_format
+    assert sampled.memory_format == torch.channels_last
+    expected = plain(x, t, condition)
+    assert torch.allclose(trained(x, t, condition), expected, atol=1e-5)
     with torch.no_grad():
-        assert layout(CPU) == torch.channels_last
-        sampled = made(x, t, torch.tensor([0, 1]))
-    assert torch.allclose(trained, sampled, atol=1e-5)
+        assert torch.allclose(sampled(x, t, condition), expected, atol=1e-5)
+
+
+def test_optimized_network_keeps_names_and_gradients() -> None:
+    plain, fast = network(), network()
+    prepare_model(fast, CPU, "fp32", training=True)
+    assert list(fast.state_dict()) == list(plain.state_dict())
+    x, t = images(plain)
+    for made in (plain, fast):
+        made(x, t).square().mean().backward()
+    for name, weight in plain.named_parameters():
+        assert torch.allclose(fast.get_parameter(name).grad, weight.grad, atol=1e-5), name
 
 
 @pytest.mark.parametrize("shifted", [True, False])
 @pytest.mark.parametrize("active", [True, False])
 @pytest.mark.parametrize("details", [{}, {"groups": 8, "eps": 0.1}], ids=["ours", "diffusers"])
-def test_the_norm_for_channels_last_is_group_norm(
-    shifted: bool, active: bool, details: dict[str, Any]
-) -> None:
-    norm = Norm(24, active, **details)
+def test_fast_norm_equals_group_norm(shifted: bool, active: bool, details: dict[str, Any]) -> None:
+    norm = cpu.FastNorm(24, active, **details)
     with torch.no_grad():
         norm.weight.copy_(normals("weight", (24,)))
         norm.bias.copy_(normals("bias", (24,)))
@@ -310,8 +336,8 @@ def test_the_norm_for_channels_last_is_group_norm(
 
 
 @pytest.mark.parametrize("shifted", [True, False])
-def test_the_norm_for_channels_last_keeps_its_digits_far_from_zero(shifted: bool) -> None:
-    norm = Norm(24, active=False)
+def test_fast_norm_is_accurate_far_from_zero(shifted: bool) -> None:
+    norm = cpu.FastNorm(24, active=False)
     torch.nn.init.ones_(norm.weight)
     torch.nn.init.zeros_(norm.bias)
     x = 1000 + normals("x", (2, 24, 5, 7))
@@ -323,8 +349,8 @@ def test_the_norm_for_channels_last_keeps_its_digits_far_from_zero(shifted: bool
     assert torch.allclose(output.double(), expected, atol=1e-3)
 
 
-def test_the_norm_of_a_batch_beyond_the_cache_is_that_of_its_images() -> None:
-    norm = Norm(24)
+def test_fast_norm_of_a_batch_beyond_the_cache_is_the_same() -> None:
+    norm = cpu.FastNorm(24)
     x, shift = normals("x", (5, 24, 96, 96)), normals("shift", (5, 24))
     assert x.numel() > CACHED > 2 * x[0].numel()
     x = x.to(memory_format=torch.channels_last)
@@ -336,32 +362,38 @@ def test_the_norm_of_a_batch_beyond_the_cache_is_that_of_its_images() -> None:
             assert torch.equal(norm(x, shifts), torch.cat(alone))
 
 
-def test_doubling_by_one_transposed_convolution_is_nearest_neighbours_and_convolution() -> None:
-    layer = Upsample(6)
+def test_fast_upsample_equals_nearest_neighbours_and_convolution() -> None:
+    plain, fast = Upsample(6), cpu.FastUpsample(6)
     with torch.no_grad():
-        layer.conv.weight.copy_(normals("weight", (6, 6, 3, 3)))
-        layer.conv.bias.copy_(normals("bias", (6,)))
+        plain.conv.weight.copy_(normals("weight", (6, 6, 3, 3)))
+        plain.conv.bias.copy_(normals("bias", (6,)))
+    fast.load_state_dict(plain.state_dict())
     x = normals("x", (2, 6, 5, 7))
-    expected = layer.conv(functional.interpolate(x, scale_factor=2.0, mode="nearest"))
-    assert torch.allclose(layer(x), expected, atol=1e-5)
+    expected = plain.conv(functional.interpolate(x, scale_factor=2.0, mode="nearest"))
+    assert torch.equal(plain(x), expected)
+    assert torch.allclose(fast(x), expected, atol=1e-5)
 
 
-def test_written_out_attention_is_scaled_dot_product_attention() -> None:
+def test_explicit_attention_equals_scaled_dot_product_attention() -> None:
     qkv = normals("qkv", (1, EXPLICIT_LENGTH, 24))
     query, key, value = (part.view(1, -1, 2, 4).transpose(1, 2) for part in qkv.chunk(3, dim=2))
-    expected = functional.scaled_dot_product_attention(query, key, value)
-    assert torch.allclose(attend(qkv, heads=2), expected.transpose(1, 2).flatten(2), atol=1e-5)
+    mixed = functional.scaled_dot_product_attention(query, key, value)
+    expected = mixed.transpose(1, 2).flatten(2)
     longer = torch.cat([qkv, normals("more", (1, 3, 24))], dim=1)
     visible = torch.arange(EXPLICIT_LENGTH + 3)[None] < EXPLICIT_LENGTH
-    hidden = attend(longer, 2, visible)[:, :EXPLICIT_LENGTH]
-    assert torch.allclose(hidden, attend(qkv, heads=2), atol=1e-5)
+    for function in (attend, cpu.attend_explicitly):
+        assert torch.allclose(function(qkv, 2), expected, atol=1e-5)
+        hidden = function(longer, 2, visible)[:, :EXPLICIT_LENGTH]
+        assert torch.allclose(hidden, expected, atol=1e-5)
 
 
-def test_weights_rounded_for_sampling_give_the_output_of_autocast_to_the_last_bit(
+def test_rounding_weights_once_equals_autocast_exactly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(onednn, "available", lambda: False)
+    monkeypatch.setattr(cpu, "has_packing", lambda: False)
     plain, prepared = network(), prepare_model(network(), CPU, "bf16")
+    cpu.optimize(plain, training=True)  # the same layers, but float32 weights
+    plain.memory_format = torch.channels_last
     x, t = images(plain)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected, output = plain(x, t), prepared(x, t)
@@ -372,9 +404,7 @@ def test_weights_rounded_for_sampling_give_the_output_of_autocast_to_the_last_bi
 
 @needs_onednn
 @pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 0), (2, 1)])
-def test_a_packed_convolution_is_the_same_to_the_last_bit_and_its_sum_nearer(
-    stride: int, padding: int
-) -> None:
+def test_packed_convolution_is_exact_and_its_sum_more_accurate(stride: int, padding: int) -> None:
     layer = Conv2d(24, 20, 3, stride, padding).bfloat16().requires_grad_(False)
     layer.weight.copy_(normals("weight", (20, 24, 3, 3)))
     layer.bias.copy_(normals("bias", (20,)))
@@ -384,29 +414,31 @@ def test_a_packed_convolution_is_the_same_to_the_last_bit_and_its_sum_nearer(
     exact = functional.conv2d(
         x.double(), layer.weight.double(), layer.bias.double(), stride, padding
     )
-    rounded_twice = layer(x, onto) - exact - onto
-    layer.pack()
-    assert layer.packed is not None
-    assert torch.equal(layer(x), expected)
-    rounded_once = layer(x, onto) - exact - onto
+    rounded_twice = onto + expected - exact - onto
+    packed = cpu.PackedConv2d(24, 20, 3, stride, padding).bfloat16()
+    packed.load_state_dict(layer.state_dict())
+    packed.pack()
+    assert torch.equal(packed(x), expected)
+    rounded_once = packed.added_to(onto, x) - exact - onto
     assert rounded_once.abs().mean() < 0.9 * rounded_twice.abs().mean()
 
 
 @needs_onednn
-def test_packed_doubling_is_the_same_to_the_last_bit() -> None:
-    layer = Upsample(24).bfloat16().requires_grad_(False)
+def test_packed_upsample_is_exact() -> None:
+    layer = cpu.FastUpsample(24).bfloat16().requires_grad_(False)
     layer.conv.weight.copy_(normals("weight", (24, 24, 3, 3)))
     layer.conv.bias.copy_(normals("bias", (24,)))
     x = normals("x", (3, 24, 8, 8)).bfloat16().to(memory_format=torch.channels_last)
     expected = layer(x)
-    layer.pack()
-    assert layer.packed is not None
-    assert torch.equal(layer(x), expected)
+    packed = cpu.PackedUpsample(24).bfloat16()
+    packed.load_state_dict(layer.state_dict())
+    packed.pack()
+    assert torch.equal(packed(x), expected)
 
 
 @needs_onednn
 @pytest.mark.parametrize("details", [{}, DIFFUSERS], ids=["ours", "diffusers"])
-def test_a_network_packed_for_sampling_errs_no_more_than_autocast(details: dict[str, Any]) -> None:
+def test_packed_network_is_as_accurate_as_autocast(details: dict[str, Any]) -> None:
     plain, prepared = network(**details), prepare_model(network(**details), CPU, "bf16")
     x, t = images(plain)
     with torch.no_grad():
@@ -416,7 +448,7 @@ def test_a_network_packed_for_sampling_errs_no_more_than_autocast(details: dict[
     assert (output - exact).norm() < 1.2 * (usual - exact).norm()
 
 
-def test_bf16_stays_near_fp32_and_trains() -> None:
+def test_bf16_is_close_to_fp32_and_has_gradients() -> None:
     made = network()
     x, t = images(made)
     expected = made(x, t)
@@ -427,22 +459,25 @@ def test_bf16_stays_near_fp32_and_trains() -> None:
     assert all(weight.grad is not None for weight in made.parameters())
 
 
-def test_the_start_is_the_same_with_one_thread_and_with_two() -> None:
+def test_initial_weights_do_not_depend_on_the_threads() -> None:
     one, two = UNet(config(channels=64)), UNet(config(channels=64))
-    one.initialise(uniforms)
+    initialise(one, uniforms)
     torch.set_num_threads(2)
     try:
-        two.initialise(uniforms)
+        initialise(two, uniforms)
     finally:
         torch.set_num_threads(1)
     for name, weight in one.state_dict().items():
         assert torch.equal(two.state_dict()[name], weight), name
 
 
-def test_torch_compile_finds_one_graph() -> None:
+@pytest.mark.parametrize("optimized", [True, False])
+def test_torch_compile_finds_one_graph(optimized: bool) -> None:
     import torch._dynamo
 
     made = network(conditioning="class", classes=2)
+    if optimized:
+        prepare_model(made, CPU, "fp32", training=True)
     x, t = images(made)
     condition, drop = torch.tensor([0, 1]), torch.tensor([True, False])
     explained = torch._dynamo.explain(made)(x, t, condition, drop)

@@ -30,7 +30,8 @@ from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.evaluate import evaluate
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import UNet
 from ddpm_core.registry import card as card_of
 from ddpm_core.registry import models
 from ddpm_core.registry.gate import Decision

@@ -76,9 +76,11 @@ def test_network_and_optimizer_do_not_import_torch_dynamo() -> None:
     code = """
 import sys, torch
 from ddpm_core.runtime.adam import Adam
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.init import initialise
+from ddpm_core.models.unet import UNet
 network = UNet(UNetConfig(8, 1, 8, (1, 2), 1, (4,), conditioning="class", classes=2))
-network.initialise(lambda name, shape: torch.full(shape, 0.3))
+initialise(network, lambda name, shape: torch.full(shape, 0.3))
 optimizer = Adam(network.parameters(), lr=0.1)
 network(torch.ones(2, 1, 8, 8), torch.tensor([1, 2])).square().mean().backward()
 optimizer.step()

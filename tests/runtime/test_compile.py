@@ -16,7 +16,8 @@ from support.models import write_checkpoint
 
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import UNet
 from ddpm_core.runtime import device as devices
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling import gather

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from ddpm_core import rng
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import load as params
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import UNet
 from ddpm_core.rng import Purpose
 from ddpm_core.storage import seal
 

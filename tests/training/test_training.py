@@ -31,7 +31,8 @@ from ddpm_core.config import Optimizer, Train
 from ddpm_core.config import load as params
 from ddpm_core.diffusion.process import make_schedule, q_sample
 from ddpm_core.errors import UserError
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import UNet
 from ddpm_core.runtime.distributed import World
 from ddpm_core.runtime.stopping import LAG, StopRequest
 from ddpm_core.training.dry_run import kept_at_the_end

@@ -19,7 +19,8 @@ from ddpm_core.config import load as params
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.interop.checkpoints import import_checkpoint
 from ddpm_core.interop.diffusers import export_folder
-from ddpm_core.models.unet import UNet, UNetConfig
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import UNet
 from ddpm_core.storage import seal
 from ddpm_core.storage.files import read_tensors, save_tensors
 from ddpm_core.storage.workspace import Workspace

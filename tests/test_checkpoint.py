@@ -1,4 +1,4 @@
-"""A checkpoint of another version is opened where it can be, and else told from a damaged one."""
+"""Checkpoints of other versions open if possible; otherwise the error is not about damage."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from ddpm_core.training import resume
 Settings = dict[str, Any]
 
 
-def written(folder: Path, change: Callable[[Settings], object], made: str | None = "9.9") -> None:
-    """A checkpoint of version `made`, with changed settings."""
+def write_with(
+    folder: Path, change: Callable[[Settings], object], made: str | None = "9.9"
+) -> None:
+    """Write a checkpoint of version `made` with changed settings."""
     write_checkpoint(folder)
     settings = json.loads((folder / SETTINGS).read_text())
     settings.update({} if made is None else {"ddpm": made})
@@ -33,49 +35,49 @@ def written(folder: Path, change: Callable[[Settings], object], made: str | None
     reseal(folder)
 
 
-def test_a_checkpoint_says_which_version_wrote_it(tmp_path: Path) -> None:
+def test_checkpoint_records_the_version_that_wrote_it(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     workspace = Workspace.open(config.workspace)
     put_data(workspace, *digits(8))
     assert resume.checkpoint_settings(config, open_dataset(workspace))["ddpm"] == __version__
 
 
-def test_what_a_network_does_not_need_may_be_another_versions(tmp_path: Path) -> None:
+def test_unknown_settings_without_effect_are_ignored(tmp_path: Path) -> None:
     def change(settings: Settings) -> None:
         settings["params"]["prepare"]["denoise"] = True
         settings["params"]["publish"] = {"to": "all"}
 
-    written(tmp_path / "newer", change)
+    write_with(tmp_path / "newer", change)
     assert Checkpoint.open(tmp_path / "newer").params.prepare.image_size == 8
-    written(tmp_path / "older", lambda _: None, made=None)
+    write_with(tmp_path / "older", lambda _: None, made=None)
     assert Checkpoint.open(tmp_path / "older").step == 4
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda s: s["params"]["train"]["optimizer"].update(eps=1e-8), "train.optimizer.eps"),
         (lambda s: s["params"]["sample"].update(sampler="heun"), "sample.sampler: 'heun' given"),
         (lambda s: s["network"].update(norm="rms"), "norm"),
     ],
 )
-def test_what_another_version_means_names_that_version_and_no_damage(
-    tmp_path: Path, change: Callable[[Settings], object], told: str
+def test_other_version_is_reported_and_not_as_damage(
+    tmp_path: Path, change: Callable[[Settings], object], message: str
 ) -> None:
     config = make_config(tmp_path, train={"steps": 4})
     workspace = Workspace.open(config.workspace)
-    written(workspace.path(snapshot_key(4)), change)
-    with pytest.raises(UserError, match=rf"(?s){told}.*by ddpm 9\.9, and this is") as caught:
+    write_with(workspace.path(snapshot_key(4)), change)
+    with pytest.raises(UserError, match=rf"(?s){message}.*by ddpm 9\.9; this is") as caught:
         look_at_checkpoint(workspace, 4)
     assert not isinstance(caught.value, Corrupt)
     with pytest.raises(UserError, match=r"by ddpm 9\.9") as caught:
         plan.look_at_chosen(config, workspace)
     assert plan.MENDING not in str(caught.value)
-    with pytest.raises(UserError, match=r"by ddpm 9\.9"):  # and it stays where it is
+    with pytest.raises(UserError, match=r"by ddpm 9\.9"):  # and the snapshot stays in its place
         resume.damaged(workspace, [4], 0)
 
 
-def test_settings_that_no_version_can_mean_are_damage(tmp_path: Path) -> None:
-    written(tmp_path / "bad", lambda s: s["params"]["sample"].update(steps=-1), made=__version__)
+def test_settings_invalid_for_every_version_are_damage(tmp_path: Path) -> None:
+    write_with(tmp_path / "bad", lambda s: s["params"]["sample"].update(steps=-1), made=__version__)
     with pytest.raises(Corrupt, match=r"sample\.steps: -1 given"):
         Checkpoint.open(tmp_path / "bad")

@@ -1,4 +1,4 @@
-"""A batch in two halves: the same images, and PyTorch's threads as they were."""
+"""Drawing a batch in two halves: equal images, and PyTorch's threads are restored."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ddpm_core import rng
 from ddpm_core.config import Diffusion, Sample
-from ddpm_core.models.unet import UNet, UNetConfig
-from ddpm_core.sampling.halves import in_halves
-from ddpm_core.sampling.sampler import ImageSampler
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.models.unet import UNet
+from ddpm_core.sampling.sampler import ImageSampler, in_halves
 
 NETWORK = UNetConfig(8, 1, 16, (1, 2), 1, (4,), conditioning="class", classes=3)
 DATA = {"classes": ["a", "b", "c"], "class_counts": [1, 2, 3]}
@@ -28,7 +28,7 @@ def one_thread_again() -> Iterator[None]:
 
 @torch.no_grad()
 def network() -> UNet:
-    """Random weights, the last layers' too: all that is computed can be seen in the images."""
+    """Return a network with random weights, its last layers too, so that images depend on all."""
     made = UNet(NETWORK)
     for number, weight in enumerate(made.parameters()):
         key = rng.key(rng.Purpose.INIT, number)
@@ -38,7 +38,7 @@ def network() -> UNet:
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 @pytest.mark.parametrize("count", [1, 5])
-def test_two_threads_draw_the_images_that_one_draws(count: int, guidance: float) -> None:
+def test_two_threads_draw_the_same_images_as_one(count: int, guidance: float) -> None:
     settings = Sample(steps=3, guidance=guidance)
     sampler = ImageSampler(network(), DATA, settings, Diffusion())
     alone = sampler.images(range(7, 7 + count))
@@ -60,7 +60,7 @@ def test_each_half_has_half_of_the_threads(threads: int, shares: list[int]) -> N
     assert seen == shares
 
 
-def test_later_threads_have_the_number_of_before_also_after_an_error() -> None:
+def test_thread_count_is_restored_after_an_error() -> None:
     def work(rows: Tensor) -> Tensor:
         raise ValueError("no images")
 

@@ -1,4 +1,4 @@
-"""The animation of the forward process shows what the process does."""
+"""The animation of the forward process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ddpm_core.diffusion.process import SCHEDULES, make_schedule
 from ddpm_core.errors import UserError
 from ddpm_core.sampling.animations import (
     FRAMES,
+    GAP,
     HELD,
     MOMENTS,
     TILE,
@@ -23,11 +24,10 @@ from ddpm_core.sampling.animations import (
     noisy,
 )
 from ddpm_core.sampling.images import Pixels
-from ddpm_core.sampling.sheet import GAP
 from ddpm_core.storage.workspace import Workspace
 
 
-def pictures(count: int = 2, size: int = 8, channels: int = 1) -> Pixels:
+def ramps(count: int = 2, size: int = 8, channels: int = 1) -> Pixels:
     ramp = np.linspace(0, 255, size * size).reshape(1, size, size, 1)
     return np.tile(ramp, (count, 1, 1, channels)).astype(np.uint8)
 
@@ -41,38 +41,36 @@ def frames(path: Path) -> list[Pixels]:
     return shown
 
 
-# What is shown
+# Content
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_an_animation_goes_from_the_image_to_noise_and_a_strip_lies_beside_it(
-    tmp_path: Path, channels: int
-) -> None:
+def test_animation_goes_from_image_to_noise_beside_a_strip(tmp_path: Path, channels: int) -> None:
     path, strip = destroy(
-        pictures(channels=channels), ["linear", "cosine"], 100, tmp_path / "new" / "x.gif"
+        ramps(channels=channels), ["linear", "cosine"], 100, tmp_path / "new" / "x.gif"
     )
     shown = frames(path)
     assert FRAMES <= len(shown) <= FRAMES + HELD
     changed = [float(np.abs(frame.astype(float) - shown[0]).mean()) for frame in shown]
     assert changed[-1] > changed[FRAMES // 4] > 0
-    with Image.open(strip) as picture:
-        assert picture.format == "PNG" and picture.width > MOMENTS * 128
+    with Image.open(strip) as opened:
+        assert opened.format == "PNG" and opened.width > MOMENTS * 128
 
 
 def test_every_schedule_has_a_row_and_every_image_a_column(tmp_path: Path) -> None:
     sizes = {}
     for count in (1, 3):
         for schedules in (["cosine"], ["linear", "cosine"]):
-            path, _ = destroy(pictures(count), schedules, 21, tmp_path / "x.gif")
+            path, _ = destroy(ramps(count), schedules, 21, tmp_path / "x.gif")
             sizes[count, len(schedules)] = frames(path)[0].shape
     assert sizes[1, 2][0] - sizes[1, 1][0] == sizes[3, 2][0] - sizes[3, 1][0] == 136
     assert sizes[3, 1][1] - sizes[1, 1][1] == 2 * 136
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_the_image_itself_comes_first_and_the_end_does_not_know_it(schedule: str) -> None:
+def test_noisy_goes_from_the_image_to_pure_noise(schedule: str) -> None:
     made = make_schedule(schedule, 100)
-    images = pictures(size=32)
+    images = ramps(size=32)
     assert np.array_equal(noisy(images, made, -1, 0), images)
     dark = noisy(np.zeros_like(images), made, 99, 0).astype(float)
     assert np.abs(noisy(images, made, 99, 0) - dark).max() <= 3
@@ -80,84 +78,84 @@ def test_the_image_itself_comes_first_and_the_end_does_not_know_it(schedule: str
     assert not np.array_equal(dark[0], dark[1])
 
 
-def test_nothing_but_the_schedule_differs_between_rows() -> None:
-    """Where two schedules have left as much of the image, their pictures are the same."""
+def test_rows_differ_by_their_schedule_alone() -> None:
+    """At equal alpha_bar, two schedules give equal images."""
     a, b = make_schedule("cosine", 100), make_schedule("cosine", 200)
     early, late = 40, int((b.alphas_bar - a.alphas_bar[40]).abs().argmin())
-    one, other = noisy(pictures(), a, early, 7), noisy(pictures(), b, late, 7)
+    one, other = noisy(ramps(), a, early, 7), noisy(ramps(), b, late, 7)
     assert np.abs(one.astype(float) - other).max() <= 4
 
 
-def test_the_same_seed_makes_the_same_file_and_another_one_another(tmp_path: Path) -> None:
+def test_the_file_depends_on_the_seed_alone(tmp_path: Path) -> None:
     first, again, other = (
-        destroy(pictures(), ["cosine"], 30, tmp_path / f"{name}.gif", seed)[0].read_bytes()
+        destroy(ramps(), ["cosine"], 30, tmp_path / f"{name}.gif", seed)[0].read_bytes()
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
     )
     assert first == again
     assert first != other
 
 
-def test_large_images_are_reduced_and_only_as_many_shown_as_fit(tmp_path: Path) -> None:
+def test_large_images_are_reduced_and_surplus_ones_left_out(tmp_path: Path) -> None:
     wide = np.zeros((9, 300, 500, 3), np.uint8)
     path, _ = destroy(wide, ["cosine"], 3, tmp_path / "wide.gif")
     height, width = frames(path)[0].shape
     assert height < 250 and width < 1100
-    many = destroy(pictures(40), ["cosine"], 3, tmp_path / "many.gif")[0]
+    many = destroy(ramps(40), ["cosine"], 3, tmp_path / "many.gif")[0]
     assert frames(many)[0].shape[1] < 1100
 
 
-def test_a_process_shorter_than_the_animation_has_a_frame_for_each_step(tmp_path: Path) -> None:
-    path, _ = destroy(pictures(), ["cosine"], 2, tmp_path / "short.gif")
+def test_short_process_has_one_frame_per_step(tmp_path: Path) -> None:
+    path, _ = destroy(ramps(), ["cosine"], 2, tmp_path / "short.gif")
     assert 3 <= len(frames(path)) <= 3 + HELD
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(
-    ("name", "schedules", "timesteps", "count", "sentence"),
+    ("name", "schedules", "timesteps", "count", "message"),
     [
-        ("x.png", ["cosine"], 100, 1, "The animation is a GIF, but 'x.png' given"),
+        ("x.png", ["cosine"], 100, 1, "'x.png': the animation's name must end in .gif"),
         ("x.gif", ["cosine", "sine"], 100, 1, "schedule: 'sine' given; known are linear, cosine"),
         ("x.gif", ["linear"], 20, 1, "timesteps: 20 given with schedule linear"),
-        ("x.gif", ["cosine"], 100, 0, "There is no image to destroy"),
+        ("x.gif", ["cosine"], 100, 0, "There are no images to animate"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_in_a_sentence(
-    tmp_path: Path, name: str, schedules: list[str], timesteps: int, count: int, sentence: str
+def test_invalid_arguments_are_reported(
+    tmp_path: Path, name: str, schedules: list[str], timesteps: int, count: int, message: str
 ) -> None:
-    with pytest.raises(UserError, match=sentence):
-        destroy(pictures(count), schedules, timesteps, tmp_path / name)
+    with pytest.raises(UserError, match=message):
+        destroy(ramps(count), schedules, timesteps, tmp_path / name)
 
 
-def test_what_cannot_be_written_is_told_and_leaves_what_was_there(tmp_path: Path) -> None:
+def test_write_errors_are_reported_and_existing_files_stay(tmp_path: Path) -> None:
     (tmp_path / "dir.gif").mkdir()
     (tmp_path / "still.png").mkdir()
     (tmp_path / "file").write_text("a file")
     (tmp_path / "mine.png").write_text("my own")
     before = sorted(tmp_path.rglob("*"))
-    for name, told in {
-        "dir.gif": "dir.gif is a folder",
-        "still.gif": "still.png is a folder",
+    for name, message in {
+        "dir.gif": "dir.gif: it is a folder",
+        "still.gif": "still.png: it is a folder",
         "file/x.gif": r"Cannot write .*x\.gif and x\.png: ",
         "x" * 300 + ".gif": "File name too long",
-        "mine.gif": r"mine\.png is there already",
+        "mine.gif": r"its strip would replace .*mine\.png",
     }.items():
-        with pytest.raises(UserError, match=told):
-            destroy(pictures(), ["cosine"], 3, tmp_path / name)
+        with pytest.raises(UserError, match=message):
+            destroy(ramps(), ["cosine"], 3, tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "mine.png").read_text() == "my own"
 
 
 @pytest.mark.parametrize("room", [0, 2000])
-def test_a_full_disk_leaves_the_earlier_animation(tmp_path: Path, room: int) -> None:
-    path, strip = destroy(pictures(), ["cosine"], 3, tmp_path / "x.gif")
+def test_full_disk_keeps_the_earlier_animation(tmp_path: Path, room: int) -> None:
+    path, strip = destroy(ramps(), ["cosine"], 3, tmp_path / "x.gif")
     before = {item: item.read_bytes() for item in (path, strip)}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
         with pytest.raises(UserError, match=r"Cannot write .*: File too large"):
-            destroy(pictures(), ["linear"], 100, path)
+            destroy(ramps(), ["linear"], 100, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {item: item.read_bytes() for item in tmp_path.iterdir()} == before
@@ -166,20 +164,20 @@ def test_a_full_disk_leaves_the_earlier_animation(tmp_path: Path, room: int) -> 
 # From prepared data
 
 
-def test_prepared_images_are_destroyed_by_every_schedule_that_their_steps_allow(
+def test_destroy_prepared_shows_every_possible_schedule(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "raw").mkdir()
     for i in range(8):
-        Image.fromarray(pictures()[0, :, :, 0] // (i + 1)).save(tmp_path / f"raw/{i}.png")
+        Image.fromarray(ramps()[0, :, :, 0] // (i + 1)).save(tmp_path / f"raw/{i}.png")
     workspace = Workspace.open(str(tmp_path / "workspace"))
     source = {"source": str(tmp_path / "raw"), "image_size": 8, "holdout": 0.0, "workers": 1}
     prepare(validate({"prepare": source, "train": {"batch_size": 4}}), workspace)
     heights = []
     for timesteps in (20, 50):
         config = validate({"diffusion": {"timesteps": timesteps}})
-        told = destroy_prepared(config, workspace, 3, tmp_path / "x.gif")
-        assert "x.gif" in told and "x.png" in told
+        message = destroy_prepared(config, workspace, 3, tmp_path / "x.gif")
+        assert "x.gif" in message and "x.png" in message
         heights.append(frames(tmp_path / "x.gif")[0].shape[0])
-    # Of 20 steps the schedule of the settings is shown, of more all of them, a row each.
+    # With 20 steps only cosine is defined; with more, every schedule has a row.
     assert heights[1] - heights[0] == (len(SCHEDULES) - 1) * (TILE + GAP)
