@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from ddpm_core import __version__
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
-from ddpm_core.config.mistakes import fields_of, section_of
+from ddpm_core.config.problems import fields_of, section_of
 from ddpm_core.errors import Corrupt, UserError
 
 NEEDED = ("model", "diffusion", "train", "sample")  # sections without which a network means nothing
@@ -27,7 +27,7 @@ def read_params(given: dict[str, Any], name: str, made: str | None) -> Config:
     if unknown := list(_unknown(needed, Config)):
         raise of_another_version(name, f"has settings unknown here: {', '.join(unknown)}.", made)
     try:
-        return params.validate(sections, f" in {name}")
+        return params.validate(sections, name)
     except UserError as error:
         if made in (None, __version__):
             raise Corrupt(f"{error!s:.1000}") from error

@@ -713,8 +713,8 @@ def test_names_that_mlflow_refuses_in_the_end_are_refused_at_once(alias: str, na
     with pytest.raises(UserError) as refused:
         params.validate({"register": {"alias": alias, "name": name}})
     told = str(refused.value)
-    assert f"register.alias: {alias!r} given; MLflow keeps latest" in told
-    assert f"register.name: {name!r} given; one that is no path of dots is needed" in told
+    assert f"register.alias: got {alias!r}; must not be latest" in told
+    assert f"register.name: got {name!r}; must not be . or begin with .." in told
 
 
 def test_names_like_them_are_taken() -> None:
