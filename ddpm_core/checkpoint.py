@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, InstanceOf
 from ddpm_core import __version__
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
-from ddpm_core.config.mistakes import fields_of, section_of
+from ddpm_core.config.problems import fields_of, section_of
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.models.config import UNetConfig
 from ddpm_core.storage import MANIFEST, verify
@@ -246,7 +246,7 @@ def read_params(given: dict[str, Any], name: str, made_by: str | None) -> Config
     if unknown := list(_unknown(needed, Config)):
         raise _other_version_error(name, f"has unknown settings: {', '.join(unknown)}.", made_by)
     try:
-        return params.validate(sections, f" in {name}")
+        return params.validate(sections, name)
     except UserError as error:
         if made_by in (None, __version__):
             raise Corrupt(f"{error!s:.1000}") from error

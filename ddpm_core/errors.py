@@ -9,6 +9,8 @@ from types import ModuleType
 
 from ddpm_core.text import counted, masked
 
+MAX_SHOWN = 60  # characters of a value in a message
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -32,6 +34,13 @@ class Problem:
         """Return the problem with its paths relative to the parent of `section`."""
         involves = tuple(f"{section}.{path}" for path in self.involves)
         return replace(self, path=f"{section}.{self.path}", involves=involves)
+
+
+def got(value: object) -> str:
+    """Return "got VALUE", with the value as a person would write it in YAML, cut if it is long."""
+    named = {None: "null", True: "true", False: "false"}
+    text = named[value] if value is None or isinstance(value, bool) else repr(value)
+    return f"got {text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + '...'}"
 
 
 class UserError(Exception):

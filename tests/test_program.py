@@ -41,7 +41,7 @@ def test_help_and_bad_params_answer_without_torch(tmp_path: Path) -> None:
 def test_every_verb_tells_a_mistake_in_the_params_in_one_message(tmp_path: Path, verb: str) -> None:
     (tmp_path / "params.yaml").write_text("trian: {}\nseed: x")
     said = ddpm(tmp_path, verb, status=1)
-    assert "2 mistakes in params.yaml" in said
+    assert "2 problems in params.yaml" in said
     assert "Traceback" not in said
 
 
@@ -52,7 +52,7 @@ def test_every_verb_tells_a_mistake_in_the_params_in_one_message(tmp_path: Path,
         (["sample"], "ddpm train"),
         (["evaluate"], "ddpm"),
         (["sample", "--shard", "4/4"], "I from 0 to N - 1"),
-        (["train", "--resume", "never"], "auto or strict"),
+        (["train", "--resume", "never"], "must be auto or strict"),
         (["train", "-S", "device=cuda:77"], "device: cuda:77"),
         (["train", "-p", "absent.yaml"], "Cannot read the params file absent.yaml"),
         (["check-data", "absent"], "absent"),

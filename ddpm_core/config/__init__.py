@@ -1,8 +1,7 @@
-"""What to do: the sections of params.yaml as frozen, validated objects.
+"""The settings of params.yaml as frozen, validated objects.
 
-Nothing here imports torch, so `ddpm --help` and a mistake in a params file answer at once.
-Every mistake of a file is reported together, each with its path, what was given and what is
-allowed.
+Nothing here imports torch, so that `ddpm --help` and errors in a params file appear at once. All
+problems of a file are reported together, each with its path, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from ddpm_core.config.prepare import Prepare
 from ddpm_core.config.results import Evaluate, Register, Sample, Tracking
 from ddpm_core.config.section import Section
 from ddpm_core.config.train import Loss, Optimizer, Timesteps, Train
+from ddpm_core.errors import Invalid, Problem, got
 from ddpm_core.text import masked, throughout
 
 __all__ = [
@@ -36,30 +36,23 @@ __all__ = [
 ]
 
 
-# What is the matter where guidance can't work, and what else would do.
-_UNGUIDED = {
-    "model.conditioning": "model.conditioning is none; 1, for no guidance,",
-    "train.label_drop": "train.label_drop is 0; 1, for no guidance, or a label_drop",
-}
-
-
 class Config(Section):
-    """A whole params.yaml."""
+    """All settings of a params.yaml."""
 
     def dump(self) -> dict[str, Any]:
-        """Plain data, as in a params file; `params.validate` makes the same Config of it."""
+        """Return plain data, as in a params file. `load.validate` turns it into the same Config."""
         return self.model_dump(mode="json", by_alias=True)
 
     def record(self) -> dict[str, Any]:
-        """The same without secrets: what logs, MLflow, checkpoints and results get."""
+        """Return `dump` without secrets, for logs, MLflow, checkpoints and results."""
         return dict(throughout(masked, self.dump()))
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        0, description="of weights, batches and noise: the same seed gives the same model"
+        0, description="seed of weights, batches and noise: the same seed gives the same model"
     )
     workspace: str = Field(
         "workspace",
-        description="where everything is kept: a directory or s3://bucket/prefix; -w overrides it",
+        description="where all results are stored: a directory or s3://bucket/prefix; or use -w",
     )
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = Field(
         "auto", description="auto, cpu, mps, cuda or cuda:N"
@@ -70,13 +63,15 @@ class Config(Section):
     train: Train = Train()
     sample: Sample = Sample()
     evaluate: Evaluate = Evaluate()
-    registration: Register = Field(Register(), alias="register")  # a class has a `register`
+    registration: Register = Field(
+        Register(), alias="register"
+    )  # `register` is a method of ABC classes
     tracking: Tracking = Tracking()
 
     @model_validator(mode="before")
     @classmethod
-    def _attention_suits(cls, given: Any) -> Any:
-        """Put image sizes in the place of `model.attention: auto`, and where it is not given."""
+    def _choose_attention(cls, given: Any) -> Any:
+        """Replace `model.attention: auto`, which is also the default, by image sizes."""
         if not isinstance(given, dict):
             return given
         model, prepare = given.get("model", {}), given.get("prepare", {})
@@ -91,71 +86,94 @@ class Config(Section):
         return {**given, "model": {**model, "attention": chosen}}
 
     @model_validator(mode="after")
-    def _sections_agree(self, info: ValidationInfo) -> Self:
-        mistakes = self._network_mistakes() + self._homeless()
-        # What is trained already says by itself what it can draw (generate.plan.must_suit).
+    def _check_combinations(self, info: ValidationInfo) -> Self:
+        problems = self._network_problems() + self._path_problems()
+        # A trained checkpoint knows by itself what it can draw (sampling.plan.must_suit).
         if not (info.context or {}).get("trained"):
-            mistakes += self._sampling_mistakes()
-        if mistakes:
-            raise ValueError("\n".join(mistakes))
+            problems += self._sampling_problems()
+        if problems:
+            raise Invalid(problems)
         return self
 
-    def _network_mistakes(self) -> list[str]:
+    def _network_problems(self) -> list[Problem]:
         size, levels = self.prepare.image_size, len(self.model.multipliers)
+        involves = ("prepare.image_size", "model.multipliers")
         divisor = 2 ** (levels - 1)
         if size % divisor:
             below, above = size // divisor * divisor, -(-size // divisor) * divisor
             allowed = f"{below} or {above}" if below else f"{above}"
-            return [
-                f"prepare.image_size: {size} given; a network of {levels} levels halves it "
-                f"{levels - 1} times, so a multiple of {divisor} is needed: {allowed}"
-            ]
+            expected = f"must be a multiple of {divisor} for a network of {levels} levels"
+            hint = f"use {allowed}"
+            return [Problem("prepare.image_size", got(size), expected, hint, involves=involves)]
         sizes = [size // 2**level for level in range(levels)]
-        mistakes = [
-            f"model.attention: {a} given; the network of prepare.image_size {size} works at "
-            f"{sizes}; or auto"
-            for a in self.model.attention
-            if a not in sizes
+        expected = f"must be auto, or from {sizes}, the sizes in a network for {size} pixels"
+        problems = [
+            Problem("model.attention", got(attention), expected, involves=involves)
+            for attention in self.model.attention
+            if attention not in sizes
         ]
         if any(width % self.model.heads for width in self.model.widths):
-            mistakes.append(
-                f"model.heads: {self.model.heads} given; it must divide the channels of every "
-                f"level, {self.model.widths}"
+            expected = f"must divide the channels of every level, {self.model.widths}"
+            involves = ("model.channels", "model.multipliers")
+            problems.append(
+                Problem("model.heads", got(self.model.heads), expected, involves=involves)
             )
-        return mistakes
+        return problems
 
-    def _homeless(self) -> list[str]:
-        """Paths that begin with ~ and have no home; those of the source and the workspace are
-        reported where they are opened."""
+    def _path_problems(self) -> list[Problem]:
+        problems = []
+        # An empty path, as from a shell variable that is not set, is not the current directory.
+        if not self.workspace.strip():
+            expected = "must be a directory or s3://bucket/prefix"
+            problems.append(Problem("workspace", got(self.workspace), expected))
+        if not self.prepare.source.strip():
+            expected = "must be digits, a directory or another source"
+            problems.append(Problem("prepare.source", got(self.prepare.source), expected))
+        # The homes of the workspace and the source are checked where they are opened.
         paths = {
             "train.init": self.train.init or "",
             "evaluate.inception_weights": self.evaluate.inception_weights or "",
             "tracking.uri": self.tracking.uri.removeprefix("sqlite:///").removeprefix("file://"),
         }
-        return [
-            f"{name}: {path!r} given; no home directory is known for {path.partition('/')[0]}, so "
-            "a path without it is needed"
-            for name, path in paths.items()
-            if path.startswith("~") and os.path.expanduser(path) == path  # noqa: PTH111
-        ]
+        for name, path in paths.items():
+            if path.startswith("~") and os.path.expanduser(path) == path:  # noqa: PTH111
+                expected = f"must not begin with {path.partition('/')[0]}, which has no home"
+                problems.append(Problem(name, got(path), expected, "write the path without ~"))
+        return problems
 
-    def _sampling_mistakes(self) -> list[str]:
-        mistakes = []
-        if self.sample.steps > self.diffusion.timesteps:
-            mistakes.append(
-                f"sample.steps: {self.sample.steps} given; there are only "
-                f"{self.diffusion.timesteps} (diffusion.timesteps)"
+    def _sampling_problems(self) -> list[Problem]:
+        sample, problems = self.sample, []
+        if sample.steps > self.diffusion.timesteps:
+            expected = f"must be at most diffusion.timesteps, {self.diffusion.timesteps}"
+            problems.append(
+                Problem(
+                    "sample.steps",
+                    got(sample.steps),
+                    expected,
+                    involves=("diffusion.timesteps",),
+                )
             )
-        if self.sample.classes is not None and self.model.conditioning != "class":
-            mistakes.append("sample.classes: given, but model.conditioning is not class")
-        if self.sample.prompts is not None and self.model.conditioning != "text":
-            mistakes.append("sample.prompts: given, but model.conditioning is not text")
-        if lacks := self.sample.guidance_lacks(self.model.conditioning, self.train.label_drop):
-            mistakes.append(
-                f"sample.guidance: {self.sample.guidance:g} given, but {_UNGUIDED[lacks]} is needed"
+        for name, condition in (("classes", "class"), ("prompts", "text")):
+            given = getattr(sample, name)
+            if given is not None and self.model.conditioning != condition:
+                expected = f"requires model.conditioning {condition}"
+                problems.append(
+                    Problem(
+                        f"sample.{name}",
+                        got(list(given)),
+                        expected,
+                        involves=("model.conditioning",),
+                    )
+                )
+        if setting := sample.guidance_lacks(self.model.conditioning, self.train.label_drop):
+            value = "none" if setting == "model.conditioning" else "0"
+            expected = f"must be 1 (no guidance) with {setting} {value}"
+            problems.append(
+                Problem("sample.guidance", got(sample.guidance), expected, involves=(setting,))
             )
-        if isinstance(self.sample.ema, float) and self.sample.ema not in self.train.ema:
-            mistakes.append(
-                f"sample.ema: {self.sample.ema} given; train.ema has {list(self.train.ema)}"
+        if isinstance(sample.ema, float) and sample.ema not in self.train.ema:
+            expected = f"must be one of train.ema, {list(self.train.ema)}"
+            problems.append(
+                Problem("sample.ema", got(sample.ema), expected, involves=("train.ema",))
             )
-        return mistakes
+        return problems

@@ -1,19 +1,18 @@
-"""Reads params.yaml and `-S section.key=value` overrides into a Config."""
+"""Load params.yaml and `-S section.key=value` overrides into a Config."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from ddpm_core.config import Config, yaml_text
-from ddpm_core.config.mistakes import fields_of, section_of, sentences
 from ddpm_core.config.paths import output_path
-from ddpm_core.errors import UserError
-from ddpm_core.text import counted
+from ddpm_core.config.problems import fields_of, problems_of, section_of
+from ddpm_core.errors import Problem, UserError, invalid
 
 _NEEDED = "sections such as `train:`"
 
@@ -24,22 +23,24 @@ def load(
     workspace: str | None = None,
     trained: bool = False,
 ) -> Config:
-    """The Config of a params file; without one, the built-in defaults (the digits).
+    """Return the Config of a params file, or the built-in defaults (the digits) without one.
 
-    `overrides` are `section.key=value`, the value in YAML or, where a text is wanted, as it stands.
-    Raises UserError with every mistake; for what is `trained` already `sample` need not suit
-    `model` and `diffusion`, which only train.
+    `overrides` are `section.key=value`. The value is YAML, except for settings that contain a text,
+    which is taken literally. With `trained`, the section `sample` does not have to fit `model` and
+    `diffusion`, because only training uses those.
+
+    Raises:
+        UserError: the file cannot be read, or its settings are invalid. Lists every problem.
     """
     given = yaml_text.read(path, "params file", _NEEDED) if path is not None else {}
-    origin = f" in {path}" if given else ""
-    return _resolve(given, overrides, workspace, origin, trained)
+    return _resolve(given, overrides, workspace, str(path) if given else "", trained)
 
 
 def load_text(
     text: str, name: str, overrides: Sequence[str] = (), workspace: str | None = None
 ) -> Config:
-    """The Config of a params file's text, which errors call by `name`; otherwise as `load`."""
-    return _resolve(yaml_text.parse(text, name, _NEEDED), overrides, workspace, f" in {name}")
+    """Return the Config of the text of a params file, which errors call `name`. See `load`."""
+    return _resolve(yaml_text.parse(text, name, _NEEDED), overrides, workspace, name)
 
 
 def _resolve(
@@ -49,21 +50,22 @@ def _resolve(
     origin: str,
     trained: bool = False,
 ) -> Config:
-    mistakes, options = list[str](), dict[str, str]()
-    alone, given = not given, _filled(given, Config)
+    problems, options = list[Problem](), dict[str, str]()
+    no_file, given = not given, _with_empty_sections(given, Config)
     for item in overrides:
-        path = _new(given, item.partition("=")[0].strip())
-        if mistake := override(given, item):
-            mistakes.append(mistake)
+        path = _new_part(given, item.partition("=")[0].strip())
+        if problem := override(given, item):
+            problems.append(problem)
         else:
             options[path] = "-S"
     if workspace is not None:
         given["workspace"], options["workspace"] = workspace, "-w"
-    return _absolute(validate(given, origin, mistakes, trained, {} if alone else options))
+    config = validate(given, origin, problems, trained, {} if no_file else options)
+    return _with_absolute_store(config)
 
 
-def _new(given: Any, path: str) -> str:
-    """The beginning of a dotted path that `given` does not have yet; all of it where it has."""
+def _new_part(given: Any, path: str) -> str:
+    """Return the part of a dotted path up to the first key that is missing in `given`."""
     keys = path.split(".")
     for number, key in enumerate(keys, 1):
         given = given.get(key) if isinstance(given, dict) else None
@@ -72,68 +74,76 @@ def _new(given: Any, path: str) -> str:
     return path
 
 
-def _filled(given: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """The same, with nothing where all settings of a section are commented out."""
+def _with_empty_sections(given: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """Return settings with {} for sections that are null: all their lines are commented out."""
     sections = {name: section for name, f in fields_of(model).items() if (section := section_of(f))}
     filled = dict(given)
     for name in sections.keys() & given.keys():
         below = {} if given[name] is None else given[name]
-        filled[name] = _filled(below, sections[name]) if isinstance(below, dict) else below
+        is_section = isinstance(below, dict)
+        filled[name] = _with_empty_sections(below, sections[name]) if is_section else below
     return filled
 
 
 def validate(
     given: dict[str, Any],
     origin: str = "",
-    mistakes: Sequence[str] = (),
+    problems: Sequence[Problem] = (),
     trained: bool = False,
     options: Mapping[str, str] | None = None,
 ) -> Config:
-    """The Config of plain data, or a UserError that lists all mistakes, each with its path.
+    """Return the Config of plain data. Raises UserError that lists every problem.
 
-    `origin` is where they stand, as in " in params.yaml", apart from the paths that `options` set:
-    {path: option}. `mistakes` were found before. Settings are compared with each other once each
-    is right by itself, so what is wrong is left out for another look at the rest.
+    `origin` is the file that contains the settings, apart from the paths that `options` set, as
+    {path: option}. `problems` are listed first.
+
+    Pydantic compares settings with each other only when each is valid by itself. So this function
+    removes the invalid ones and validates the rest, until nothing is invalid or nothing can be
+    removed. Comparisons that involve a removed setting are not reported.
     """
-    lines, left_out, rest = list(mistakes), list[str](), given
+    found, removed, rest = list(problems), list[str](), given
     while True:
         try:
             config = Config.model_validate(rest, context={"trained": trained})
         except ValidationError as error:
-            lines += [line for line in sentences(error) if not _mentions(line, left_out)]
-            paths = [path for item in error.errors() if (path := _leave_out(item["loc"], rest))]
+            found += [p for p in problems_of(error, Config) if not _involves(p, removed)]
+            paths = [path for item in error.errors() if (path := _innermost(item["loc"], rest))]
         else:
-            lines += _nameless(config)
-            paths = []
+            break
         if not paths:
             break
-        left_out += [".".join(path) for path in paths]
+        removed += [".".join(path) for path in paths]
         for path in paths:
             rest = _without(rest, path)
-    if not lines:
+    if not found:
         return config
-    raise UserError(_listed(list(dict.fromkeys(lines)), origin, options or {}))
+    found = [_with_option(problem, options or {}) for problem in dict.fromkeys(found)]
+    if all(problem.option for problem in found):
+        origin = ""  # the file itself is valid
+    elif origin and options:
+        origin += f" with {', '.join(sorted(set(options.values())))}"
+    raise invalid(found, origin)
 
 
-def _listed(lines: list[str], origin: str, options: Mapping[str, str]) -> str:
-    """All mistakes, and whether the file is to blame or an option."""
-    if origin:
-        marked = [_marked(line, options) for line in lines]
-        elsewhere = all(a != b or a.startswith("-S ") for a, b in zip(lines, marked, strict=True))
-        with_options = f" with {', '.join(sorted(set(options.values())))}" if options else ""
-        lines, origin = marked, "" if elsewhere else origin + with_options
-    return f"{counted(len(lines), 'mistake')}{origin}:\n" + "\n".join(f"  {line}" for line in lines)
+def _with_option(problem: Problem, options: Mapping[str, str]) -> Problem:
+    """Return a problem with the option that set its path."""
+    for path, option in options.items():
+        if is_below(problem.path, path):
+            return replace(problem, option=option)
+    return problem
 
 
-def _marked(line: str, options: Mapping[str, str]) -> str:
-    """A mistake, with the option that set what it begins with."""
-    path = re.split(r"[:\[]", line, maxsplit=1)[0]
-    by = [option for start, option in options.items() if f"{path}.".startswith(f"{start}.")]
-    return f"{line} (given by {by[0]})" if by else line
+def is_below(path: str, start: str) -> bool:
+    """Return whether a dotted path is `start` or below it, as are `start.key` and `start[0]`."""
+    return path == start or path.startswith((f"{start}.", f"{start}["))
 
 
-def _leave_out(location: tuple[int | str, ...], given: dict[str, Any]) -> list[str]:
-    """The keys that lead to the innermost value that a mistake's location names."""
+def _involves(problem: Problem, paths: Sequence[str]) -> bool:
+    return any(is_below(part, path) for part in (problem.path, *problem.involves) for path in paths)
+
+
+def _innermost(location: tuple[int | str, ...], given: dict[str, Any]) -> list[str]:
+    """Return the keys that lead to the innermost value that pydantic's location names."""
     path: list[str] = []
     node: Any = given
     for part in location:
@@ -145,6 +155,7 @@ def _leave_out(location: tuple[int | str, ...], given: dict[str, Any]) -> list[s
 
 
 def _without(given: dict[str, Any], path: list[str]) -> dict[str, Any]:
+    """Return settings without the value at a path."""
     key, *below = path
     rest = {name: value for name, value in given.items() if name != key}
     if below and isinstance(given.get(key), dict):
@@ -152,41 +163,30 @@ def _without(given: dict[str, Any], path: list[str]) -> dict[str, Any]:
     return rest
 
 
-def _mentions(line: str, paths: Iterable[str]) -> bool:
-    return any(re.search(rf"\b{re.escape(path)}\b", line) for path in paths)
-
-
-def _nameless(config: Config) -> Iterable[str]:
-    """An empty path, such as a variable of the shell that is not set, is no current folder."""
-    if not config.workspace.strip():
-        yield "workspace: '' given; a directory is needed, or s3://bucket/prefix"
-    if not config.prepare.source.strip():
-        yield "prepare.source: '' given; digits, a directory or another source is needed"
-
-
-def override(given: dict[str, Any], item: str) -> str | None:
-    """Set one `a.b=value` in `given`; the mistake in it, if there is one."""
+def override(given: dict[str, Any], item: str) -> Problem | None:
+    """Set one `section.key=value` in `given`. Returns the problem if that is impossible."""
     path, equals, text = item.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        return f"-S {item}: section.key=value is needed, as in -S train.steps=2000"
+        expected = "must be section.key=value, as in train.steps=2000"
+        return Problem(item, "invalid override", expected, option="-S")
     try:
-        value = text.strip() if _literal(keys, text) else yaml_text.value(text)
+        value = text.strip() if _is_literal(keys, text) else yaml_text.value(text)
     except ValueError as error:
-        return f"-S {item}: {error}"
+        return Problem(path.strip(), str(error), option="-S")
     node = given
     for key in keys[:-1]:
         if not isinstance(node.setdefault(key, {}), dict):
-            return f"-S {item}: {key} is a value, not a section"
+            return Problem(path.strip(), f"{key} is a value, not a section", option="-S")
         node = node[key]
     node[keys[-1]] = value
     return None
 
 
-def _literal(keys: Sequence[str], text: str) -> bool:
-    """Whether a value is a text as it stands, so that #808080 is a color and no comment.
+def _is_literal(keys: Sequence[str], text: str) -> bool:
+    """Return whether a value is a literal text, so that #808080 is a color and not a comment.
 
-    null is none in quotes alone: elsewhere it means that there is nothing, here as in a file.
+    A text in quotes is YAML, and so is null, which means no value here as in a file.
     """
     model: type[BaseModel] | None = Config
     for key in keys[:-1]:
@@ -198,14 +198,14 @@ def _literal(keys: Sequence[str], text: str) -> bool:
     return text.strip() != "null" and text.strip()[:1] not in ("'", '"')
 
 
-def _absolute(config: Config) -> Config:
+def _with_absolute_store(config: Config) -> Config:
     """Make a relative SQLite store absolute, so that all experiments of a project share it."""
     prefix, uri = "sqlite:///", config.tracking.uri
     if not uri.startswith(prefix) or uri.startswith(f"{prefix}/") or uri == f"{prefix}:memory:":
         return config
     try:
         store = output_path(uri.removeprefix(prefix))
-    except RuntimeError as error:  # ~ of a user that does not exist
-        raise UserError(f"tracking.uri: {uri!r}: {error} Write the path in full.") from error
+    except RuntimeError as error:  # ~user, and that user does not exist
+        raise UserError(f"tracking.uri: got {uri!r}: {error} Write the path without ~.") from error
     tracking = config.tracking.model_copy(update={"uri": f"{prefix}{store}"})
     return config.model_copy(update={"tracking": tracking})

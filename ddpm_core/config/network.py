@@ -1,4 +1,4 @@
-"""The sections model and diffusion: the network and what it is to undo."""
+"""The sections model and diffusion: the U-Net and the noise that it learns to remove."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ddpm_core.config.section import LEVELS, Depth, Section, Width, as_tuple
+from ddpm_core.errors import Invalid, Problem, got
 
 
 def attention_sizes(image_size: int, levels: int) -> list[int]:
-    """What `attention: auto` means: the largest image size of at most 16 below the images' own.
+    """Return the image sizes that `attention: auto` stands for.
 
-    16 is where Ho et al. (2020), section B, have it for images of 32 pixels. Where no level is so
-    small, it is the smallest there is.
+    That is the largest size of at most 16 pixels below the size of the images themselves: Ho et al.
+    (2020), section B, use 16 for images of 32 pixels. If no level is that small, it is the size of
+    the last level.
     """
     sizes = [max(1, image_size >> level) for level in range(levels)]
     small = [size for size in sizes if size <= 16 and size < image_size]
@@ -24,7 +26,8 @@ def _plain(number: float) -> int | float:
     return int(number) if number == int(number) else number
 
 
-Multiplier = Annotated[int | float, Field(gt=0, le=2**10), AfterValidator(_plain)]
+_Bounds = Field(gt=0, le=2**10)
+Multiplier = Annotated[Annotated[int, _Bounds] | Annotated[float, _Bounds], AfterValidator(_plain)]
 
 
 class Model(Section):
@@ -35,51 +38,52 @@ class Model(Section):
         tuple[Multiplier, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=LEVELS)
     ] = Field(
         (1, 2, 2),
-        description="channels of each level, times `channels`; a level halves the size",
+        description="channels of each level, times `channels`; each level halves the size",
     )
-    blocks: Depth = Field(1, description="residual blocks a level")
+    blocks: Depth = Field(1, description="residual blocks per level")
     attention: Annotated[tuple[Depth, ...], BeforeValidator(as_tuple)] = Field(
         (8,), description="image sizes with self-attention: a list, or auto, the largest up to 16"
     )
     heads: Width = Field(1, description="attention heads")
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.0, description="share of activations that are dropped in training"
+        0.0, description="share of activations dropped in training"
     )
     conditioning: Literal["none", "class", "text"] = Field(
-        "none", description="what an image can be asked for by"
+        "none", description="condition images on a class, a text prompt, or nothing"
     )
 
     @model_validator(mode="after")
-    def _widths_are_whole(self) -> Self:
+    def _check_widths(self) -> Self:
         for multiplier in self.multipliers:
             width = self.channels * multiplier
             if width < 1 or abs(width - round(width)) > 1e-6:
-                raise ValueError(
-                    f"multipliers: {multiplier} given; times channels, {self.channels}, it must be "
-                    "a whole number"
-                )
+                expected = f"times channels, {self.channels}, must be an integer of at least 1"
+                raise Invalid([Problem("multipliers", got(multiplier), expected)])
         return self
 
     @property
     def widths(self) -> list[int]:
-        """The number of channels at each level."""
+        """Return the number of channels at each level."""
         return [round(self.channels * multiplier) for multiplier in self.multipliers]
 
 
 class Diffusion(Section):
-    """The forward process and what the network predicts."""
+    """The forward process, and what the network predicts."""
 
     schedule: Literal["linear", "cosine"] = Field(
-        "cosine", description="how noise grows with the timestep"
+        "cosine", description="how the noise grows with the timestep"
     )
-    timesteps: Annotated[int, Field(ge=2, le=100_000)] = Field(1000, description="noise levels")
+    timesteps: Annotated[int, Field(ge=2, le=100_000)] = Field(
+        1000, description="number of noise levels"
+    )
     prediction: Literal["noise", "x0", "v"] = Field("v", description="what the network predicts")
 
     @model_validator(mode="after")
-    def _linear_needs_steps(self) -> Self:
+    def _check_linear_schedule(self) -> Self:
         if self.schedule == "linear" and self.timesteps <= 20:
-            raise ValueError(
-                f"timesteps: {self.timesteps} with schedule linear: its rescaled betas, up to "
-                "0.02 x 1000 / timesteps, reach 1; use more than 20 timesteps or schedule cosine"
+            # Its betas are rescaled and go up to 0.02 x 1000 / timesteps, which must stay below 1.
+            expected = "must be more than 20 with schedule linear"
+            raise Invalid(
+                [Problem("timesteps", got(self.timesteps), expected, "or use schedule cosine")]
             )
         return self

@@ -1,4 +1,4 @@
-"""The sections sample, evaluate, register and tracking: what is made of a training."""
+"""The sections sample, evaluate, register and tracking: what follows training."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from ddpm_core.config.section import (
     Width,
     as_tuple,
 )
+from ddpm_core.errors import Invalid, Problem, got
 
 EXTRACTORS = "-extractors"  # appended to tracking.experiment: the experiment with the extractors
 
 SamplerName = Literal["ddpm", "ddim", "dpmpp"]
 
-# Settings of `sample` that are not the sampler's: which images are wanted, how many, and how they
-# are cut, drawn and stored. Every other one tells scores and images apart.
+# Settings of `sample` that do not belong to the sampler: which images to draw, how many, and how
+# they are split, computed and stored. Scores and images with different values of any other setting
+# are not comparable.
 _NOT_OF_SAMPLER = {
     "checkpoints",
     "count",
@@ -49,43 +51,48 @@ class Sample(Section):
         BeforeValidator(as_tuple),
     ] = Field("all", description="latest, all, best, or a list of steps as in [200, 800]")
     count: Images = Field(
-        500, description="images of each checkpoint; scores compare at equal counts alone"
+        500, description="images per checkpoint; only scores of equal counts are comparable"
     )
-    batch_size: Batch = Field(250, description="images drawn at once")
+    batch_size: Batch = Field(250, description="images drawn at the same time")
     sampler: SamplerName = Field("dpmpp", description="how noise becomes an image")
-    steps: Steps = Field(20, description="evaluations of the network for an image")
+    steps: Steps = Field(20, description="evaluations of the network per image")
     spacing: Literal["uniform", "quadratic", "quadratic_official"] = Field(
-        "uniform", description="which timesteps, of ddpm and ddim"
+        "uniform", description="which timesteps ddpm and ddim use"
     )
-    eta: Fraction = Field(0.0, description="DDIM's noise: 0 none, 1 that of DDPM")
+    eta: Fraction = Field(0.0, description="noise of DDIM; 0: none, 1: as much as DDPM")
     variance: Literal["auto", "large", "small"] = Field(
         "auto",
-        description="DDPM's posterior variance; auto: large for full chains, small for short",
+        description="posterior variance of DDPM; auto: large if every timestep is used, else small",
     )
-    guidance: Annotated[float, Field(ge=0.0)] = Field(1.0, description="classifier-free; 1: none")
+    guidance: Annotated[float, Field(ge=0.0)] = Field(
+        1.0, description="scale of classifier-free guidance; 1: none"
+    )
     classes: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] | None = Field(
-        None, description="class names to draw, in turn; null: as frequent as in training"
+        None, description="class names to draw in turn; null: as frequent as in training"
     )
     prompts: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] | None = Field(
-        None, description="texts to draw, in turn; null: captions as frequent as in training"
+        None, description="prompts to draw in turn; null: captions as frequent as in training"
     )
     ema: Auto | Literal["none"] | float = Field("auto", description="auto: the first of train.ema")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="number format, as in train"
     )
-    compile: Auto | bool = Field("auto", description="auto: on a GPU, for a lot of images")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1, description="of the images' noise")
-    shards: Parts = Field(1, description="parts that may be drawn apart: ddpm sample --shard 0/4")
-    png: bool = Field(False, description="also single PNG files")
+    compile: Auto | bool = Field("auto", description="auto: on a GPU, for many images")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1, description="seed of the noise")
+    shards: Parts = Field(
+        1, description="parts that can be drawn separately: ddpm sample --shard 0/4"
+    )
+    png: bool = Field(False, description="also write one PNG file per image")
 
     def of_sampler(self) -> dict[str, Any]:
-        """The settings that the chosen sampler draws by, as plain data."""
+        """Return the settings that the chosen sampler uses, as plain data."""
         return _used(self.model_dump(mode="json", exclude=_NOT_OF_SAMPLER))
 
     def guidance_lacks(self, conditioning: str, label_drop: float) -> str:
-        """The setting of a training that guidance can't work with; empty where it can, or is none.
+        """Return the training setting that makes guidance impossible, empty if there is none.
 
-        It leads from the network's images of no condition to those of one, and needs both.
+        Guidance extrapolates from the unconditional to the conditional prediction. So the network
+        must have been trained with a condition, and sometimes without.
         """
         if self.guidance == 1.0:
             return ""
@@ -98,7 +105,7 @@ SAMPLER_DEFAULTS: dict[str, Any] = Sample().model_dump(mode="json", exclude=_NOT
 
 
 def as_sampled(record: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier `of_sampler` as it would be written today: what it lacks had its default."""
+    """Return an earlier `of_sampler` with the defaults of settings that it does not contain."""
     return _used({**SAMPLER_DEFAULTS, **record})
 
 
@@ -111,7 +118,8 @@ class Evaluate(Section):
     """How sampled checkpoints are scored."""
 
     extractor: Literal["auto", "inception", "in_domain"] = Field(
-        "auto", description="what images are compared by; auto: inception where weights are given"
+        "auto",
+        description="features that images are compared by; auto: inception if weights are set",
     )
     metrics: Annotated[
         tuple[Literal["fid", "kid", "is", "prdc", "memorisation"], ...],
@@ -123,20 +131,19 @@ class Evaluate(Section):
     )
     neighbours: Width = Field(5, description="k of precision, recall, density and coverage")
     inception_weights: str | None = Field(
-        None, description="a file, or a URI; #sha256=HEX at the end is checked"
+        None, description="a file or a URI; #sha256=HEX at the end is checked"
     )
 
     @model_validator(mode="after")
-    def _can_score(self) -> Self:
+    def _check_scores(self) -> Self:
         if self.extractor == "inception" and self.inception_weights is None:
-            raise ValueError(
-                "inception_weights: none given, but extractor is inception; a file or URI of "
-                "torch-fidelity's weights is needed, or extractor in_domain"
+            expected = "must be a file or URI of torch-fidelity's weights with extractor inception"
+            raise Invalid(
+                [Problem("inception_weights", got(None), expected, "or use extractor in_domain")]
             )
         if not {"fid", "kid"} & set(self.metrics):
-            raise ValueError(
-                f"metrics: {list(self.metrics)} given; fid or kid is needed to rank checkpoints"
-            )
+            expected = "must contain fid or kid, which rank the checkpoints"
+            raise Invalid([Problem("metrics", got(list(self.metrics)), expected)])
         return self
 
 
@@ -151,34 +158,32 @@ class Register(Section):
     )
 
     @model_validator(mode="after")
-    def _can_be_told_apart(self) -> Self:
-        """MLflow itself says no only at the end, when all is uploaded."""
-        mistakes = []
+    def _check_names(self) -> Self:
+        """Check what MLflow itself would refuse only after everything is uploaded."""
+        problems = []
         if self.name == "." or self.name.startswith(".."):
-            mistakes.append(f"name: {self.name!r} given; one that is no path of dots is needed")
+            problems.append(Problem("name", got(self.name), "must not be . or begin with .."))
         if re.fullmatch(r"latest|v\d+", self.alias, re.IGNORECASE):
-            mistakes.append(
-                f"alias: {self.alias!r} given; MLflow keeps latest, and v with a number, for "
-                "itself: another name is needed"
-            )
-        if mistakes:
-            raise ValueError("\n".join(mistakes))
+            expected = "must not be latest or v with a number, which MLflow reserves"
+            problems.append(Problem("alias", got(self.alias), expected))
+        if problems:
+            raise Invalid(problems)
         return self
 
 
 class Tracking(Section):
-    """Where MLflow is."""
+    """The MLflow server or database."""
 
     uri: str = Field(
         "sqlite:///mlflow.db", description="an MLflow tracking URI; empty: no tracking"
     )
     experiment: Annotated[str, Field(min_length=1, max_length=NAME - len(EXTRACTORS))] = Field(
-        "ddpm", description="MLflow's experiment of the runs"
+        "ddpm", description="MLflow experiment of the runs"
     )
 
     @field_validator("uri")
     @classmethod
-    def _home_is_a_folder(cls, uri: str) -> str:
-        """Expand the ~ of a path: MLflow would make a folder of that name."""
+    def _expand_home(cls, uri: str) -> str:
+        """Expand the ~ of a path: MLflow would create a folder with that name."""
         scheme = next((s for s in ("sqlite:///", "file://") if uri.startswith(s)), "")
         return scheme + os.path.expanduser(uri.removeprefix(scheme))  # noqa: PTH111, may be no path

@@ -11,10 +11,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ddpm_core.config import Config, yaml_text
-from ddpm_core.config.mistakes import fields_of, section_of
+from ddpm_core.config.problems import fields_of, section_of
 from ddpm_core.errors import UserError
 
-PRESETS = Path(__file__).parent / "presets"
+PRESETS = Path(__file__).parents[1] / "presets"
 WIDTH = 29  # columns before the comments
 
 _ABOUT = """\

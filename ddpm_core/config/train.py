@@ -1,4 +1,4 @@
-"""The section train: one run of training, its optimizer and its loss."""
+"""The section train: the training run, its optimizer and its loss."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ddpm_core.config.durations import YEAR, duration
 from ddpm_core.config.section import Auto, Batch, Fraction, Processes, Section, Steps, as_tuple
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Invalid, Problem, UserError, got
 
 
 def _is_interval(every: int | str) -> bool:
-    """Whether something can be done every so many steps, or after such a time of a year at most."""
+    """Return whether `every` is a number of steps, or a time of at most a year."""
     if isinstance(every, int):
         return every > 0
     try:
@@ -23,78 +23,74 @@ def _is_interval(every: int | str) -> bool:
 
 
 class Optimizer(Section):
-    """Adam, its learning rate and its limits."""
+    """Adam, its learning rate and gradient clipping."""
 
-    name: Literal["adam", "adamw"] = Field(
-        "adam", description="adamw: weight decay apart from the gradient"
-    )
+    name: Literal["adam", "adamw"] = Field("adam", description="adamw: decoupled weight decay")
     lr: Annotated[float, Field(gt=0.0)] = Field(1.0e-3, description="learning rate")
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]],
         BeforeValidator(as_tuple),
-    ] = Field((0.9, 0.999), description="decays of the averages of the gradient and of its square")
+    ] = Field(
+        (0.9, 0.999), description="decay rates of the averages of the gradient and its square"
+    )
     weight_decay: Annotated[float, Field(ge=0.0)] = Field(
-        0.0, description="pull of the weights towards 0"
+        0.0, description="strength of weight decay"
     )
     warmup: Annotated[int, Field(ge=0, le=10**10)] = Field(
-        100, description="steps of linear warm-up"
+        100, description="steps of linear warm-up of the learning rate"
     )
     schedule: Literal["constant", "cosine"] = Field(
         "constant", description="learning rate after the warm-up"
     )
     clip: Annotated[float, Field(ge=0.0)] = Field(
-        1.0, description="largest gradient norm; 0: no clipping"
+        1.0, description="maximum norm of the gradient; 0: no clipping"
     )
 
 
 class Loss(Section):
-    """What training minimises."""
+    """The loss that training minimizes."""
 
     kind: Literal["l2", "huber"] = Field("l2", description="distance between prediction and target")
     weighting: Literal["uniform", "min_snr", "p2"] = Field(
-        "min_snr", description="how much each noise level counts"
+        "min_snr", description="weight of each noise level"
     )
     gamma: Annotated[float, Field(gt=0.0)] | None = Field(
-        None, description="min_snr's bound (5) or p2's power (1), where none is given"
+        None, description="bound of min_snr (null: 5), power of p2 (null: 1)"
     )
-    k: Annotated[float, Field(gt=0.0)] = Field(1.0, description="p2's offset")
+    k: Annotated[float, Field(gt=0.0)] = Field(1.0, description="offset of p2")
 
 
 class Timesteps(Section):
-    """Which noise levels a batch has."""
+    """The noise levels of a batch."""
 
-    sampler: Literal["uniform"] = Field(
-        "uniform", description="how the noise levels of a batch are drawn"
-    )
+    sampler: Literal["uniform"] = Field("uniform", description="distribution of the noise levels")
 
 
 class Train(Section):
-    """One run of training; `batch_size` is that of all workers and microbatches together."""
+    """The training run."""
 
-    steps: Steps = Field(800, description="updates of the weights")
-    batch_size: Batch = Field(
-        32, description="images a step, of all workers and microbatches together"
-    )
-    microbatches: Batch = Field(1, description="gradient accumulation, for memory alone")
-    processes: Auto | Processes = Field(1, description="auto: one a GPU")
+    steps: Steps = Field(800, description="number of optimizer steps")
+    batch_size: Batch = Field(32, description="images per step, over all workers and microbatches")
+    microbatches: Batch = Field(1, description="gradient accumulation, to save memory")
+    processes: Auto | Processes = Field(1, description="worker processes; auto: one per GPU")
     worker_timeout: Annotated[float, Field(gt=0.0, le=YEAR)] = Field(
-        300.0, description="seconds until a worker that does not answer counts as hung"
+        300.0, description="seconds without an answer after which a worker counts as hung"
     )
     restarts: Annotated[int, Field(ge=0, le=10**6)] = Field(
-        3, description="how often `processes` start again after one died"
+        3, description="how often all processes restart after one of them failed"
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="number format; auto: bf16 where it is the faster one, else fp32"
+        "auto", description="number format; auto: bf16 if it is faster, else fp32"
     )
-    compile: Auto | bool = Field("auto", description="auto: on a GPU, where PyTorch can")
+    compile: Auto | bool = Field("auto", description="auto: on a GPU, if PyTorch supports it")
     reduction: Literal["flat", "exact"] = Field(
-        "flat", description="exact: the same bits on any number of workers, at a high price"
+        "flat", description="exact: bit-identical on any number of workers, but slow"
     )
     init: str | None = Field(
         None, description="start from models:/NAME@ALIAS, a checkpoint folder or a diffusers folder"
     )
     init_diffusion: Literal["same", "any"] = Field(
-        "same", description="any: init may have another prediction, schedule or timesteps"
+        "same", description="any: init may have a different prediction, schedule or timesteps"
     )
     optimizer: Optimizer = Optimizer()
     ema: Annotated[
@@ -102,62 +98,59 @@ class Train(Section):
         BeforeValidator(as_tuple),
         Field(max_length=100),
     ] = Field(
-        (0.99,), description="decays of the averaged weights; 0.9999 for runs of 100,000s of steps"
+        (0.99,), description="decays of the averaged weights; 0.9999 for 100,000 steps or more"
     )
     ema_warmup: bool = Field(
-        False, description="decay (1 + step) / (10 + step) until it reaches ema"
+        False, description="use the decay (1 + step) / (10 + step) until it reaches ema"
     )
-    flip: bool = Field(False, description="mirror half of the images: not for digits")
+    flip: bool = Field(False, description="mirror half of the images; not for digits")
     label_drop: Fraction = Field(
-        0.1, description="share trained without its class or text, for guidance"
+        0.1, description="share of images trained without class or text, for guidance"
     )
     loss: Loss = Loss()
     timesteps: Timesteps = Timesteps()
     log_every: Steps = Field(20, description="steps between rows of the log")
     grid: Annotated[int, Field(ge=0, le=10**4)] = Field(
-        36, description="images in a milestone's preview"
+        36, description="images in the preview of a milestone"
     )
     snapshot_every: int | str = Field(
-        200, description="steps, or a time such as 90s, 5m or 1h, looked at with each logged step"
+        200, description="steps, or a time such as 90s, 5m or 1h, checked at each logged step"
     )
-    keep: Steps = Field(3, description="snapshots kept beside the milestones")
+    keep: Steps = Field(3, description="snapshots to keep in addition to the milestones")
     milestone_every: Steps = Field(200, description="steps between checkpoints for evaluation")
 
     @property
     def snapshot_steps(self) -> int | None:
-        """`snapshot_every`, where it is a number of steps."""
+        """Return `snapshot_every` if it is a number of steps, else None."""
         return self.snapshot_every if isinstance(self.snapshot_every, int) else None
 
     @property
     def snapshot_seconds(self) -> float | None:
-        """`snapshot_every`, where it is a time."""
+        """Return `snapshot_every` in seconds if it is a time, else None."""
         if isinstance(self.snapshot_every, int):
             return None
         return duration(self.snapshot_every)
 
     def is_milestone(self, step: int) -> bool:
-        """Whether the snapshot of a step is kept for evaluation; that of the last step is one."""
+        """Return whether the snapshot of a step is kept for evaluation; the last one always is."""
         return step % self.milestone_every == 0 or step == self.steps
 
     @model_validator(mode="after")
-    def _settings_fit(self) -> Self:
-        mistakes = []
+    def _check_combinations(self) -> Self:
+        problems = []
         if self.microbatches > self.batch_size:
-            mistakes.append(
-                f"microbatches: {self.microbatches} is more than batch_size, {self.batch_size}"
-            )
+            expected = f"must be at most batch_size, {self.batch_size}"
+            problems.append(Problem("microbatches", got(self.microbatches), expected))
         if not _is_interval(self.snapshot_every):
-            mistakes.append(
-                f"snapshot_every: {self.snapshot_every!r} given; a number of steps, or a time such "
-                "as 90s, 5m or 1h, is needed"
-            )
+            expected = "must be a number of steps, or a time such as 90s, 5m or 1h"
+            problems.append(Problem("snapshot_every", got(self.snapshot_every), expected))
         if self.reduction == "exact" and self.precision == "fp16":
-            mistakes.append(
-                "reduction: exact given with precision fp16, whose scaled gradients it can't hold; "
-                "use fp32 or bf16, or reduction flat"
-            )
+            # The scaled gradients of fp16 exceed the range of exact sums.
+            expected = "must be flat with precision fp16"
+            hint = "or use precision fp32 or bf16"
+            problems.append(Problem("reduction", got(self.reduction), expected, hint))
         if len(set(self.ema)) < len(self.ema):
-            mistakes.append(f"ema: {list(self.ema)} has a decay twice")
-        if mistakes:
-            raise ValueError("\n".join(mistakes))
+            problems.append(Problem("ema", got(list(self.ema)), "must not repeat a decay"))
+        if problems:
+            raise Invalid(problems)
         return self

@@ -80,14 +80,14 @@ def test_invalid_yaml_names_line_and_reason(text: str, message: str) -> None:
     ids=range(9),
 )
 def test_invalid_yaml_after_S_names_the_setting(value: str) -> None:
-    with pytest.raises(UserError, match=r"(?s)-S seed=.*is not a YAML value$"):
+    with pytest.raises(UserError, match=r"(?s)-S seed: .*is not a YAML value$"):
         params.load(None, [f"seed={value}"])
 
 
 @pytest.mark.parametrize("number", ["010000", "0123", "1:30", "1:30.5", "-012", "00", "0_7"])
 def test_octal_and_base_60_numbers_are_texts(number: str) -> None:
     assert parse(f"a: {number}") == {"a": number}
-    with pytest.raises(UserError, match=rf"train.steps: '{number}' given; a valid integer"):
+    with pytest.raises(UserError, match=rf"train.steps: got '{number}'; must be an integer"):
         params.load(None, [f"train.steps={number}"])
 
 

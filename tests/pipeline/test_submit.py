@@ -67,12 +67,12 @@ def test_what_cannot_work_is_refused_before_it_is_submitted(
     [
         (
             {"overrides": ["train.stepz=4", "seed=1", "sample.count=many"]},
-            "2 mistakes in the overrides:\n  train.stepz: unknown key in train; did you mean steps?"
-            "\n  sample.count: 'many' given",
+            "2 problems in the overrides:\n  train.stepz: unknown key in train; did you mean steps?"
+            "\n  sample.count: got 'many'",
         ),
         ({"overrides": ["trian.steps=4"]}, "trian: unknown key; did you mean train?"),
-        ({"overrides": ["train.steps"]}, "section.key=value is needed"),
-        ({"overrides": ["evaluate.metrics=[fid, speed]"]}, "evaluate.metrics[1]: 'speed' given"),
+        ({"overrides": ["train.steps"]}, "must be section.key=value"),
+        ({"overrides": ["evaluate.metrics=[fid, speed]"]}, "evaluate.metrics[1]: got 'speed'"),
         ({"overrides": ["tracking.uri=http://me:secret@mlflow"]}, "holds a password"),
         ({"tracking": "http://me:secret@mlflow"}, "holds a password"),
         ({"source": "dvc:https://ghp_TOKEN@github.com/me/r.git#photos"}, "holds a password"),

@@ -709,8 +709,8 @@ def test_names_that_mlflow_rejects_late_are_rejected_at_once(alias: str, name: s
     with pytest.raises(UserError) as raised:
         params.validate({"register": {"alias": alias, "name": name}})
     message = str(raised.value)
-    assert f"register.alias: {alias!r} given; MLflow keeps latest" in message
-    assert f"register.name: {name!r} given; one that is no path of dots is needed" in message
+    assert f"register.alias: got {alias!r}; must not be latest" in message
+    assert f"register.name: got {name!r}; must not be . or begin with .." in message
 
 
 def test_names_similar_to_reserved_ones_are_valid() -> None:
