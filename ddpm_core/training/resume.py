@@ -68,12 +68,13 @@ def start(
     if world.rank == 0:
         other_run = settle(workspace, settings["identity"], policy)
         if other_run is None:
-            at = choose_step(config, workspace, policy)
+            at, contents = choose_snapshot(config, workspace, policy)
     at, replaces = world.broadcast(at), bool(world.broadcast(int(other_run is not None)))
     if at >= config.train.steps:
         say(f"train: up to date, at step {at} of {config.train.steps}.")
         return Start(settings, None, at, "", False, None)
-    contents = snapshot.read(workspace.path(snapshot_key(at))) if at else None
+    if at and contents is None:  # rank 0 has read them already
+        contents = snapshot.read(workspace.path(snapshot_key(at)))
     earlier = contents.documents[snapshot.STATE]["execution"] if contents else None
     execution = Execution.choose(config.train, world.device, earlier)
     if world.rank == 0 and (hint := compiler_hint(world.device, config.train.compile)):
@@ -187,10 +188,13 @@ def caption_counts(data: PackedDataset) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
-def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
-    """Return the step to resume from, 0 to start; moves unusable snapshots to superseded/.
+def choose_snapshot(
+    config: Config, workspace: Workspace, policy: Policy
+) -> tuple[int, SnapshotContents | None]:
+    """Return the step to resume from and its snapshot; (0, None) to start from the beginning.
 
-    Raises UserError if `policy` names a step that has no complete snapshot.
+    Moves snapshots that are damaged or too late to superseded/. Raises UserError if `policy` names
+    a step that has no complete snapshot.
     """
     picked = policy.from_step
     there = workspace.steps(SNAPSHOTS)
@@ -198,7 +202,7 @@ def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
         listed = ", ".join(map(str, there)) or "none"
         raise UserError(f"--from-step {picked}: there is no such snapshot. Snapshots: {listed}.")
     limit = config.train.steps if picked is None else picked
-    at, skipped = snapshot.newest_complete(workspace, limit, config.train.steps)
+    at, contents, skipped = snapshot.newest_complete(workspace, limit, config.train.steps)
     for reason in skipped.values():
         warn(f"A snapshot was skipped: {reason}")
     if picked is not None and at != picked:
@@ -206,14 +210,14 @@ def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
             f"--from-step {picked}: this snapshot is damaged, or it is an old milestone, which has "
             "no optimizer state to resume from. Use another step."
         )
-    late = {step for step in there if step > limit} | set(damaged(workspace, there, at or 0))
+    late = {step for step in there if step > limit} | set(damaged(workspace, there, at))
     late |= skipped.keys()
     if late:
         place = discard(workspace, sorted(late))
-        say(f"Snapshots that are damaged or too late were moved to {place}: {sorted(late)}")
+        say(f"Snapshots damaged or beyond step {limit} were moved to {place}: {sorted(late)}")
     if not at and (kept := sorted(set(there) - late)):
         warn(f"The snapshots of steps {kept} have no optimizer state. Training starts from step 0.")
-    return at or 0
+    return at, contents
 
 
 def damaged(workspace: Workspace, steps: list[int], after: int) -> list[int]:
