@@ -125,7 +125,7 @@ def test_sigterm_saves_on_all_processes_and_exits_143(stage: Stage) -> None:
     program.send_signal(signal.SIGTERM)
     said = program.ended()
     assert program.returncode == 143, said
-    assert "SIGTERM: the 2 processes were stopped." in said
+    assert "SIGTERM: stopped the 2 processes." in said
     steps = [json.loads(row)["step"] for row in log.read_text().splitlines()]
     newest = max((folder / "workspace/snapshots").iterdir()).name
     assert int(newest.partition("-")[2]) >= steps[-1]

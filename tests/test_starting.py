@@ -64,7 +64,7 @@ def test_a_stop_says_that_the_step_is_not_to_be_picked_again(prepared: Path) -> 
     run.send_signal(signal.SIGTERM)
     said = run.ended()
     assert run.returncode == 128 + signal.SIGTERM
-    assert "Leave out --from-step 6, which would begin there once more." in said
+    assert "Leave out --from-step 6, which would start from that step again." in said
 
 
 @pytest.fixture

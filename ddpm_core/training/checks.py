@@ -38,7 +38,8 @@ def weights_problem(state: TrainState) -> str:
     kept += [tensor for ema in state.emas for tensor in ema.tensors.values()]
     kept += [tensor for values in state.optimizer.state.values() for tensor in values.values()]
     floats = [t for t in kept if t.is_floating_point() and t.device.type == state.world.device.type]
-    largest = torch._foreach_norm(floats, float("inf"))  # NaN if a tensor contains one
+    # One kernel for all tensors, and one wait for the device. The norm of a tensor with NaN is NaN.
+    largest = torch._foreach_norm(floats, float("inf"))
     if bool(torch.stack(largest).isfinite().all()):
         return ""
     return f"The weights after step {state.step} are not finite"

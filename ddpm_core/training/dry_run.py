@@ -137,6 +137,7 @@ def memory_needed(config: Config, parameters: int, processes: int) -> tuple[int,
     and the summed gradients of all workers. The host holds a snapshot while it is written.
     """
     train = config.train
+    # Weights, gradients and Adam's two averages; the averages of the weights; the grid's network.
     copies = 4 + len(train.ema) + (1 if train.grid else 0)
     if train.reduction == "exact":
         copies += 3  # 64-bit sums (2), and one sample's gradients or their mean (1)

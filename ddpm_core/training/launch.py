@@ -123,6 +123,7 @@ def _attempt(count: int, arguments: Sequence[str]) -> int:
 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT))
     os.environ.update(same_import_path())
+    # torchrun itself restarts nothing, because the arguments change: see `launch`.
     options = ["--standalone", f"--nproc-per-node={count}", "--max-restarts=0"]
     handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:

@@ -58,6 +58,7 @@ class Flat:
             return self._loss
         tensors = _gradients(self._parameters)
         ends = [self._loss.reshape(1), stop_flag.reshape(1)]
+        # One all-reduce for everything: many small ones would wait for the network each time.
         flat = torch.cat([*(t.reshape(-1) for t in tensors), *ends])
         self._world.all_reduce_(flat)
         _spread(flat[:-2], tensors)
@@ -92,6 +93,7 @@ class Exact:
         flat = torch.cat([*parts, loss.detach().reshape(1)])
         pieces = (torch.split(tensor, _SLICE) for tensor in (flat, self._sums[:-2]))
         for values, sums in zip(*pieces, strict=True):
+            # Values that do not fit are counted and left out; `finish` then returns NaN.
             values.mul_(self._batch_size).mul_(2.0**FRACTION_BITS)
             fits = values.abs() < _LARGEST / self._batch_size
             sums += torch.where(fits, values, 0.0).round().to(torch.int64)
@@ -102,6 +104,7 @@ class Exact:
     def finish(self, stop_flag: Tensor) -> Tensor:
         self._sums[-1] = stop_flag.to(torch.int64)
         self._world.all_reduce_(self._sums)
+        # Only here, after the exact sum over all samples, are the values rounded to float32.
         mean = torch.empty(len(self._sums) - 2, device=self._sums.device).copy_(self._sums[:-2])
         mean.mul_(2.0**-FRACTION_BITS).div_(self._batch_size)
         mean.masked_fill_(self._sums[-2] > 0, torch.nan)

@@ -29,7 +29,7 @@ from ddpm_core.training.superseded import (
     discard,
     find_other_run,
     find_superseded,
-    set_aside,
+    supersede,
     take_back,
 )
 
@@ -46,14 +46,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins; the same on every worker except `others`."""
+    """Where a run begins; the same on every worker except `other_run`."""
 
     settings: dict[str, Any]  # written to every snapshot as config.json
     state: TrainState | None  # None: training is done
     step: int  # of the snapshot to resume from; 0: none
     source: str  # of the weights, for messages; "": drawn from the seed
     replaces: bool  # the workspace still contains a run with different settings
-    others: OtherRun | None  # that run, on rank 0
+    other_run: OtherRun | None  # that run, on rank 0
 
 
 def start(
@@ -65,16 +65,17 @@ def start(
     with these settings to replace it.
     """
     settings = checkpoint_settings(config, data)
-    at, others, contents = 0, None, None
+    at, other_run, contents = 0, None, None
     if world.rank == 0:
-        others = settle(workspace, settings["identity"], policy)
-        if others is None:
-            at = choose_step(config, workspace, policy)
-    at, replaces = world.broadcast(at), bool(world.broadcast(int(others is not None)))
+        other_run = settle(workspace, settings["identity"], policy)
+        if other_run is None:
+            at, contents = choose_snapshot(config, workspace, policy)
+    at, replaces = world.broadcast(at), bool(world.broadcast(int(other_run is not None)))
     if at >= config.train.steps:
         say(f"train: up to date, at step {at} of {config.train.steps}.")
         return Start(settings, None, at, "", False, None)
-    contents = snapshot.read(workspace.path(snapshot_key(at))) if at else None
+    if at and contents is None:  # rank 0 has read them already
+        contents = snapshot.read(workspace.path(snapshot_key(at)))
     earlier = contents.documents[snapshot.STATE]["execution"] if contents else None
     execution = Execution.choose(config.train, world.device, earlier)
     if world.rank == 0 and (hint := compiler_hint(world.device, config.train.compile)):
@@ -92,7 +93,7 @@ def start(
         source = f"the snapshot of step {at}"
         restore(state, contents, f"The snapshot of step {at}")
         say(f"train: resuming from step {at} of {config.train.steps}.")
-    return Start(settings, state, at, source, replaces, others)
+    return Start(settings, state, at, source, replaces, other_run)
 
 
 def settle(workspace: Workspace, wanted: dict[str, Any], policy: Policy) -> OtherRun | None:
@@ -101,32 +102,32 @@ def settle(workspace: Workspace, wanted: dict[str, Any], policy: Policy) -> Othe
     Returns the run with different settings that the workspace still contains; None if there is
     none. Raises UserError if `policy` forbids moving that run away.
     """
-    others = find_other_run(workspace, wanted)
-    if others and (policy.strict or policy.from_step is not None):
+    other_run = find_other_run(workspace, wanted)
+    if other_run and (policy.strict or policy.from_step is not None):
         given = "--resume=strict" if policy.strict else f"--from-step {policy.from_step}"
         raise UserError(
             f"{workspace.uri} contains a run with different settings, which {given} does not "
-            f"move away:\n{others.listed()}\nUse its settings, leave out {given}, or use another "
-            "workspace (-w)."
+            f"move away:\n{other_run.listed()}\nUse its settings, leave out {given}, or use "
+            "another workspace (-w)."
         )
-    if others and not _has_snapshots(workspace, wanted, others):
-        return others
-    replace(workspace, others, wanted)
+    if other_run and not _has_snapshots(workspace, wanted, other_run):
+        return other_run
+    replace(workspace, other_run, wanted)
     return None
 
 
-def _has_snapshots(workspace: Workspace, wanted: dict[str, Any], others: OtherRun) -> bool:
+def _has_snapshots(workspace: Workspace, wanted: dict[str, Any], other_run: OtherRun) -> bool:
     """Return whether a run with the wanted settings has snapshots, which proves that it can run."""
-    if set(workspace.steps(SNAPSHOTS)) - set(others.steps):
+    if set(workspace.steps(SNAPSHOTS)) - set(other_run.steps):
         return True
     place = find_superseded(workspace, wanted)
     return place is not None and bool(workspace.storage.names(f"{place}/{SNAPSHOTS}"))
 
 
-def replace(workspace: Workspace, others: OtherRun | None, wanted: dict[str, Any]) -> None:
+def replace(workspace: Workspace, other_run: OtherRun | None, wanted: dict[str, Any]) -> None:
     """Move a run with different settings away, and give the workspace to the wanted run."""
-    if others:
-        set_aside(workspace, others)
+    if other_run:
+        supersede(workspace, other_run)
     if place := find_superseded(workspace, wanted):
         take_back(workspace, place, wanted)
     if (run := workspace.read_json(RUN)).get("identity") != wanted:
@@ -188,10 +189,13 @@ def caption_counts(data: PackedDataset) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
-def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
-    """Return the step to resume from, 0 to start; moves unusable snapshots to superseded/.
+def choose_snapshot(
+    config: Config, workspace: Workspace, policy: Policy
+) -> tuple[int, SnapshotContents | None]:
+    """Return the step to resume from and its snapshot; (0, None) to start from the beginning.
 
-    Raises UserError if `policy` names a step that has no complete snapshot.
+    Moves snapshots that are damaged or too late to superseded/. Raises UserError if `policy` names
+    a step that has no complete snapshot.
     """
     picked = policy.from_step
     there = workspace.steps(SNAPSHOTS)
@@ -199,7 +203,7 @@ def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
         listed = ", ".join(map(str, there)) or "none"
         raise UserError(f"--from-step {picked}: there is no such snapshot. Snapshots: {listed}.")
     limit = config.train.steps if picked is None else picked
-    at, skipped = snapshot.newest_complete(workspace, limit, config.train.steps)
+    at, contents, skipped = snapshot.newest_complete(workspace, limit, config.train.steps)
     for reason in skipped.values():
         warn(f"A snapshot was skipped: {reason}")
     if picked is not None and at != picked:
@@ -207,14 +211,14 @@ def choose_step(config: Config, workspace: Workspace, policy: Policy) -> int:
             f"--from-step {picked}: this snapshot is damaged, or it is an old milestone, which has "
             "no optimizer state to resume from. Use another step."
         )
-    late = {step for step in there if step > limit} | set(damaged(workspace, there, at or 0))
+    late = {step for step in there if step > limit} | set(damaged(workspace, there, at))
     late |= skipped.keys()
     if late:
         place = discard(workspace, sorted(late))
-        say(f"Snapshots that are damaged or too late were moved to {place}: {sorted(late)}")
+        say(f"Snapshots damaged or beyond step {limit} were moved to {place}: {sorted(late)}")
     if not at and (kept := sorted(set(there) - late)):
         warn(f"The snapshots of steps {kept} have no optimizer state. Training starts from step 0.")
-    return at or 0
+    return at, contents
 
 
 def damaged(workspace: Workspace, steps: list[int], after: int) -> list[int]:

@@ -92,11 +92,12 @@ def write(workspace: Workspace, step: int, contents: SnapshotContents) -> None:
 
 def newest_complete(
     workspace: Workspace, limit: int, end: int
-) -> tuple[int | None, dict[int, str]]:
-    """Return the newest step up to `limit` to resume from, and why each newer one was skipped.
+) -> tuple[int, SnapshotContents | None, dict[int, str]]:
+    """Return the newest step up to `limit` to resume from, its contents, and skipped snapshots.
 
-    At step `end` training is done, so there a snapshot without its optimizer is enough. Each
-    candidate is read in full, since matching checksums do not rule out values that are not finite.
+    The step is 0 if there is none. Of each skipped snapshot, returns the reason by step. At step
+    `end` training is done, so there a snapshot without its optimizer is enough. Each candidate is
+    read in full, since matching checksums do not rule out values that are not finite.
     """
     skipped: dict[int, str] = {}
     for step in reversed(workspace.steps(SNAPSHOTS)):
@@ -110,8 +111,8 @@ def newest_complete(
             skipped[step] = str(error)
             continue
         if OPTIMIZER in contents.tensors or step == end:
-            return step, skipped
-    return None, skipped
+            return step, contents, skipped
+    return 0, None, skipped
 
 
 def read(folder: Path) -> SnapshotContents:

@@ -100,6 +100,7 @@ class TrainState:
 
 def to_contents(state: TrainState, settings: dict[str, Any]) -> SnapshotContents:
     """Copy the state to the host, in the form of a snapshot with these settings."""
+    # The optimizer keys its state by parameter object; a file needs names.
     names = {id(p): name for name, p in state.model.named_parameters()}
     optimizer = {
         f"{key}/{names[id(parameter)]}": value
@@ -141,6 +142,7 @@ def from_contents(state: TrainState, contents: SnapshotContents) -> None:
 
 
 def _load_optimizer(state: TrainState, tensors: Any) -> None:
+    """Restore the optimizer state from tensors named KEY/PARAMETER."""
     by_parameter: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         key, _, parameter = name.partition("/")
@@ -153,4 +155,5 @@ def _load_optimizer(state: TrainState, tensors: Any) -> None:
 
 
 def _host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the host; the copy does not change while training continues."""
     return tensor.detach().to("cpu", copy=True).contiguous()

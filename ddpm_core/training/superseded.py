@@ -61,7 +61,7 @@ def find_other_run(workspace: Workspace, wanted: dict[str, Any]) -> OtherRun | N
     return None
 
 
-def set_aside(workspace: Workspace, found: OtherRun) -> None:
+def supersede(workspace: Workspace, found: OtherRun) -> None:
     """Move a run to superseded/, and print how its settings differ."""
     place = find_superseded(workspace, found.identity) or _new_place(workspace)
     run = workspace.read_json(RUN)

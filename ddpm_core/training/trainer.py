@@ -37,7 +37,6 @@ class Run:
     """A training run in progress: its state, its data, and where its results go."""
 
     config: Config
-    workspace: Workspace
     world: World
     data: PackedDataset
     state: TrainState
@@ -46,15 +45,16 @@ class Run:
     writer: snapshot.Writer
     log: RunLog
     lease: Lease | None
-    written: int  # step of the newest snapshot
     row_time: float  # when the last row was logged
     earlier_steps: int  # steps of the coming row that a previous process took
-    snapshot_time: float  # when the newest snapshot was taken
+    snapshot_time: float = field(init=False)  # when the newest snapshot was taken
+    written: int = field(init=False)  # its step
     overdue: bool = False  # `snapshot_every` is a time, and it has passed
     advance: Callable[..., None] = lambda *_, **__: None  # moves the progress bar
     throughput: Throughput = field(init=False)
 
     def __post_init__(self) -> None:
+        self.snapshot_time, self.written = self.row_time, self.start.step
         self.throughput = Throughput(self.world.size)
 
 
@@ -85,28 +85,15 @@ def train(
             if world.rank == 0:
                 Tracker.catch_up(config, workspace, identity=settings["train_fingerprint"])
             return
-        now, earlier_steps = time.perf_counter(), state.totals.steps
+        began, earlier_steps = time.perf_counter(), state.totals.steps
         if start.replaces:
             take_trial_step(state, data, stop, start)
             if lease:
                 lease.check(patient=True)
-                resume.replace(workspace, start.others, settings["identity"])
+                resume.replace(workspace, start.other_run, settings["identity"])
         with keep_records(config, workspace, lease, settings, start.step) as (log, writer):
             run = Run(
-                config,
-                workspace,
-                world,
-                data,
-                state,
-                start,
-                stop,
-                writer,
-                log,
-                lease,
-                written=start.step,
-                row_time=now,
-                earlier_steps=earlier_steps,
-                snapshot_time=now,
+                config, world, data, state, start, stop, writer, log, lease, began, earlier_steps
             )
             with progress("train", config.train.steps, "steps", state.step) as advance:
                 run.advance = advance if world.rank == 0 else run.advance
@@ -132,7 +119,10 @@ def take_trial_step(
 
 
 def loop(run: Run) -> None:
-    """Alternate steps with log rows and snapshots, until the last step or a request to stop."""
+    """Alternate steps with log rows and snapshots, until the last step or a request to stop.
+
+    Everything is written between steps, when the state is consistent.
+    """
     state, train = run.state, run.config.train
     while True:
         done = state.step >= train.steps
@@ -274,7 +264,7 @@ def fail(run: Run, problem: str) -> NoReturn:
     """Log the steps before a value that is not finite, save nothing else, and raise UserError."""
     state = run.state
     bad = int(state.bad_step)
-    last = bad - 1 if bad else state.step
+    last = bad - 1 if bad else state.step  # step() stops adding to the totals at the bad step
     if (steps := state.totals.steps - (state.step - last)) > 0:
         row = means(run, state.totals.values(), last, steps)
         state.history.append(row["loss"])
