@@ -98,7 +98,7 @@ def test_the_best_sampled_otherwise_stays_the_best_however_often_it_is_asked_for
     done = run.go(checkpoints="best", name=name, **change)
     assert done == ["sample", "evaluate", "register"]
     assert run.results()["best"]["step"] == run.registered() == best
-    assert f"Step {best} is compared with no other checkpoint." in run.report()
+    assert f"Step {best} is not comparable with any other checkpoint." in run.report()
     assert run.go(checkpoints="best", name=name, **change) == []
     assert run.go() == ["sample", "evaluate", "register"]  # all three by one recipe again
     assert run.registered() == best and f"Step {best} is the best of 3" in run.report()

@@ -11,8 +11,7 @@ from support.digits_workspace import Pixels, digits, put_samples, put_snapshot
 from support.evaluated import Run, noisy
 
 from ddpm_core.evaluation import memorisation
-from ddpm_core.evaluation.collapse import compare
-from ddpm_core.evaluation.memorisation import nearest_other
+from ddpm_core.evaluation.memorisation import compare_repeats, nearest_other
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.registry.gate import decide
 from ddpm_core.storage.workspace import REPORT, TABLE
@@ -94,10 +93,12 @@ def test_repeats_as_frequent_as_among_real_images_are_no_collapse() -> None:
     def distances(share: float) -> Any:
         return np.where(draw.random(500) < share, 0.0, draw.gamma(20, 0.05, 500))
 
-    verdicts = [compare(distances(share), distances(share))["verdict"] for share in (0.1, 0.6) * 20]
+    verdicts = [
+        compare_repeats(distances(share), distances(share))["verdict"] for share in (0.1, 0.6) * 20
+    ]
     assert verdicts.count("none") >= 39
-    assert compare(distances(0.6), distances(0.1))["verdict"] == "collapsed"
-    assert compare(distances(0.0), distances(1.0))["verdict"] == "unknown"
+    assert compare_repeats(distances(0.6), distances(0.1))["verdict"] == "collapsed"
+    assert compare_repeats(distances(0.0), distances(1.0))["verdict"] == "unknown"
 
 
 def test_samples_of_one_class_are_compared_with_real_images_of_it(tmp_path: Path) -> None:
@@ -134,13 +135,13 @@ def test_a_collapsed_checkpoint_is_not_called_good(
     assert "collapse_verdict,collapse_repeats,collapse_real_repeats,collapse_count" in table
     assert "collapsed,30,0,30" in table
     for page in (run.workspace.path(REPORT).read_text(), capsys.readouterr().err):
-        assert "nearly the same as another one, 30 of them exactly" not in page  # not the best
+        assert "nearly the same as another sample (30 of them exactly)" not in page  # not the best
     (tmp_path / "run/samples/step-00000200/manifest.json").unlink()
     rows = run.evaluate()
     page = run.workspace.path(REPORT).read_text()
     assert "but it has collapsed: its samples repeat one another" in page
     assert page.index("Do not use it") < page.index("as far from the data")
-    assert "nearly the same as another one, 30 of them exactly" in capsys.readouterr().err
+    assert "nearly the same as another sample (30 of them exactly)" in capsys.readouterr().err
     assert run.workspace.read_json("metrics.json")["repeats_share"] == 1
     decision = decide(rows[400], None, dict)
     assert not decision.promote and "draws the same images repeatedly" in decision.why

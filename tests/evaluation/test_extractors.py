@@ -37,16 +37,19 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.evaluation import pixel_pca
 from ddpm_core.evaluation.evaluate import evaluate
-from ddpm_core.evaluation.features import Extractor
-from ddpm_core.evaluation.freshness import stale
-from ddpm_core.evaluation.frozen import load_extractor, save_extractor
-from ddpm_core.evaluation.in_domain import InDomain, steps_for, train_extractor
+from ddpm_core.evaluation.features import Extractor, PixelPCA, extract, flatten
+from ddpm_core.evaluation.freshness import EXTRACTOR, stale
+from ddpm_core.evaluation.in_domain import (
+    InDomain,
+    load_extractor,
+    save_extractor,
+    steps_for,
+    train_extractor,
+)
 from ddpm_core.evaluation.inception import STANDARD, open_inception
 from ddpm_core.evaluation.metrics import Moments, frechet_distance, moments
-from ddpm_core.evaluation.shared import FOLDER, NOTE, open_in_domain
-from ddpm_core.evaluation.statistics import extract
+from ddpm_core.evaluation.shared import SHARED, open_in_domain
 from ddpm_core.evaluation.weights import locate
 from ddpm_core.storage import sha256_of
 from ddpm_core.storage.workspace import Workspace
@@ -142,7 +145,9 @@ def test_scores_in_its_features_are_named_and_its_checksum_is_kept(
     other = tmp_path / "other.pth"
     other.write_bytes(weights.read_bytes() + b"0")
     moved = {"evaluate": {**settings, "inception_weights": str(other)}}
-    assert stale(make_config(tmp_path, **moved), workspace) == "the scores are of another extractor"
+    assert (
+        stale(make_config(tmp_path, **moved), workspace) == "the scores use a different extractor"
+    )
 
 
 class Evil:
@@ -157,10 +162,10 @@ def test_code_in_a_weights_file_is_never_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"weight": Evil()}, tmp_path / "evil.pth")
-    with pytest.raises(UserError, match="cannot be read as a file of weights") as caught:
+    with pytest.raises(UserError, match="cannot be read as weights") as caught:
         open_inception(tmp_path / "evil.pth", CPU)
     assert str(caught.value).endswith(
-        "it is damaged, or holds more than tensors: fetch torch-fidelity's file anew."
+        "it is corrupt, or contains more than tensors. Fetch torch-fidelity's file again."
     )  # and no advice of torch's to run it
     assert not (tmp_path / "unpickled").exists()
 
@@ -181,7 +186,7 @@ def test_weights_that_unpack_to_more_than_they_are_are_refused(tmp_path: Path) -
     ("content", "sentence"),
     [
         (b"not weights at all", "cannot be read"),
-        ({"a": torch.zeros(2)}, "is not of torch-fidelity's Inception"),
+        ({"a": torch.zeros(2)}, "does not contain the weights of torch-fidelity's Inception"),
         ([torch.zeros(2)], "is not a state dict"),
         ({1: torch.zeros(2)}, "is not a state dict"),
     ],
@@ -238,7 +243,7 @@ def test_a_uri_that_is_signed_again_is_not_fetched_again(
         signed = f"?X-Amz-Date={date}&X-Amz-Signature=hunter2"
         assert locate(f"{address}/weights.pth{signed}", workspace).read_bytes() == b"weights"
     assert asked == ["/weights.pth?X-Amz-Date=20260101&X-Amz-Signature=hunter2"]
-    with pytest.raises(UserError, match=r"absent\.pth\?\*\*\* cannot be fetched: HTTP") as failed:
+    with pytest.raises(UserError, match=r"absent\.pth\?\*\*\* failed: HTTP") as failed:
         locate(f"{address}/absent.pth{signed}", workspace)
     assert "hunter2" not in str(failed.value) + capsys.readouterr().err
 
@@ -252,7 +257,7 @@ def test_a_wrong_download_is_not_kept(
     right = f"{uri}#sha256={hashlib.sha256(b'right').hexdigest().upper()}"
     if not checked:
         assert locate(uri, workspace).read_bytes() == b"weights"
-    with pytest.raises(UserError, match=r"/weights\.pth has the SHA-256 .* is asked for"):
+    with pytest.raises(UserError, match=r"/weights\.pth has the SHA-256 .*, but #sha256= requires"):
         locate(right, workspace)
     served.write_bytes(b"right")
     for _ in range(2):
@@ -296,7 +301,7 @@ def test_s3_is_fetched_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_cannot_be_fetched_is_one_sentence(tmp_path: Path, web: tuple[str, list[str]]) -> None:
     workspace = Workspace.open(str(tmp_path / "run"))
-    with pytest.raises(UserError, match=r"cannot be fetched: HTTP Error 404"):
+    with pytest.raises(UserError, match=r"downloading .* failed: HTTP Error 404"):
         locate(f"{web[0]}/absent.pth", workspace)
     assert not list(workspace.path("evaluation").rglob("absent*"))
 
@@ -316,18 +321,18 @@ def test_a_wrong_checksum_and_an_absent_file_and_an_unknown_scheme_are_refused(
     file = tmp_path / "weights.pth"
     file.write_bytes(b"weights")
     assert locate(f"{file}#sha256={sha256_of(file)}", workspace) == file
-    with pytest.raises(UserError, match="abc is asked for"):
+    with pytest.raises(UserError, match="requires abc"):
         locate(f"{file}#sha256=abc", workspace)
-    with pytest.raises(UserError, match="there is no file"):
+    with pytest.raises(UserError, match="does not exist"):
         locate(str(tmp_path / "absent.pth"), workspace)
-    with pytest.raises(UserError, match=r"ftp://x/w\.pth' given; a file, or a URI"):
+    with pytest.raises(UserError, match=r"got 'ftp://x/w\.pth'; must be a path, or a URI"):
         locate("ftp://x/w.pth", workspace)
 
 
 @pytest.mark.parametrize("scheme", ["http", "https", "s3"])
 def test_a_password_in_the_address_is_refused_and_not_shown(scheme: str, tmp_path: Path) -> None:
     workspace = Workspace.open(str(tmp_path / "run"))
-    with pytest.raises(UserError, match="which is not supported: fetch the file") as refused:
+    with pytest.raises(UserError, match=r"which is not supported\. Download the file") as refused:
         locate(f"{scheme}://me:secret@host/weights.pth", workspace)
     assert "secret" not in str(refused.value)
 
@@ -409,7 +414,8 @@ def test_without_held_out_images_there_is_no_accuracy(tmp_path: Path) -> None:
 
 def test_saved_and_loaded_it_computes_the_same(tmp_path: Path) -> None:
     save_extractor(trained(), tmp_path)
-    loaded = load_extractor(tmp_path)
+    network, fingerprint = load_extractor(tmp_path)
+    loaded = network.extractor(fingerprint, CPU)
     ours = trained().extractor("x", CPU)
     assert torch.equal(loaded(few())[0], ours(few())[0])
     assert loaded.accuracy == trained().facts["accuracy"]
@@ -421,7 +427,7 @@ def test_a_damaged_one_is_refused_in_a_sentence(file: str, tmp_path: Path) -> No
     save_extractor(trained(), tmp_path)
     content = (tmp_path / file).read_bytes()
     (tmp_path / file).write_bytes(content[: len(content) // 2])
-    with pytest.raises(Corrupt, match="damaged"):
+    with pytest.raises(Corrupt, match="corrupt"):
         load_extractor(tmp_path)
 
 
@@ -478,7 +484,7 @@ def test_the_distance_grows_with_every_fault(fault: str, seed: int) -> None:
 @pytest.mark.parametrize("fault", ["blur", "dropped classes"])
 def test_the_distance_of_pixels_grows_too(fault: str) -> None:
     images = digits()[0]
-    space = pixel_pca.fit(torch.from_numpy(images[HELD_OUT:])).extractor()
+    space = PixelPCA.fit(torch.from_numpy(images[HELD_OUT:])).extractor()
     found = distances(with_moments(space), worse_and_worse()[fault])
     assert found == sorted(found) and found[-1] > 1.5 * found[0]
 
@@ -501,17 +507,17 @@ def test_three_classifiers_rank_faulty_sets_alike() -> None:
 @pytest.mark.parametrize("count", [40, 500])
 def test_components_are_orthonormal_and_hold_the_largest_variances(count: int) -> None:
     images = torch.from_numpy(digits()[0][:count])
-    pca = pixel_pca.fit(images)
+    pca = PixelPCA.fit(images)
     identity = torch.eye(pca.basis.shape[1])
     torch.testing.assert_close(pca.basis.T @ pca.basis, identity, atol=1e-4, rtol=0)
     variances = pca.project(images).var(0)
-    rows = pixel_pca.flatten(images, 64).double()
+    rows = flatten(images, 64).double()
     exact = torch.linalg.svdvals(rows - rows.mean(0)).square() / (count - 1)
     torch.testing.assert_close(variances.double(), exact[: len(variances)], rtol=1e-3, atol=1e-5)
 
 
 def test_few_images_have_few_components() -> None:
-    assert pixel_pca.fit(few(5)).basis.shape == (256, 4)
+    assert PixelPCA.fit(few(5)).basis.shape == (256, 4)
 
 
 @pytest.fixture
@@ -527,7 +533,7 @@ def small_workspace(root: Path, invert: bool = False) -> Workspace:
 
 
 def put_extractor(workspace: Workspace, seed: int = 0) -> None:
-    with workspace.storage.new_folder(FOLDER) as folder:
+    with workspace.storage.new_folder(EXTRACTOR) as folder:
         save_extractor(train_extractor(*splits(workspace), seed=seed, steps=2), folder)
 
 
@@ -540,7 +546,7 @@ def test_the_second_run_of_a_data_set_uses_the_first_ones_extractor(
     mine = open_in_domain(config, first, *splits(first), CPU)
     capsys.readouterr()
     theirs = open_in_domain(config, second, *splits(second), CPU)
-    assert "MLflow has an extractor of these data" in capsys.readouterr().err
+    assert "using the extractor for these data from MLflow" in capsys.readouterr().err
     assert theirs.fingerprint == mine.fingerprint
     assert torch.equal(theirs(few())[0], mine(few())[0])
     other = small_workspace(tmp_path / "other", invert=True)
@@ -557,9 +563,9 @@ def test_while_mlflow_is_away_the_workspace_is_enough_and_it_is_published_later(
     put_extractor(workspace)
     mine = open_in_domain(away, workspace, *splits(workspace), CPU)
     assert "the connection was refused" in capsys.readouterr().err
-    assert workspace.read_json(NOTE) == {}
+    assert workspace.read_json(SHARED) == {}
     open_in_domain(back, workspace, *splits(workspace), CPU)
-    assert workspace.read_json(NOTE)["uri"] == store
+    assert workspace.read_json(SHARED)["uri"] == store
     second = small_workspace(tmp_path / "second")
     assert open_in_domain(back, second, *splits(second), CPU).fingerprint == mine.fingerprint
 

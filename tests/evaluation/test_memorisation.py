@@ -10,12 +10,13 @@ from support.digits_workspace import HELD_OUT, Pixels, digits, make_config, put_
 
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.evaluation import memorisation
-from ddpm_core.evaluation.held_out import open_held_out
+from ddpm_core.evaluation.grids import write_neighbours
 from ddpm_core.evaluation.memorisation import compare, nearest, straddling
-from ddpm_core.evaluation.pictures import write_neighbours
+from ddpm_core.evaluation.reference import open_neighbours
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.evaluation.verdict import _memorisation as verdict_of
 from ddpm_core.evaluation.verdict import percent
+from ddpm_core.scores import Memorisation
 from ddpm_core.storage.workspace import Workspace
 
 
@@ -225,8 +226,8 @@ def test_where_all_held_out_images_are_training_images_nothing_is_claimed(tmp_pa
     scorer = Scorer(make_config(tmp_path, workspace=str(tmp_path)), workspace)
     facts, _ = scorer.memorisation(images[:50])
     assert facts == {"count": 50, "exact": 50, "holdout_exact": 20, "verdict": "unknown"}
-    told = verdict_of(facts)
-    assert told.level == "caution" and "50 of 50 samples are the same as a" in told.detail
+    answer = verdict_of(Memorisation.model_validate(facts))
+    assert answer.level == "caution" and "50 of 50 samples are identical to a" in answer.detail
     assert len(straddling(scorer.held_out[1])) == 20
 
 
@@ -237,7 +238,8 @@ def test_what_chance_gives_is_what_it_gives_with_so_few_held_out_images(held_out
     shares = [facts["share_below"] for facts in found]
     error = np.std(shares) / np.sqrt(len(shares))
     assert abs(np.mean(shares) - found[0]["expected_below"]) < 4 * error
-    assert f"{percent(found[0]['expected_below'])} is what chance" in verdict_of(found[0]).detail
+    answer = verdict_of(Memorisation.model_validate(found[0]))
+    assert f"by chance it would be {percent(found[0]['expected_below'])}" in answer.detail
 
 
 def test_near_duplicates_across_the_split_are_reported(tmp_path: Path) -> None:
@@ -261,10 +263,10 @@ def test_neighbours_of_held_out_images_are_searched_once(workspace: Workspace) -
     import torch
 
     splits = open_dataset(workspace), open_dataset(workspace, "holdout")
-    images, found = open_held_out(workspace, *splits, torch.device("cpu"))
+    images, found = open_neighbours(workspace, *splits, torch.device("cpu"))
     files = list(workspace.path("evaluation/reference").glob("neighbours-*/*.safetensors"))
     before = [file.stat().st_mtime_ns for file in files]
-    again_images, again = open_held_out(workspace, *splits, torch.device("cpu"))
+    again_images, again = open_neighbours(workspace, *splits, torch.device("cpu"))
     assert [file.stat().st_mtime_ns for file in files] == before and len(files) == 1
     np.testing.assert_array_equal(images, again_images)
     for name in ("distance", "index", "mirrored"):
@@ -277,10 +279,10 @@ def test_damaged_neighbours_are_searched_again(
     import torch
 
     splits = open_dataset(workspace), open_dataset(workspace, "holdout")
-    _, found = open_held_out(workspace, *splits, torch.device("cpu"))
+    _, found = open_neighbours(workspace, *splits, torch.device("cpu"))
     (file,) = workspace.path("evaluation/reference").glob("neighbours-*/*.safetensors")
     file.write_bytes(file.read_bytes()[:-8] + b"00000000")
-    _, again = open_held_out(workspace, *splits, torch.device("cpu"))
+    _, again = open_neighbours(workspace, *splits, torch.device("cpu"))
     assert "checksum differs" in capsys.readouterr().err
     np.testing.assert_array_equal(found.distance, again.distance)
 

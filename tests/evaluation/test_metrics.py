@@ -16,10 +16,10 @@ from ddpm_core.evaluation.metrics import (
     frechet_distance,
     inception_score,
     kernel_distance,
-    metric_name,
     moments,
     precision_recall,
 )
+from ddpm_core.scores import metric_name
 
 
 def gaussian(count: int, size: int, seed: int, shift: float = 0.0, scale: float = 1.0) -> Tensor:
@@ -44,7 +44,7 @@ def test_moments_keep_their_digits_far_from_zero() -> None:
 
 
 def test_one_image_has_no_covariance() -> None:
-    with pytest.raises(ValueError, match="a covariance needs 2"):
+    with pytest.raises(ValueError, match="a covariance requires 2"):
         moments(gaussian(1, 3, seed=0))
 
 

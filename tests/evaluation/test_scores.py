@@ -14,13 +14,12 @@ from support.evaluated import Run
 
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import in_domain, metrics
-from ddpm_core.evaluation.features import Extractor
-from ddpm_core.evaluation.freshness import OUTPUTS
-from ddpm_core.evaluation.frozen import load_extractor
-from ddpm_core.evaluation.pixel_pca import flatten
+from ddpm_core.evaluation.features import Extractor, flatten
+from ddpm_core.evaluation.freshness import EXTRACTOR, OUTPUTS
+from ddpm_core.evaluation.in_domain import load_extractor
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.scorer import Scorer
-from ddpm_core.evaluation.shared import ACCURACY, FOLDER
+from ddpm_core.evaluation.shared import ACCURACY
 from ddpm_core.registry.register import best_row
 from ddpm_core.storage import LocalStorage, Unreachable
 from ddpm_core.storage.workspace import METRICS, REPORT, RESULTS, Workspace, samples_key
@@ -78,8 +77,8 @@ def test_a_metric_is_named_by_the_samples_that_it_was_measured_on(run: Run) -> N
     for name in ("precision", "recall", "density", "coverage"):
         assert f"{name}_in_domain_60" in named and f"{name}_in_domain_100" not in named, name
     report = run.workspace.path(REPORT).read_text()
-    assert "coverage are of the first 60 samples and of as many training images" in report
-    assert "precision and recall, 60 images" in report
+    assert "coverage use the first 60 samples and as many training images" in report
+    assert "precision and recall, in-domain features, 60 images" in report
 
 
 def test_held_out_images_that_training_has_are_not_in_the_floor(tmp_path: Path) -> None:
@@ -104,10 +103,10 @@ def test_held_out_images_that_training_has_are_not_in_the_floor(tmp_path: Path) 
 def test_accuracy_is_that_on_the_present_held_out_images(run: Run) -> None:
     before = run.results()["rows"][0]["evidence"]
     others = run.images[200 : 200 + HELD_OUT]
-    extractor = load_extractor(run.workspace.path(FOLDER))
-    told = extractor(torch.from_numpy(others))[1]
-    assert told is not None
-    put(run, others, told.argmax(1).numpy())  # all that it says of them is right
+    trained, fingerprint = load_extractor(run.workspace.path(EXTRACTOR))
+    _, logits = trained.extractor(fingerprint, torch.device("cpu"))(torch.from_numpy(others))
+    assert logits is not None
+    put(run, others, logits.argmax(1).numpy())  # every prediction becomes correct
     after = run.evaluate()[200]["evidence"]
     assert before["extractor_accuracy"] < 1.0 == after["extractor_accuracy"]
     assert before["extractor_fingerprint"] == after["extractor_fingerprint"]
@@ -143,7 +142,7 @@ def test_trouble_of_the_storage_ends_the_run_and_leaves_no_checkpoint_out(
         run.evaluate()
     assert caught.value is error and there.read_json(RESULTS) == before
     run.workspace = there
-    assert run.evaluate()[400] == before["rows"][1]
+    assert run.evaluate()[400].plain() == before["rows"][1]
 
 
 def test_a_score_that_was_changed_is_measured_anew(run: Run) -> None:
@@ -160,8 +159,8 @@ def test_a_score_that_was_changed_is_not_registered(run: Run) -> None:
     run.workspace.write_json(
         RESULTS, {**before, "rows": [before["rows"][0] | {"score": 0.001}, before["rows"][1]]}
     )
-    assert run.stale() == "the score of step 200 was changed"
-    with pytest.raises(UserError, match=r"step 200 was changed or damaged.* run `ddpm evaluate`"):
+    assert run.stale() == "the score of step 200 was edited"
+    with pytest.raises(UserError, match=r"step 200 was edited or damaged.* run `ddpm evaluate`"):
         best_row(run.workspace)
     run.evaluate()
     assert run.results() == before and best_row(run.workspace)["step"] == 400
@@ -172,7 +171,9 @@ def test_an_output_that_was_cut_is_written_anew(run: Run, name: str) -> None:
     path, times = run.workspace.path(name), run.row_times()
     before = path.read_bytes()
     path.write_bytes(before[: len(before) // 2])
-    assert str(run.stale()).startswith(f"{name} has {len(before) // 2} bytes; {len(before)} were")
+    assert str(run.stale()).startswith(
+        f"{name} has {len(before) // 2} bytes, expected {len(before)}"
+    )
     run.evaluate()
     assert path.read_bytes() == before and run.row_times() == times
     assert run.stale() is None
@@ -193,7 +194,7 @@ def test_training_images_that_do_not_differ_are_refused_in_a_sentence(
     run.put_data(images=same, labels=run.labels[:1].repeat(50), held_out=10)
     run.put_samples(200, 5, count=30)
     capsys.readouterr()
-    with pytest.raises(UserError, match="The training images don't differ"):
+    with pytest.raises(UserError, match="The training images are all the same"):
         run.evaluate()
     assert "classifier" not in capsys.readouterr().err  # no minute of training comes first
     scorer = Scorer(run.config, run.workspace)
@@ -225,7 +226,7 @@ def test_fewer_than_twenty_images_have_no_inception_score(run: Run) -> None:
     row = run.evaluate()[200]
     assert row["is_mean"] is None and row["is_std"] is None and row["fd"] is not None
     assert (
-        "An inception score needs 20 images; there are 19."
+        "An inception score requires 20 images; there are 19."
         in run.workspace.path(REPORT).read_text()
     )
 
@@ -235,6 +236,6 @@ def test_too_little_memory_is_one_sentence_that_says_what_helps(
 ) -> None:
     run.put_samples(400, 7)
     monkeypatch.setattr(metrics, "density_coverage", lambda *_: torch.empty(2**50))
-    with pytest.raises(UserError, match=r"Out of memory with evaluate.metrics .*leave out prdc"):
+    with pytest.raises(UserError, match=r"Out of memory with evaluate.metrics .*remove prdc"):
         run.evaluate()
     assert run.results()["rows"][1]["score"] is not None

@@ -12,6 +12,10 @@ from ddpm_core.registry.gate import Champion, Decision, Unfit, best_of, decide
 from ddpm_core.scores import Row
 
 
+def kid(score: float) -> Row:
+    return row(score).model_copy(update={"score_name": "kid_500"})
+
+
 def gate(candidate: Row, *champion: Row, anew: Row | Unfit | None = None) -> Decision:
     """The decision over version 7, which has the rows `champion`; `anew` is its new score."""
 
@@ -64,8 +68,8 @@ def test_a_champion_of_other_evidence_is_scored_anew(change: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("scale", [0.01, 100.0])
 def test_another_score_is_never_compared_whichever_is_the_smaller(scale: float) -> None:
-    candidate = {**row(scale), "score_name": "kid_500"}
-    worse, better = [{**row(scale * by), "score_name": "kid_500"} for by in (2, 0.5)]
+    candidate = kid(scale)
+    worse, better = [kid(scale * by) for by in (2, 0.5)]
     decision = gate(candidate, row(1.0), anew=worse)
     assert decision.promote and decision.rescored is worse
     assert decision.why.endswith("version 7 (measured anew, as it differs in score).")
@@ -102,13 +106,14 @@ def test_a_champion_that_copies_gives_way_whatever_the_scores() -> None:
 
 
 def test_a_model_that_has_collapsed_is_never_promoted_and_gives_way() -> None:
-    collapsed = {**row(1.0), "collapse": {"verdict": "collapsed"}}
+    collapsed = Row.model_validate({**row(1.0), "collapse": {"verdict": "collapsed"}})
     for decision in (gate(collapsed, row(11.0)), decide(collapsed, None, dict)):
         assert not decision.promote
         assert decision.why == (
             "Not promoted: it draws the same images repeatedly, by the collapse check."
         )
-    assert gate({**row(1.0), "collapse": {"verdict": "repeats"}}, row(11.0)).promote
+    repeating = Row.model_validate({**row(1.0), "collapse": {"verdict": "repeats"}})
+    assert gate(repeating, row(11.0)).promote
     decision = decide(row(10.0), Champion("7", [row(1.0)], "collapse"), dict)
     assert decision.why == "Promoted: the champion, version 7, draws the same images repeatedly."
 
@@ -117,6 +122,6 @@ def test_of_versions_announced_at_once_all_find_the_same_to_be_the_best() -> Non
     scores = {"2": 11.0, "10": 9.0, "3": 9.0}
     for own, score in scores.items():
         rivals = [Champion(v, [row(s)]) for v, s in scores.items() if v != own]
-        rivals.append(Champion("4", [row(1.0, data="x"), {}]))  # does not compare
+        rivals.append(Champion("4", [row(1.0, data="x")]))  # does not compare
         assert best_of(row(score), own, rivals) == "3"
     assert best_of(row(11.0), "5", [Champion("6", [row(9.0), row(12.0)])]) == "6"

@@ -18,7 +18,7 @@ from support.program import TINY, command, write_params
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError, require
-from ddpm_core.evaluation.shared import Away, fetch_extractor
+from ddpm_core.evaluation.shared import fetch_extractor
 from ddpm_core.registry import models
 from ddpm_core.registry.models import Registry, lost
 from ddpm_core.storage.workspace import Workspace
@@ -64,7 +64,7 @@ def ask_registry(uri: str, folder: Path) -> None:
 
 
 def ask_extractor(uri: str, folder: Path) -> None:
-    with pytest.raises(Away, match="it does not answer in time"):
+    with pytest.raises(Unavailable, match="it does not answer in time"):
         fetch_extractor(config(uri), "data", folder)
 
 
