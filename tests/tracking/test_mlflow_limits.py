@@ -18,7 +18,7 @@ from support.program import TINY, command, write_params
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError, require
-from ddpm_core.evaluation.shared import fetch_extractor
+from ddpm_core.evaluation.shared import Unavailable, fetch_extractor
 from ddpm_core.registry import models
 from ddpm_core.registry.models import Registry, lost
 from ddpm_core.storage.workspace import Workspace
