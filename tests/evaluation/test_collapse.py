@@ -51,7 +51,7 @@ def test_the_nearest_other_image_is_that_of_a_full_search(monkeypatch: pytest.Mo
     assert found.index[[3, 7, 4, 9]].tolist() == [7, 3, 9, 4] and found.mirrored[9]
 
 
-def test_real_images_and_clean_samples_have_not_collapsed(scorer: Scorer) -> None:
+def test_real_images_and_clean_samples_are_not_collapsed(scorer: Scorer) -> None:
     for samples in (real(), noisy(real(), 20)):
         facts = judged(scorer, samples)
         assert (facts["count"], facts["verdict"]) == (180, "none")
@@ -78,7 +78,7 @@ def with_black(count: int) -> Pixels:
     ],
     ids=["one image", "twelve images", "a third black", "a ninth black", "two black"],
 )
-def test_samples_that_repeat_are_found(
+def test_repeating_samples_are_found(
     scorer: Scorer, samples: Pixels, verdict: str, repeats: int
 ) -> None:
     facts = judged(scorer, samples)
@@ -87,7 +87,7 @@ def test_samples_that_repeat_are_found(
     assert (facts["p_value"] < 0.01) == (verdict != "none")
 
 
-def test_repeats_as_frequent_as_among_real_images_are_no_collapse() -> None:
+def test_as_many_repeats_as_in_real_images_are_no_collapse() -> None:
     draw = np.random.default_rng(0)
 
     def distances(share: float) -> Any:
@@ -101,7 +101,7 @@ def test_repeats_as_frequent_as_among_real_images_are_no_collapse() -> None:
     assert compare_repeats(distances(0.0), distances(1.0))["verdict"] == "unknown"
 
 
-def test_samples_of_one_class_are_compared_with_real_images_of_it(tmp_path: Path) -> None:
+def test_collapse_compares_with_real_images_of_the_same_class(tmp_path: Path) -> None:
     run = Run(tmp_path)
     blank = run.labels == 0
     run.images = run.images.copy()

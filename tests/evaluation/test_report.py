@@ -185,13 +185,13 @@ def curve(*scores: float, first: int = 200, every: int = 200) -> list[Row]:
 RUN = [row(200, 30.0), row(400, 12.0), row(600, 9.0), row(800, 6.0)]
 
 
-def test_the_lowest_score_is_the_best_and_of_equal_ones_the_earliest() -> None:
+def test_best_is_the_lowest_score_then_the_earliest() -> None:
     rows = [row(600, 5.0), row(200, 7.0), row(400, 5.0)]
     assert best(rows) == rows[2]
     assert [r.step for r in ranked(rows)] == [200, 400, 600]
 
 
-def test_rows_without_a_score_are_in_no_ranking() -> None:
+def test_unscored_rows_are_not_ranked() -> None:
     rows = [Unscored.because(100, "no samples"), row(200, float("nan")), row(300, 4.0)]
     assert ranked(rows) == rows[2:] and best(rows) == rows[2]
     assert best(rows[:2]) is None and best([]) is None
@@ -206,23 +206,23 @@ def test_rows_without_a_score_are_in_no_ranking() -> None:
         ("sampler", {"sampler": "ddim"}),
     ],
 )
-def test_scores_of_other_evidence_do_not_compare(field: str, value: Any) -> None:
+def test_scores_with_different_evidence_do_not_compare(field: str, value: Any) -> None:
     odd = row(800, 0.1, **{field: value})
     assert differences(odd, row(1, 1.0)) == [field]
     assert best([row(200, 9.0), row(400, 8.0), odd]).step == 400  # type: ignore[union-attr]
 
 
-def test_another_seed_compares() -> None:
+def test_scores_with_another_seed_compare() -> None:
     assert differences(row(1, 1.0, seed=2), row(1, 1.0)) == []
 
 
-def test_another_score_of_the_same_evidence_does_not_compare() -> None:
+def test_different_metrics_of_the_same_evidence_do_not_compare() -> None:
     odd = row(800, 0.1, score_name="kid_in_domain_500")
     assert differences(odd, row(1, 1.0)) == ["score"]
     assert best([row(200, 9.0), row(400, 8.0), odd]).step == 400  # type: ignore[union-attr]
 
 
-def test_of_equally_large_sets_the_one_of_more_images_is_ranked() -> None:
+def test_of_equally_large_sets_more_images_are_ranked() -> None:
     # A list of checkpoints with 1,000 images each, and 5,000 of the latest.
     rows = [row(200, 9.0, count=1000), row(400, 8.0, count=1000), row(600, 5.0, count=5000)]
     assert best(rows).step == 400  # type: ignore[union-attr]
@@ -243,7 +243,7 @@ def sampled(**settings: Any) -> dict[str, Any]:
         ("sampler", {**SAMPLER, "precision": "bf16"}, {"precision": "bf16"}),
     ],
 )
-def test_what_was_sampled_by_the_present_settings_is_ranked(
+def test_rows_sampled_with_current_settings_are_ranked(
     field: str, value: Any, settings: dict[str, Any]
 ) -> None:
     # The best of three is sampled otherwise: it doesn't make the second best the best.
@@ -256,7 +256,7 @@ def test_what_was_sampled_by_the_present_settings_is_ranked(
     assert "Step 10, 20: measured with a different" in " ".join(caveats(found))
 
 
-def test_another_seed_stays_in_the_list() -> None:
+def test_rows_with_another_seed_are_ranked_together() -> None:
     rows = [row(10, 990.0), row(20, 950.0, seed=9)]
     assert ranked(rows, sampled(seed=9)) == ranked(rows, sampled()) == rows
 
@@ -271,7 +271,7 @@ def test_another_seed_stays_in_the_list() -> None:
         ({"precision": "bf16"}, {"sampler": {**SAMPLER, "precision": "bf16"}}),
     ],
 )
-def test_the_best_to_be_sampled_stays_the_same_once_it_is(
+def test_best_to_sample_stays_the_same_once_sampled(
     settings: dict[str, Any], evidence: dict[str, Any], new: float
 ) -> None:
     rows = [row(10, 990.0), row(20, 950.0), row(30, 800.0)]
@@ -282,7 +282,7 @@ def test_the_best_to_be_sampled_stays_the_same_once_it_is(
     assert best_to_sample(after, asked).step == 30  # type: ignore[union-attr]
 
 
-def test_the_best_to_be_sampled_is_not_what_was_sampled_by_yet_other_settings() -> None:
+def test_best_to_sample_ignores_rows_of_third_settings() -> None:
     rows = [row(10, 990.0), row(20, 800.0), row(30, 900.0, sampler={**SAMPLER, "sampler": "ddim"})]
     found = results(rows, sample=sampled(sampler="ddim"))
     assert best_to_sample(found, Sample(count=50)).step == 20  # type: ignore[union-attr]
@@ -309,7 +309,7 @@ def test_metrics_json_holds_the_best_and_its_floor() -> None:
     assert metrics([]) == {"checkpoints": 0}
 
 
-def test_the_table_has_a_line_per_checkpoint_scored_or_not() -> None:
+def test_table_has_a_line_per_checkpoint() -> None:
     text = results_csv([row(400, 8.0), Unscored.because(200, 'no "samples",\nof it')])
     lines = list(csv.DictReader(io.StringIO(text)))
     assert [line["step"] for line in lines] == ["200", "400"]
@@ -318,7 +318,7 @@ def test_the_table_has_a_line_per_checkpoint_scored_or_not() -> None:
     assert lines[1]["memorisation_verdict"] == "none" and lines[1]["floor_fd"] == "4.0"
 
 
-def test_the_best_scores_are_a_table_even_where_there_is_none() -> None:
+def test_best_scores_table_is_valid_without_rows() -> None:
     lines = list(csv.DictReader(io.StringIO(best_csv(RUN))))
     assert [(line["name"], line["step"]) for line in lines] == [
         ("fd_in_domain_500", "800"),
@@ -362,7 +362,7 @@ def test_the_verdict_comes_first_and_in_plain_words(tmp_path: Path) -> None:
         ),  # a KID may be
     ],
 )
-def test_the_trend_is_told(rows: list[dict[str, Any]], word: str, sentence: str) -> None:
+def test_trend_is_described(rows: list[dict[str, Any]], word: str, sentence: str) -> None:
     trend = verdict.judge(results(rows)).trend
     assert trend is not None and trend.word == word and sentence in trend.detail
 
@@ -397,7 +397,7 @@ def test_dense_checkpoints_show_the_trend_of_the_whole_curve(
         (None, "unknown", "was not measured"),
     ],
 )
-def test_memorisation_is_told(facts: Any, level: str, sentence: str) -> None:
+def test_memorisation_is_described(facts: Any, level: str, sentence: str) -> None:
     found = verdict.judge(results([row(200, 6.0, memorisation=facts)]))
     assert found.memorisation is not None and found.memorisation.level == level
     assert sentence in found.memorisation.detail
@@ -409,7 +409,7 @@ def test_a_score_at_the_floor_is_called_near() -> None:
     assert near is not None and near.summary.startswith("Its samples are about as near")
 
 
-def test_what_was_not_measured_is_not_said_to_be_absent() -> None:
+def test_unmeasured_and_missing_floors_differ_in_words() -> None:
     lacking = {"fd": None, "score_name": "kid_in_domain_500"}
     scores = [
         row(200, 2.1, floor=floor, at_floor=floor, **lacking)
@@ -423,7 +423,7 @@ def test_what_was_not_measured_is_not_said_to_be_absent() -> None:
     assert "there are no held-out images" in details[1]
 
 
-def test_caveats_name_small_numbers_features_and_what_is_not_ranked() -> None:
+def test_caveats_name_small_counts_features_and_unranked_rows() -> None:
     rows = [*RUN, row(900, 1.0, count=1000)]
     text = " ".join(caveats(results(rows)))
     assert "with 500 images is biased upwards" in text and "are not FID" in text
@@ -431,7 +431,7 @@ def test_caveats_name_small_numbers_features_and_what_is_not_ranked() -> None:
     assert "Step 900: measured with a different number of images" in text
 
 
-def test_checkpoints_that_could_not_be_scored_are_told_where_it_is_seen(tmp_path: Path) -> None:
+def test_unscored_checkpoints_are_in_caveats_and_page(tmp_path: Path) -> None:
     lacking = [
         Unscored.because(900, "Its samples are damaged."),
         Unscored.because(1000, "It has none."),
@@ -446,7 +446,7 @@ def test_checkpoints_that_could_not_be_scored_are_told_where_it_is_seen(tmp_path
     assert told in page(tmp_path, results([*RUN, *lacking])).text
 
 
-def test_the_page_asks_nothing_of_anyone(tmp_path: Path) -> None:
+def test_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     html = render_report(workspace_of(tmp_path, results(RUN))).read_text()
     found = Page(html)
     for tag, attributes in found.tags:
@@ -459,7 +459,7 @@ def test_the_page_asks_nothing_of_anyone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_names_from_strangers_are_text_and_nothing_else(name: str, tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(name: str, tmp_path: Path) -> None:
     rows = [*RUN, Unscored.because(900, name)]
     rows[0] = row(200, 30.0, sampler={"prompts": [name]})
     plain = page(tmp_path / "plain", results([*RUN, Unscored.because(900, "x")], ("a", "b")))
@@ -469,14 +469,14 @@ def test_names_from_strangers_are_text_and_nothing_else(name: str, tmp_path: Pat
     assert found.text.count(masking.shown(name)) >= 2  # as class and as problem, as it was given
 
 
-def test_near_copies_are_told_with_how_many_were_looked_at(tmp_path: Path) -> None:
+def test_near_copies_are_shown_with_the_number_examined(tmp_path: Path) -> None:
     facts = {**memory("copies", 9), "count": 1500}
     found = page(tmp_path, results([row(200, 6.0, memorisation=facts)]))
     text = " ".join(found.text.split())
     assert text.count("9 of 1,500") == 2 and text.count("1 of 180") == 2  # captions and table
 
 
-def test_equal_precision_and_recall_are_both_seen(tmp_path: Path) -> None:
+def test_equal_precision_and_recall_are_both_visible(tmp_path: Path) -> None:
     found = page(tmp_path, results([row(200, 30.0, recall=0.8), row(400, 12.0, recall=0.8)]))
     groups = [str(group["class"]) for group in found.all("g")]
     assert ["s0", "s1 dashed"] in [groups[i : i + 2] for i in range(len(groups))]
@@ -491,7 +491,7 @@ def test_equal_precision_and_recall_are_both_seen(tmp_path: Path) -> None:
         assert (line == ImageColor.getrgb(color)).all(axis=1).sum() > 100
 
 
-def test_the_source_is_told_in_words_and_its_checksums_are_folded(tmp_path: Path) -> None:
+def test_source_is_labelled_and_its_checksums_are_folded(tmp_path: Path) -> None:
     found = results(RUN)
     state = {"files": 184, "sha256": "a" * 64}
     found.data["source"] = {"uri": "photos/", "listing_sha256": "b" * 64, "state": state}
@@ -502,7 +502,7 @@ def test_the_source_is_told_in_words_and_its_checksums_are_folded(tmp_path: Path
     assert not re.search("listing_sha256|state\\.", html)
 
 
-def test_every_picture_says_what_it_shows(tmp_path: Path) -> None:
+def test_every_image_has_an_alternative_text(tmp_path: Path) -> None:
     found = page(tmp_path, results(RUN))
     alternatives = [image.get("alt") or "" for image in found.all("img")]
     assert len(alternatives) == len(set(alternatives)) == 7 and all(alternatives)
@@ -512,7 +512,7 @@ def test_every_picture_says_what_it_shows(tmp_path: Path) -> None:
         assert drawing["role"] == "img" and re.search(r"at step 800", drawing["aria-label"] or "")
 
 
-def test_pairs_that_this_evaluation_did_not_look_for_are_not_shown(tmp_path: Path) -> None:
+def test_pairs_of_an_earlier_evaluation_are_not_shown(tmp_path: Path) -> None:
     """Pictures of an earlier one, of other samples or data, may lie there still."""
     found = results([row(200, 6.0, memorisation=None)], straddling=None)
     assert "Nearest training images" not in page(tmp_path / "none", found).text
@@ -525,7 +525,7 @@ def test_pairs_that_this_evaluation_did_not_look_for_are_not_shown(tmp_path: Pat
         assert any(str(alt).startswith(held_out) for alt in alternatives) == shown
 
 
-def test_seventy_five_checkpoints_make_one_page_of_bounded_size(tmp_path: Path) -> None:
+def test_page_of_75_checkpoints_is_bounded(tmp_path: Path) -> None:
     rows = [row(1000 * (i + 1), 100 / (i + 1)) for i in range(75)]
     rows[40] = row(41_000, 0.5)  # the best is in the middle
     workspace = workspace_of(tmp_path, results(rows), side=600)
@@ -545,7 +545,7 @@ def test_rendering_again_gives_the_same_bytes(tmp_path: Path) -> None:
     assert render_report(workspace).read_bytes() == first
 
 
-def test_a_page_without_a_score_or_pictures_says_so(tmp_path: Path) -> None:
+def test_page_without_scores_or_images_is_rendered(tmp_path: Path) -> None:
     workspace = Workspace.open(str(tmp_path))
     with pytest.raises(UserError, match="run `ddpm evaluate` first"):
         render_report(workspace)
@@ -555,7 +555,7 @@ def test_a_page_without_a_score_or_pictures_says_so(tmp_path: Path) -> None:
     assert "No checkpoint could be scored." in text and "Step 200: no samples" in text
 
 
-def test_one_checkpoint_and_scores_that_are_absent_make_a_page(tmp_path: Path) -> None:
+def test_page_with_one_checkpoint_and_one_metric_is_rendered(tmp_path: Path) -> None:
     absent = {"fd": None, "is_mean": None, "precision": None, "recall": None, "density": None}
     one = row(200, 0.3, floor=None, at_floor=None, floor_count=0, memorisation=None)
     absent |= {"score_name": "kid_in_domain_500", "coverage": None, "fd_pixel_pca": None}
@@ -564,7 +564,7 @@ def test_one_checkpoint_and_scores_that_are_absent_make_a_page(tmp_path: Path) -
     assert len(found.all("svg")) == 1 and "Step 200 is the only checkpoint" in found.text
 
 
-def test_every_plot_is_a_picture_whatever_there_is_to_draw() -> None:
+def test_every_plot_is_written_whatever_was_measured() -> None:
     absent = [row(200, 6.0, fd=None, is_mean=None, precision=None, recall=None, kid_mean=None)]
     drawings = [plots.draw(rows) for rows in (RUN, RUN[:1], absent, [])]
     for drawn in drawings:
@@ -575,7 +575,7 @@ def test_every_plot_is_a_picture_whatever_there_is_to_draw() -> None:
     assert plots.draw(list(RUN)) == drawings[0]
 
 
-def test_a_kernel_distance_without_deviation_has_no_band_and_says_so(tmp_path: Path) -> None:
+def test_kid_without_deviation_has_no_band_but_a_note(tmp_path: Path) -> None:
     rows = [row(200, 30.0, kid_std=None), row(400, 12.0, kid_std=None)]
     name, drawn = "KID_vs_TrainingSteps.png", []
     for some in (rows, [r.model_copy(update={"kid_std": 0.0}) for r in rows]):
@@ -613,7 +613,7 @@ def test_logarithmic_ticks_enclose(low: float, high: float) -> None:
     assert found[0] <= low and found[-1] >= high and 2 <= len(found) <= 12
 
 
-def test_a_chart_keeps_its_lines_in_the_picture() -> None:
+def test_chart_keeps_its_lines_inside() -> None:
     lines = [Line("a", [(200, 134.0), (400, 3.0)]), Line("b", [(200, 140.0), (400, 5.0)])]
     references = [Reference("real", 2.0)]
     drawn = chart(Curve("fd", "lower is better", lines, references, mark=(400, 3.0)))
@@ -633,7 +633,7 @@ def test_a_chart_keeps_its_lines_in_the_picture() -> None:
         ((9_990.0, 1.0), (9_500, 9_500)),
     ],
 )
-def test_the_numbers_at_an_axis_are_in_the_picture(
+def test_axis_labels_fit_into_the_chart(
     values: tuple[float, float], steps: tuple[int, int]
 ) -> None:
     """In the widest of usual fonts, at the size of a narrow page."""
@@ -645,14 +645,14 @@ def test_the_numbers_at_an_axis_are_in_the_picture(
         assert font.getlength(text) / 2 <= min(x, drawn.width - x), text
 
 
-def test_an_axis_that_goes_far_is_in_thousands() -> None:
+def test_large_tick_labels_are_in_thousands() -> None:
     assert tick_labels([0, 2500, 5000]) == ["0", "2,500", "5,000"]
     assert tick_labels([0, 5000, 10_000]) == ["0", "5k", "10k"]
     assert tick_labels([0.1, 100, 2.5e6]) == ["0.1", "100", "2.5M"]
     assert tick_labels([12_345]) == ["12.345k"]
 
 
-def test_large_images_are_shown_small() -> None:
+def test_large_images_are_shrunk() -> None:
     images = np.random.default_rng(0).integers(0, 256, (2, 256, 128, 3)).astype(np.uint8)
     assert shrink(images).shape == (2, 96, 48, 3)
     assert shrink(images[:, :16, :16]).shape == (2, 16, 16, 3)

@@ -68,7 +68,7 @@ def run(scored: Path, tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def test_a_metric_is_named_by_the_samples_that_it_was_measured_on(run: Run) -> None:
+def test_metric_names_contain_their_sample_count(run: Run) -> None:
     row = run.results()["rows"][0]
     assert (row["evidence"]["count"], row["prdc_count"], row["kid_count"]) == (100, TRAINED, 100)
     named = run.workspace.read_json(METRICS)
@@ -81,7 +81,7 @@ def test_a_metric_is_named_by_the_samples_that_it_was_measured_on(run: Run) -> N
     assert "precision and recall, in-domain features, 60 images" in report
 
 
-def test_held_out_images_that_training_has_are_not_in_the_floor(tmp_path: Path) -> None:
+def test_held_out_training_images_are_not_in_the_floor(tmp_path: Path) -> None:
     run = small(tmp_path)
     copies = slice(HELD_OUT, HELD_OUT + 12)
     put(
@@ -100,7 +100,7 @@ def test_held_out_images_that_training_has_are_not_in_the_floor(tmp_path: Path) 
     assert row["floor"]["fd"] == pytest.approx(clean.floor(8)["fd"])
 
 
-def test_accuracy_is_that_on_the_present_held_out_images(run: Run) -> None:
+def test_accuracy_is_measured_on_the_current_held_out_images(run: Run) -> None:
     before = run.results()["rows"][0]["evidence"]
     others = run.images[200 : 200 + HELD_OUT]
     trained, fingerprint = load_extractor(run.workspace.path(EXTRACTOR))
@@ -130,9 +130,7 @@ class Away(LocalStorage):
 @pytest.mark.parametrize(
     "error", [Unreachable("S3 failed at samples: 503."), OSError(errno.ENOSPC, "No space left")]
 )
-def test_trouble_of_the_storage_ends_the_run_and_leaves_no_checkpoint_out(
-    run: Run, error: OSError
-) -> None:
+def test_storage_errors_end_the_run_and_keep_the_ranking(run: Run, error: OSError) -> None:
     before = run.results()
     run.workspace.storage.remove("evaluation/rows/step-00000400.json")
     away = Away(Path(run.config.workspace))
@@ -145,7 +143,7 @@ def test_trouble_of_the_storage_ends_the_run_and_leaves_no_checkpoint_out(
     assert run.evaluate()[400].plain() == before["rows"][1]
 
 
-def test_a_score_that_was_changed_is_measured_anew(run: Run) -> None:
+def test_edited_score_is_measured_again(run: Run) -> None:
     before = run.results()
     path = run.workspace.path("evaluation/rows/step-00000200.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"score": 0.001}))
@@ -153,7 +151,7 @@ def test_a_score_that_was_changed_is_measured_anew(run: Run) -> None:
     assert run.results() == before
 
 
-def test_a_score_that_was_changed_is_not_registered(run: Run) -> None:
+def test_edited_score_is_not_registered(run: Run) -> None:
     before = run.results()
     assert best_row(run.workspace)["step"] == 400
     run.workspace.write_json(
@@ -167,7 +165,7 @@ def test_a_score_that_was_changed_is_not_registered(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_an_output_that_was_cut_is_written_anew(run: Run, name: str) -> None:
+def test_truncated_output_is_written_again(run: Run, name: str) -> None:
     path, times = run.workspace.path(name), run.row_times()
     before = path.read_bytes()
     path.write_bytes(before[: len(before) // 2])
@@ -179,14 +177,14 @@ def test_an_output_that_was_cut_is_written_anew(run: Run, name: str) -> None:
     assert run.stale() is None
 
 
-def test_a_report_that_was_written_anew_is_up_to_date(run: Run) -> None:
+def test_rebuilt_report_is_up_to_date(run: Run) -> None:
     before = run.workspace.storage.size(REPORT)
     shutil.rmtree(run.workspace.path("evaluation/pictures"))
     render_report(run.workspace)
     assert run.workspace.storage.size(REPORT) != before and run.stale() is None
 
 
-def test_training_images_that_do_not_differ_are_refused_in_a_sentence(
+def test_identical_training_images_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path)
@@ -203,7 +201,7 @@ def test_training_images_that_do_not_differ_are_refused_in_a_sentence(
     assert scores["fd"] > 0 and scores["fd_pixel_pca"] is None
 
 
-def test_samples_that_cannot_be_scored_train_no_classifier(
+def test_unscorable_samples_train_no_classifier(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path)
@@ -231,9 +229,7 @@ def test_fewer_than_twenty_images_have_no_inception_score(run: Run) -> None:
     )
 
 
-def test_too_little_memory_is_one_sentence_that_says_what_helps(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_error_names_what_helps(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.put_samples(400, 7)
     monkeypatch.setattr(metrics, "density_coverage", lambda *_: torch.empty(2**50))
     with pytest.raises(UserError, match=r"Out of memory with evaluate.metrics .*remove prdc"):
