@@ -90,27 +90,25 @@ def run(begun: Path, tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("change", [{"count": 50}, {"sampler": "ddim"}])
-def test_the_best_sampled_otherwise_stays_the_best_however_often_it_is_asked_for(
-    run: Run, change: dict[str, Any]
-) -> None:
+def test_best_stays_best_when_sampled_with_other_settings(run: Run, change: dict[str, Any]) -> None:
     best = run.registered()
     name = f"fresh-{next(iter(change))}"
     done = run.go(checkpoints="best", name=name, **change)
     assert done == ["sample", "evaluate", "register"]
     assert run.results()["best"]["step"] == run.registered() == best
-    assert f"Step {best} is compared with no other checkpoint." in run.report()
+    assert f"Step {best} is not comparable with any other checkpoint." in run.report()
     assert run.go(checkpoints="best", name=name, **change) == []
     assert run.go() == ["sample", "evaluate", "register"]  # all three by one recipe again
     assert run.registered() == best and f"Step {best} is the best of 3" in run.report()
 
 
-def test_the_latest_sampled_otherwise_is_the_one_that_is_ranked(run: Run) -> None:
+def test_latest_with_another_sampler_is_ranked_alone(run: Run) -> None:
     run.go(checkpoints="latest", sampler="ddim", name="latest")
     assert run.results()["best"]["step"] == run.registered() == STEPS[-1]
     assert run.go(checkpoints="latest", sampler="ddim", name="latest") == []
 
 
-def test_what_is_asked_for_changes_the_ranking_without_a_new_sample(run: Run) -> None:
+def test_selected_checkpoints_change_the_ranking(run: Run) -> None:
     best = run.registered()
     others = [step for step in STEPS if step != best]
     run.go(checkpoints=[best], count=50)
@@ -120,7 +118,7 @@ def test_what_is_asked_for_changes_the_ranking_without_a_new_sample(run: Run) ->
     assert run.go(checkpoints=others) == []
 
 
-def test_best_stays_the_same_whatever_the_seed(run: Run) -> None:
+def test_best_does_not_depend_on_the_seed(run: Run) -> None:
     best = run.registered()
     for seed in (6, 7):
         run.go(checkpoints="best", seed=seed)
@@ -128,7 +126,7 @@ def test_best_stays_the_same_whatever_the_seed(run: Run) -> None:
         assert run.go(checkpoints="best", seed=seed) == []
 
 
-def test_best_after_the_latest_alone_is_the_best_of_the_others(run: Run) -> None:
+def test_best_after_latest_is_the_best_of_the_others(run: Run) -> None:
     others = [row for row in run.results()["rows"] if row["step"] != STEPS[-1]]
     run.go(checkpoints="latest", sampler="ddim", name="later")
     run.go(checkpoints="best", count=50, name="later")

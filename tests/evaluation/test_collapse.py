@@ -11,8 +11,7 @@ from support.digits_workspace import Pixels, digits, put_samples, put_snapshot
 from support.evaluated import Run, noisy
 
 from ddpm_core.evaluation import memorisation
-from ddpm_core.evaluation.collapse import compare
-from ddpm_core.evaluation.memorisation import nearest_other
+from ddpm_core.evaluation.memorisation import compare_repeats, nearest_other
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.registry.gate import decide
 from ddpm_core.storage.workspace import REPORT, TABLE
@@ -52,7 +51,7 @@ def test_the_nearest_other_image_is_that_of_a_full_search(monkeypatch: pytest.Mo
     assert found.index[[3, 7, 4, 9]].tolist() == [7, 3, 9, 4] and found.mirrored[9]
 
 
-def test_real_images_and_clean_samples_have_not_collapsed(scorer: Scorer) -> None:
+def test_real_images_and_clean_samples_are_not_collapsed(scorer: Scorer) -> None:
     for samples in (real(), noisy(real(), 20)):
         facts = judged(scorer, samples)
         assert (facts["count"], facts["verdict"]) == (180, "none")
@@ -79,7 +78,7 @@ def with_black(count: int) -> Pixels:
     ],
     ids=["one image", "twelve images", "a third black", "a ninth black", "two black"],
 )
-def test_samples_that_repeat_are_found(
+def test_repeating_samples_are_found(
     scorer: Scorer, samples: Pixels, verdict: str, repeats: int
 ) -> None:
     facts = judged(scorer, samples)
@@ -88,19 +87,21 @@ def test_samples_that_repeat_are_found(
     assert (facts["p_value"] < 0.01) == (verdict != "none")
 
 
-def test_repeats_as_frequent_as_among_real_images_are_no_collapse() -> None:
+def test_as_many_repeats_as_in_real_images_are_no_collapse() -> None:
     draw = np.random.default_rng(0)
 
     def distances(share: float) -> Any:
         return np.where(draw.random(500) < share, 0.0, draw.gamma(20, 0.05, 500))
 
-    verdicts = [compare(distances(share), distances(share))["verdict"] for share in (0.1, 0.6) * 20]
+    verdicts = [
+        compare_repeats(distances(share), distances(share))["verdict"] for share in (0.1, 0.6) * 20
+    ]
     assert verdicts.count("none") >= 39
-    assert compare(distances(0.6), distances(0.1))["verdict"] == "collapsed"
-    assert compare(distances(0.0), distances(1.0))["verdict"] == "unknown"
+    assert compare_repeats(distances(0.6), distances(0.1))["verdict"] == "collapsed"
+    assert compare_repeats(distances(0.0), distances(1.0))["verdict"] == "unknown"
 
 
-def test_samples_of_one_class_are_compared_with_real_images_of_it(tmp_path: Path) -> None:
+def test_collapse_compares_with_real_images_of_the_same_class(tmp_path: Path) -> None:
     run = Run(tmp_path)
     blank = run.labels == 0
     run.images = run.images.copy()
@@ -134,13 +135,13 @@ def test_a_collapsed_checkpoint_is_not_called_good(
     assert "collapse_verdict,collapse_repeats,collapse_real_repeats,collapse_count" in table
     assert "collapsed,30,0,30" in table
     for page in (run.workspace.path(REPORT).read_text(), capsys.readouterr().err):
-        assert "nearly the same as another one, 30 of them exactly" not in page  # not the best
+        assert "nearly the same as another sample (30 of them exactly)" not in page  # not the best
     (tmp_path / "run/samples/step-00000200/manifest.json").unlink()
     rows = run.evaluate()
     page = run.workspace.path(REPORT).read_text()
     assert "but it has collapsed: its samples repeat one another" in page
     assert page.index("Do not use it") < page.index("as far from the data")
-    assert "nearly the same as another one, 30 of them exactly" in capsys.readouterr().err
+    assert "nearly the same as another sample (30 of them exactly)" in capsys.readouterr().err
     assert run.workspace.read_json("metrics.json")["repeats_share"] == 1
     decision = decide(rows[400], None, dict)
     assert not decision.promote and "draws the same images repeatedly" in decision.why

@@ -37,16 +37,19 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.evaluation import pixel_pca
 from ddpm_core.evaluation.evaluate import evaluate
-from ddpm_core.evaluation.features import Extractor
-from ddpm_core.evaluation.freshness import stale
-from ddpm_core.evaluation.frozen import load_extractor, save_extractor
-from ddpm_core.evaluation.in_domain import InDomain, steps_for, train_extractor
+from ddpm_core.evaluation.features import Extractor, PixelPCA, extract, flatten
+from ddpm_core.evaluation.freshness import EXTRACTOR, stale
+from ddpm_core.evaluation.in_domain import (
+    InDomain,
+    load_extractor,
+    save_extractor,
+    steps_for,
+    train_extractor,
+)
 from ddpm_core.evaluation.inception import STANDARD, open_inception
 from ddpm_core.evaluation.metrics import Moments, frechet_distance, moments
-from ddpm_core.evaluation.shared import FOLDER, NOTE, open_in_domain
-from ddpm_core.evaluation.statistics import extract
+from ddpm_core.evaluation.shared import SHARED, open_in_domain
 from ddpm_core.evaluation.weights import locate
 from ddpm_core.storage import sha256_of
 from ddpm_core.storage.workspace import Workspace
@@ -122,9 +125,7 @@ def test_weights_may_be_safetensors_and_loading_draws_nothing(
     assert torch.equal(other(few(2))[0], open_inception(weights, CPU)(few(2))[0])
 
 
-def test_scores_in_its_features_are_named_and_its_checksum_is_kept(
-    weights: Path, tmp_path: Path
-) -> None:
+def test_inception_scores_have_a_name_and_a_checksum(weights: Path, tmp_path: Path) -> None:
     settings = {"inception_weights": str(weights), "metrics": ["kid", "is"]}
     config = make_config(tmp_path, evaluate=settings)
     workspace = workspace_at(
@@ -142,7 +143,9 @@ def test_scores_in_its_features_are_named_and_its_checksum_is_kept(
     other = tmp_path / "other.pth"
     other.write_bytes(weights.read_bytes() + b"0")
     moved = {"evaluate": {**settings, "inception_weights": str(other)}}
-    assert stale(make_config(tmp_path, **moved), workspace) == "the scores are of another extractor"
+    assert (
+        stale(make_config(tmp_path, **moved), workspace) == "the scores use a different extractor"
+    )
 
 
 class Evil:
@@ -157,15 +160,15 @@ def test_code_in_a_weights_file_is_never_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"weight": Evil()}, tmp_path / "evil.pth")
-    with pytest.raises(UserError, match="cannot be read as a file of weights") as caught:
+    with pytest.raises(UserError, match="cannot be read as weights") as caught:
         open_inception(tmp_path / "evil.pth", CPU)
     assert str(caught.value).endswith(
-        "it is damaged, or holds more than tensors: fetch torch-fidelity's file anew."
+        "it is corrupt, or contains more than tensors. Fetch torch-fidelity's file again."
     )  # and no advice of torch's to run it
     assert not (tmp_path / "unpickled").exists()
 
 
-def test_weights_that_unpack_to_more_than_they_are_are_refused(tmp_path: Path) -> None:
+def test_compressed_weights_are_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(10**6)}, tmp_path / "plain.pth")
     with (
         zipfile.ZipFile(tmp_path / "plain.pth") as plain,
@@ -181,14 +184,12 @@ def test_weights_that_unpack_to_more_than_they_are_are_refused(tmp_path: Path) -
     ("content", "sentence"),
     [
         (b"not weights at all", "cannot be read"),
-        ({"a": torch.zeros(2)}, "is not of torch-fidelity's Inception"),
+        ({"a": torch.zeros(2)}, "does not contain the weights of torch-fidelity's Inception"),
         ([torch.zeros(2)], "is not a state dict"),
         ({1: torch.zeros(2)}, "is not a state dict"),
     ],
 )
-def test_unfit_weights_are_refused_in_a_sentence(
-    content: Any, sentence: str, tmp_path: Path
-) -> None:
+def test_unsuitable_weights_are_an_error(content: Any, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -220,7 +221,7 @@ def web(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
         server.shutdown()
 
 
-def test_a_uri_is_fetched_once(tmp_path: Path, web: tuple[str, list[str]]) -> None:
+def test_uri_is_downloaded_once(tmp_path: Path, web: tuple[str, list[str]]) -> None:
     workspace = Workspace.open(str(tmp_path / "run"))
     address, asked = web
     for _ in range(2):
@@ -229,7 +230,7 @@ def test_a_uri_is_fetched_once(tmp_path: Path, web: tuple[str, list[str]]) -> No
     assert asked == ["/weights.pth"]
 
 
-def test_a_uri_that_is_signed_again_is_not_fetched_again(
+def test_uri_with_a_new_signature_is_not_downloaded_again(
     tmp_path: Path, web: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace = Workspace.open(str(tmp_path / "run"))
@@ -238,7 +239,7 @@ def test_a_uri_that_is_signed_again_is_not_fetched_again(
         signed = f"?X-Amz-Date={date}&X-Amz-Signature=hunter2"
         assert locate(f"{address}/weights.pth{signed}", workspace).read_bytes() == b"weights"
     assert asked == ["/weights.pth?X-Amz-Date=20260101&X-Amz-Signature=hunter2"]
-    with pytest.raises(UserError, match=r"absent\.pth\?\*\*\* cannot be fetched: HTTP") as failed:
+    with pytest.raises(UserError, match=r"absent\.pth\?\*\*\* failed: HTTP") as failed:
         locate(f"{address}/absent.pth{signed}", workspace)
     assert "hunter2" not in str(failed.value) + capsys.readouterr().err
 
@@ -252,7 +253,7 @@ def test_a_wrong_download_is_not_kept(
     right = f"{uri}#sha256={hashlib.sha256(b'right').hexdigest().upper()}"
     if not checked:
         assert locate(uri, workspace).read_bytes() == b"weights"
-    with pytest.raises(UserError, match=r"/weights\.pth has the SHA-256 .* is asked for"):
+    with pytest.raises(UserError, match=r"/weights\.pth has the SHA-256 .*, but #sha256= requires"):
         locate(right, workspace)
     served.write_bytes(b"right")
     for _ in range(2):
@@ -270,7 +271,7 @@ def test_weights_damaged_in_transit_are_downloaded_again(
     assert path.read_bytes() == b"weights" and not gate.flips
 
 
-def test_s3_is_fetched_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_uri_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -294,9 +295,11 @@ def test_s3_is_fetched_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert locate("s3://weights/a/inception.pth", workspace) == path
 
 
-def test_what_cannot_be_fetched_is_one_sentence(tmp_path: Path, web: tuple[str, list[str]]) -> None:
+def test_failed_download_is_an_error_and_leaves_no_file(
+    tmp_path: Path, web: tuple[str, list[str]]
+) -> None:
     workspace = Workspace.open(str(tmp_path / "run"))
-    with pytest.raises(UserError, match=r"cannot be fetched: HTTP Error 404"):
+    with pytest.raises(UserError, match=r"downloading .* failed: HTTP Error 404"):
         locate(f"{web[0]}/absent.pth", workspace)
     assert not list(workspace.path("evaluation").rglob("absent*"))
 
@@ -309,25 +312,25 @@ def test_a_path_and_a_file_uri_are_used_in_place(tmp_path: Path) -> None:
     assert locate(file.as_uri(), workspace) == file
 
 
-def test_a_wrong_checksum_and_an_absent_file_and_an_unknown_scheme_are_refused(
+def test_bad_checksum_missing_file_and_unknown_scheme_are_errors(
     tmp_path: Path,
 ) -> None:
     workspace = Workspace.open(str(tmp_path / "run"))
     file = tmp_path / "weights.pth"
     file.write_bytes(b"weights")
     assert locate(f"{file}#sha256={sha256_of(file)}", workspace) == file
-    with pytest.raises(UserError, match="abc is asked for"):
+    with pytest.raises(UserError, match="requires abc"):
         locate(f"{file}#sha256=abc", workspace)
-    with pytest.raises(UserError, match="there is no file"):
+    with pytest.raises(UserError, match="does not exist"):
         locate(str(tmp_path / "absent.pth"), workspace)
-    with pytest.raises(UserError, match=r"ftp://x/w\.pth' given; a file, or a URI"):
+    with pytest.raises(UserError, match=r"got 'ftp://x/w\.pth'; must be a path, or a URI"):
         locate("ftp://x/w.pth", workspace)
 
 
 @pytest.mark.parametrize("scheme", ["http", "https", "s3"])
 def test_a_password_in_the_address_is_refused_and_not_shown(scheme: str, tmp_path: Path) -> None:
     workspace = Workspace.open(str(tmp_path / "run"))
-    with pytest.raises(UserError, match="which is not supported: fetch the file") as refused:
+    with pytest.raises(UserError, match=r"which is not supported\. Download the file") as refused:
         locate(f"{scheme}://me:secret@host/weights.pth", workspace)
     assert "secret" not in str(refused.value)
 
@@ -343,16 +346,14 @@ def test_training_is_repeatable_and_draws_nothing_from_torch(tmp_path: Path) -> 
     assert not torch.equal(first.network.head.weight, other.network.head.weight)
 
 
-def test_digits_are_told_apart_by_a_classifier_that_never_saw_them() -> None:
+def test_classifier_is_accurate_on_held_out_digits() -> None:
     facts = trained().facts
     assert facts["accuracy"] > 0.95 and facts["holdout_count"] == HELD_OUT
     assert facts["task"] == "classes" and facts["outputs"] == 10
 
 
 @pytest.mark.parametrize("classes", [(), ("all",)])
-def test_without_classes_it_learns_which_way_up_an_image_is(
-    classes: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_without_classes_it_learns_rotations(classes: tuple[str, ...], tmp_path: Path) -> None:
     images = digits()[0]
     labels = np.zeros(len(images), np.int64)
     workspace = workspace_at(tmp_path, labels=labels, classes=classes)
@@ -379,11 +380,11 @@ def test_any_size_and_colour_has_128_features(size: int, tmp_path: Path) -> None
     ("count", "steps"),
     [(2, 25), (40, 25), (100, 62), (400, 250), (1388, 250), (1628, 254), (50_000, 600)],
 )
-def test_few_images_take_few_steps_and_usual_sets_what_they_took(count: int, steps: int) -> None:
+def test_training_steps_depend_on_the_image_count(count: int, steps: int) -> None:
     assert steps_for(count) == steps
 
 
-def test_a_classifier_of_few_images_tells_good_samples_from_bad_ones(tmp_path: Path) -> None:
+def test_classifier_trained_on_few_images_ranks_samples(tmp_path: Path) -> None:
     images, labels = digits()
     workspace = workspace_at(tmp_path, images=images[:58], labels=labels[:58], held_out=10)
     found = train_extractor(*splits(workspace))
@@ -407,9 +408,10 @@ def test_without_held_out_images_there_is_no_accuracy(tmp_path: Path) -> None:
     assert train_extractor(*splits(workspace), steps=2).facts["accuracy"] is None
 
 
-def test_saved_and_loaded_it_computes_the_same(tmp_path: Path) -> None:
+def test_saved_extractor_computes_the_same(tmp_path: Path) -> None:
     save_extractor(trained(), tmp_path)
-    loaded = load_extractor(tmp_path)
+    network, fingerprint = load_extractor(tmp_path)
+    loaded = network.extractor(fingerprint, CPU)
     ours = trained().extractor("x", CPU)
     assert torch.equal(loaded(few())[0], ours(few())[0])
     assert loaded.accuracy == trained().facts["accuracy"]
@@ -417,11 +419,11 @@ def test_saved_and_loaded_it_computes_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["extractor.safetensors", "extractor.json"])
-def test_a_damaged_one_is_refused_in_a_sentence(file: str, tmp_path: Path) -> None:
+def test_corrupt_extractor_is_an_error(file: str, tmp_path: Path) -> None:
     save_extractor(trained(), tmp_path)
     content = (tmp_path / file).read_bytes()
     (tmp_path / file).write_bytes(content[: len(content) // 2])
-    with pytest.raises(Corrupt, match="damaged"):
+    with pytest.raises(Corrupt, match="corrupt"):
         load_extractor(tmp_path)
 
 
@@ -478,7 +480,7 @@ def test_the_distance_grows_with_every_fault(fault: str, seed: int) -> None:
 @pytest.mark.parametrize("fault", ["blur", "dropped classes"])
 def test_the_distance_of_pixels_grows_too(fault: str) -> None:
     images = digits()[0]
-    space = pixel_pca.fit(torch.from_numpy(images[HELD_OUT:])).extractor()
+    space = PixelPCA.fit(torch.from_numpy(images[HELD_OUT:])).extractor()
     found = distances(with_moments(space), worse_and_worse()[fault])
     assert found == sorted(found) and found[-1] > 1.5 * found[0]
 
@@ -499,19 +501,19 @@ def test_three_classifiers_rank_faulty_sets_alike() -> None:
 
 
 @pytest.mark.parametrize("count", [40, 500])
-def test_components_are_orthonormal_and_hold_the_largest_variances(count: int) -> None:
+def test_components_are_orthonormal_with_largest_variances(count: int) -> None:
     images = torch.from_numpy(digits()[0][:count])
-    pca = pixel_pca.fit(images)
+    pca = PixelPCA.fit(images)
     identity = torch.eye(pca.basis.shape[1])
     torch.testing.assert_close(pca.basis.T @ pca.basis, identity, atol=1e-4, rtol=0)
     variances = pca.project(images).var(0)
-    rows = pixel_pca.flatten(images, 64).double()
+    rows = flatten(images, 64).double()
     exact = torch.linalg.svdvals(rows - rows.mean(0)).square() / (count - 1)
     torch.testing.assert_close(variances.double(), exact[: len(variances)], rtol=1e-3, atol=1e-5)
 
 
 def test_few_images_have_few_components() -> None:
-    assert pixel_pca.fit(few(5)).basis.shape == (256, 4)
+    assert PixelPCA.fit(few(5)).basis.shape == (256, 4)
 
 
 @pytest.fixture
@@ -527,11 +529,11 @@ def small_workspace(root: Path, invert: bool = False) -> Workspace:
 
 
 def put_extractor(workspace: Workspace, seed: int = 0) -> None:
-    with workspace.storage.new_folder(FOLDER) as folder:
+    with workspace.storage.new_folder(EXTRACTOR) as folder:
         save_extractor(train_extractor(*splits(workspace), seed=seed, steps=2), folder)
 
 
-def test_the_second_run_of_a_data_set_uses_the_first_ones_extractor(
+def test_second_run_on_a_data_set_uses_the_first_extractor(
     tmp_path: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(tmp_path, tracking={"uri": store, "experiment": "second run"})
@@ -540,7 +542,7 @@ def test_the_second_run_of_a_data_set_uses_the_first_ones_extractor(
     mine = open_in_domain(config, first, *splits(first), CPU)
     capsys.readouterr()
     theirs = open_in_domain(config, second, *splits(second), CPU)
-    assert "MLflow has an extractor of these data" in capsys.readouterr().err
+    assert "using the extractor for these data from MLflow" in capsys.readouterr().err
     assert theirs.fingerprint == mine.fingerprint
     assert torch.equal(theirs(few())[0], mine(few())[0])
     other = small_workspace(tmp_path / "other", invert=True)
@@ -548,7 +550,7 @@ def test_the_second_run_of_a_data_set_uses_the_first_ones_extractor(
     assert open_in_domain(config, other, *splits(other), CPU).fingerprint != mine.fingerprint
 
 
-def test_while_mlflow_is_away_the_workspace_is_enough_and_it_is_published_later(
+def test_extractor_is_published_once_mlflow_is_available(
     tmp_path: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     away = make_config(tmp_path, tracking={"uri": "http://127.0.0.1:1"})
@@ -557,16 +559,14 @@ def test_while_mlflow_is_away_the_workspace_is_enough_and_it_is_published_later(
     put_extractor(workspace)
     mine = open_in_domain(away, workspace, *splits(workspace), CPU)
     assert "the connection was refused" in capsys.readouterr().err
-    assert workspace.read_json(NOTE) == {}
+    assert workspace.read_json(SHARED) == {}
     open_in_domain(back, workspace, *splits(workspace), CPU)
-    assert workspace.read_json(NOTE)["uri"] == store
+    assert workspace.read_json(SHARED)["uri"] == store
     second = small_workspace(tmp_path / "second")
     assert open_in_domain(back, second, *splits(second), CPU).fingerprint == mine.fingerprint
 
 
-def test_mlflows_extractor_replaces_one_that_was_trained_meanwhile(
-    tmp_path: Path, store: str
-) -> None:
+def test_mlflows_extractor_replaces_a_local_one(tmp_path: Path, store: str) -> None:
     config = make_config(tmp_path, tracking={"uri": store, "experiment": "meanwhile"})
     published, meanwhile = small_workspace(tmp_path / "one"), small_workspace(tmp_path / "two")
     put_extractor(published)
@@ -578,7 +578,7 @@ def test_mlflows_extractor_replaces_one_that_was_trained_meanwhile(
     assert now.fingerprint == first.fingerprint
 
 
-def test_extractors_have_an_experiment_of_their_own(tmp_path: Path) -> None:
+def test_extractors_have_their_own_experiment(tmp_path: Path) -> None:
     """Those that an earlier version put among the training runs are still used."""
     place = put_store(tmp_path / "mlflow.db")
     config = make_config(tmp_path, tracking={"uri": place, "experiment": "digits"})
@@ -595,7 +595,7 @@ def test_extractors_have_an_experiment_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["create_run", "log_artifact", "set_terminated"])
-def test_runs_that_publish_at_once_end_up_with_one_extractor(
+def test_concurrent_publishers_agree_on_one_extractor(
     tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     from mlflow import MlflowClient
@@ -616,7 +616,7 @@ def test_runs_that_publish_at_once_end_up_with_one_extractor(
     assert len({extractor.fingerprint for extractor in found}) == 1 and len(found) == 4
 
 
-def test_a_run_that_has_lost_its_files_is_passed_over(tmp_path: Path) -> None:
+def test_extractor_run_without_files_is_skipped(tmp_path: Path) -> None:
     place = put_store(tmp_path / "mlflow.db")
     config = make_config(tmp_path, tracking={"uri": place, "experiment": "lost files"})
     lost, first, second = [small_workspace(tmp_path / name) for name in ("lost", "1st", "2nd")]
@@ -628,7 +628,7 @@ def test_a_run_that_has_lost_its_files_is_passed_over(tmp_path: Path) -> None:
     assert open_in_domain(config, second, *splits(second), CPU).fingerprint == mine.fingerprint
 
 
-def test_an_extractor_of_other_data_is_not_used(tmp_path: Path) -> None:
+def test_extractor_of_other_data_is_not_used(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     workspace = small_workspace(tmp_path / "run")
     put_extractor(workspace)

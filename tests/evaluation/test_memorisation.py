@@ -10,12 +10,13 @@ from support.digits_workspace import HELD_OUT, Pixels, digits, make_config, put_
 
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.evaluation import memorisation
-from ddpm_core.evaluation.held_out import open_held_out
+from ddpm_core.evaluation.grids import write_neighbours
 from ddpm_core.evaluation.memorisation import compare, nearest, straddling
-from ddpm_core.evaluation.pictures import write_neighbours
+from ddpm_core.evaluation.reference import open_neighbours
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.evaluation.verdict import _memorisation as verdict_of
 from ddpm_core.evaluation.verdict import percent
+from ddpm_core.scores import Memorisation
 from ddpm_core.storage.workspace import Workspace
 
 
@@ -68,7 +69,7 @@ def test_the_search_does_not_depend_on_its_chunks(
     np.testing.assert_array_equal(cut.distance, whole.distance)
 
 
-def test_an_even_picture_is_not_near_to_every_even_picture(tmp_path: Path) -> None:
+def test_uniform_image_is_not_near_every_uniform_image(tmp_path: Path) -> None:
     workspace = Workspace.open(str(tmp_path))
     sky = np.full((30, 16, 16, 3), (90, 150, 220), np.uint8)
     birds = sky.copy()
@@ -81,7 +82,7 @@ def test_an_even_picture_is_not_near_to_every_even_picture(tmp_path: Path) -> No
     assert np.abs(birds[0] / 255 - sky[0] / 255).mean() < 0.03
 
 
-def test_a_copy_lies_at_distance_zero_and_so_does_a_mirrored_one(train: PackedDataset) -> None:
+def test_copies_and_mirrored_copies_have_distance_zero(train: PackedDataset) -> None:
     copies = train.take(np.array([3, 1500]))
     plain, turned = nearest(copies, train), nearest(copies[:, :, ::-1], train)
     assert list(plain.distance) == list(turned.distance) == [0, 0]
@@ -103,13 +104,13 @@ def verdict(samples: Pixels, train: PackedDataset) -> dict[str, object]:
     return compare(nearest(samples, train).distance, nearest(held_out(), train).distance)
 
 
-def test_real_images_that_were_not_trained_on_are_not_accused(train: PackedDataset) -> None:
+def test_held_out_images_are_no_copies(train: PackedDataset) -> None:
     distances = nearest(held_out(), train).distance
     facts = compare(distances[::2], distances[1::2])
     assert facts["verdict"] == "none" and facts["p_value"] > 0.05
 
 
-def test_a_generator_that_copies_everything_is_found(train: PackedDataset) -> None:
+def test_generator_that_copies_everything_is_found(train: PackedDataset) -> None:
     facts = verdict(noisy(train.images[:HELD_OUT], 2), train)
     assert facts["verdict"] == "copies"
     assert facts["copies"] == HELD_OUT and facts["share_below"] == 1.0
@@ -117,7 +118,7 @@ def test_a_generator_that_copies_everything_is_found(train: PackedDataset) -> No
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_a_few_planted_copies_are_found(train: PackedDataset, mirrored: bool) -> None:
+def test_few_planted_copies_are_found(train: PackedDataset, mirrored: bool) -> None:
     planted = held_out().copy()
     copies = noisy(train.images[100:109], 2)
     planted[:9] = copies[:, :, ::-1] if mirrored else copies
@@ -126,13 +127,13 @@ def test_a_few_planted_copies_are_found(train: PackedDataset, mirrored: bool) ->
     assert facts["share_below"] > 0.05 > facts["share_p_value"]
 
 
-def test_samples_that_only_lie_nearer_are_suspicious_not_copies(train: PackedDataset) -> None:
+def test_samples_that_are_only_nearer_are_suspicious(train: PackedDataset) -> None:
     blends = 0.75 * held_out() + 0.25 * train.take(nearest(held_out(), train).index)
     facts = verdict(blends.astype(np.uint8), train)
     assert facts["verdict"] == "near" and facts["copies"] < 0.05 * HELD_OUT
 
 
-def test_noise_is_no_memory(train: PackedDataset) -> None:
+def test_noise_is_not_memorisation(train: PackedDataset) -> None:
     facts = verdict(noisy(held_out(), 60), train)
     assert facts["verdict"] == "none" and facts["p_value"] > 0.99
 
@@ -156,7 +157,7 @@ def said_to_copy(samples: int, held_out: int, rates: tuple[float, float], kind: 
     ("samples", "held_out"), [(20, 20), (180, 180), (500, 500), (500, 50), (500, 10)]
 )
 @pytest.mark.parametrize("rate", [0.005, 0.02, 0.2])
-def test_twins_as_frequent_as_among_held_out_images_are_no_copies(
+def test_as_many_twins_as_held_out_images_are_no_copies(
     samples: int, held_out: int, rate: float
 ) -> None:
     assert said_to_copy(samples, held_out, (rate, rate), TWIN_LIKE) <= 0.02
@@ -173,18 +174,18 @@ def test_twins_as_frequent_as_among_held_out_images_are_no_copies(
         (2000, 2000, 0.005, VERBATIM, 0.85),
     ],
 )
-def test_copies_are_found_as_often_as_is_said(
+def test_copies_are_found_as_often_as_documented(
     samples: int, held_out: int, rate: float, kind: float, least: float
 ) -> None:
     assert said_to_copy(samples, held_out, (rate, 0.0), kind) >= least
 
 
-def test_verbatim_twins_that_held_out_images_show_too_are_no_copies() -> None:
+def test_verbatim_twins_of_held_out_images_are_no_copies() -> None:
     assert said_to_copy(500, 500, (0.01, 0.01), ALL_BUT_VERBATIM) <= 0.03
     assert said_to_copy(180, 180, (0.01, 0.01), ALL_BUT_VERBATIM) <= 0.07
 
 
-def test_one_or_two_verbatim_copies_are_no_verdict_and_three_are() -> None:
+def test_three_verbatim_copies_are_a_verdict_but_two_are_not() -> None:
     usual = np.random.default_rng(0).gamma(20, 0.05, 180)
     found = [compare(np.concatenate([np.zeros(count), usual[count:]]), usual) for count in (2, 3)]
     assert [facts["verdict"] for facts in found] == ["none", "copies"]
@@ -204,13 +205,13 @@ def test_more_samples_than_held_out_images_are_examined(tmp_path: Path) -> None:
     assert scorer.memorisation(planted)[0]["verdict"] == "copies"
 
 
-def test_without_held_out_images_nothing_is_claimed(train: PackedDataset) -> None:
+def test_without_held_out_images_the_verdict_is_unknown(train: PackedDataset) -> None:
     distances = nearest(held_out(), train).distance
     facts = compare(distances, distances[:0])
     assert facts == {"count": HELD_OUT, "exact": 0, "holdout_exact": 0, "verdict": "unknown"}
 
 
-def test_samples_that_are_training_images_copy_whatever_share_of_held_out_images_are_too() -> None:
+def test_training_images_as_samples_are_always_copies() -> None:
     usual = np.random.default_rng(0).gamma(20, 0.05, 40)
     for leaked in (0, 30, 60):
         facts = compare(np.zeros(500), np.concatenate([np.zeros(leaked), usual]))
@@ -218,26 +219,27 @@ def test_samples_that_are_training_images_copy_whatever_share_of_held_out_images
         assert (facts["holdout_count"], facts["holdout_exact"]) == (40, leaked)
 
 
-def test_where_all_held_out_images_are_training_images_nothing_is_claimed(tmp_path: Path) -> None:
+def test_held_out_training_images_make_the_verdict_unknown(tmp_path: Path) -> None:
     workspace = Workspace.open(str(tmp_path))
     images, labels = digits(8)
     put_data(workspace, np.concatenate([images[:20], images[:60]]), np.tile(labels[:20], 4), 20)
     scorer = Scorer(make_config(tmp_path, workspace=str(tmp_path)), workspace)
     facts, _ = scorer.memorisation(images[:50])
     assert facts == {"count": 50, "exact": 50, "holdout_exact": 20, "verdict": "unknown"}
-    told = verdict_of(facts)
-    assert told.level == "caution" and "50 of 50 samples are the same as a" in told.detail
+    answer = verdict_of(Memorisation.model_validate(facts))
+    assert answer.level == "caution" and "50 of 50 samples are identical to a" in answer.detail
     assert len(straddling(scorer.held_out[1])) == 20
 
 
 @pytest.mark.parametrize("held_out", [10, 50, 500])
-def test_what_chance_gives_is_what_it_gives_with_so_few_held_out_images(held_out: int) -> None:
+def test_expected_share_is_right_for_few_held_out_images(held_out: int) -> None:
     draw = np.random.default_rng(held_out)
     found = [compare(1 + draw.random(300), 1 + draw.random(held_out)) for _ in range(200)]
     shares = [facts["share_below"] for facts in found]
     error = np.std(shares) / np.sqrt(len(shares))
     assert abs(np.mean(shares) - found[0]["expected_below"]) < 4 * error
-    assert f"{percent(found[0]['expected_below'])} is what chance" in verdict_of(found[0]).detail
+    answer = verdict_of(Memorisation.model_validate(found[0]))
+    assert f"by chance it would be {percent(found[0]['expected_below'])}" in answer.detail
 
 
 def test_near_duplicates_across_the_split_are_reported(tmp_path: Path) -> None:
@@ -252,7 +254,7 @@ def test_near_duplicates_across_the_split_are_reported(tmp_path: Path) -> None:
     assert list(found.index[[7, 11]]) == [1000 - HELD_OUT, 1200 - HELD_OUT]
 
 
-def test_a_split_without_any_has_none(train: PackedDataset) -> None:
+def test_clean_split_has_no_straddling_images(train: PackedDataset) -> None:
     others = np.delete(held_out(), TWIN, axis=0)
     assert len(straddling(nearest(others, train))) == 0
 
@@ -261,31 +263,31 @@ def test_neighbours_of_held_out_images_are_searched_once(workspace: Workspace) -
     import torch
 
     splits = open_dataset(workspace), open_dataset(workspace, "holdout")
-    images, found = open_held_out(workspace, *splits, torch.device("cpu"))
+    images, found = open_neighbours(workspace, *splits, torch.device("cpu"))
     files = list(workspace.path("evaluation/reference").glob("neighbours-*/*.safetensors"))
     before = [file.stat().st_mtime_ns for file in files]
-    again_images, again = open_held_out(workspace, *splits, torch.device("cpu"))
+    again_images, again = open_neighbours(workspace, *splits, torch.device("cpu"))
     assert [file.stat().st_mtime_ns for file in files] == before and len(files) == 1
     np.testing.assert_array_equal(images, again_images)
     for name in ("distance", "index", "mirrored"):
         np.testing.assert_array_equal(vars(found)[name], vars(again)[name])
 
 
-def test_damaged_neighbours_are_searched_again(
+def test_corrupt_neighbours_are_searched_again(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
 
     splits = open_dataset(workspace), open_dataset(workspace, "holdout")
-    _, found = open_held_out(workspace, *splits, torch.device("cpu"))
+    _, found = open_neighbours(workspace, *splits, torch.device("cpu"))
     (file,) = workspace.path("evaluation/reference").glob("neighbours-*/*.safetensors")
     file.write_bytes(file.read_bytes()[:-8] + b"00000000")
-    _, again = open_held_out(workspace, *splits, torch.device("cpu"))
+    _, again = open_neighbours(workspace, *splits, torch.device("cpu"))
     assert "checksum differs" in capsys.readouterr().err
     np.testing.assert_array_equal(found.distance, again.distance)
 
 
-def test_the_sixteen_closest_pairs_are_a_picture(
+def test_sixteen_closest_pairs_are_written_as_a_grid(
     workspace: Workspace, train: PackedDataset
 ) -> None:
     from PIL import Image

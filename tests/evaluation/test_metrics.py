@@ -16,10 +16,10 @@ from ddpm_core.evaluation.metrics import (
     frechet_distance,
     inception_score,
     kernel_distance,
-    metric_name,
     moments,
     precision_recall,
 )
+from ddpm_core.scores import metric_name
 
 
 def gaussian(count: int, size: int, seed: int, shift: float = 0.0, scale: float = 1.0) -> Tensor:
@@ -27,7 +27,7 @@ def gaussian(count: int, size: int, seed: int, shift: float = 0.0, scale: float 
     return torch.from_numpy(numbers).float()
 
 
-def test_moments_in_pieces_are_those_of_the_whole() -> None:
+def test_moments_of_batches_equal_those_of_all_rows() -> None:
     rows = gaussian(1000, 7, seed=0)
     accumulator = Accumulator()
     for piece in rows.split([1, 99, 400, 500]):
@@ -38,13 +38,13 @@ def test_moments_in_pieces_are_those_of_the_whole() -> None:
     np.testing.assert_allclose(found.covariance, np.cov(rows.double().T), atol=1e-12)
 
 
-def test_moments_keep_their_digits_far_from_zero() -> None:
+def test_moments_are_precise_far_from_zero() -> None:
     rows = gaussian(5000, 3, seed=1).double() * 1e-3 + 1e4
     np.testing.assert_allclose(moments(rows).covariance, np.cov(rows.T), rtol=1e-6, atol=1e-12)
 
 
 def test_one_image_has_no_covariance() -> None:
-    with pytest.raises(ValueError, match="a covariance needs 2"):
+    with pytest.raises(ValueError, match="a covariance requires 2"):
         moments(gaussian(1, 3, seed=0))
 
 
@@ -65,7 +65,7 @@ def test_frechet_distance_equals_its_formula() -> None:
     assert frechet_distance(first, second) == pytest.approx(distance, rel=1e-9)
 
 
-def test_a_set_lies_at_distance_zero_of_itself_also_with_fewer_images_than_features() -> None:
+def test_frechet_distance_to_itself_is_zero() -> None:
     few = moments(gaussian(20, 64, seed=4))
     assert frechet_distance(few, few) == pytest.approx(0.0, abs=1e-5)
 
@@ -95,11 +95,11 @@ def test_subsets_of_all_samples_have_no_deviation(count: int) -> None:
     assert abs(mean) < 0.2 and deviation is None
 
 
-def test_inception_score_is_one_where_no_class_is_seen() -> None:
+def test_inception_score_of_uniform_logits_is_one() -> None:
     assert inception_score(torch.zeros(100, 10)) == pytest.approx((1.0, 0.0))
 
 
-def test_inception_score_of_sure_and_even_classes_is_nearly_their_number() -> None:
+def test_inception_score_of_certain_classes_is_their_number() -> None:
     logits = 100.0 * torch.eye(10)[torch.arange(5000) % 10]
     mean, deviation = inception_score(logits)
     assert 9.8 < mean < 10.0 and deviation < 0.1
@@ -127,7 +127,7 @@ def by_hand(samples: Tensor, real: Tensor, k: int) -> tuple[float, float, float,
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
-def test_the_four_equal_their_definitions(k: int) -> None:
+def test_precision_recall_density_coverage_equal_definitions(k: int) -> None:
     samples, real = gaussian(150, 4, seed=9, shift=0.4), gaussian(130, 4, seed=10)
     found = (*precision_recall(samples, real, k), *density_coverage(samples, real, k))
     assert found == pytest.approx(by_hand(samples, real, k), abs=1e-6)
@@ -148,7 +148,7 @@ def test_three_neighbours_are_torch_fidelitys_default() -> None:
     assert precision_recall(samples, real, 3) == (theirs["precision"], theirs["recall"])
 
 
-def test_equal_distributions_have_density_one_and_nearly_full_coverage() -> None:
+def test_equal_distributions_have_density_one_and_full_coverage() -> None:
     density, coverage = density_coverage(gaussian(1500, 8, seed=15), gaussian(1500, 8, seed=16), 5)
     assert density == pytest.approx(1.0, abs=0.08)
     assert coverage == pytest.approx(1 - 2.0**-5, abs=0.03)  # Naeem et al. (2020), section 3.4
@@ -163,7 +163,7 @@ def test_a_collapsed_generator_is_precise_and_covers_little() -> None:
     assert recall < 0.05 and coverage < 0.1
 
 
-def test_samples_far_away_score_nothing() -> None:
+def test_distant_samples_score_zero() -> None:
     far, real = gaussian(100, 8, seed=19, shift=50.0), gaussian(100, 8, seed=20)
     assert (*precision_recall(far, real, 5), *density_coverage(far, real, 5)) == (0, 0, 0, 0)
 
@@ -180,5 +180,7 @@ def test_samples_far_away_score_nothing() -> None:
         ("is", "", 5_000, "is_5k"),
     ],
 )
-def test_a_name_says_features_and_number(metric: str, space: str, count: int, name: str) -> None:
+def test_metric_name_contains_features_and_count(
+    metric: str, space: str, count: int, name: str
+) -> None:
     assert metric_name(metric, space, count) == name

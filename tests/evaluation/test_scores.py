@@ -14,13 +14,12 @@ from support.evaluated import Run
 
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation import in_domain, metrics
-from ddpm_core.evaluation.features import Extractor
-from ddpm_core.evaluation.freshness import OUTPUTS
-from ddpm_core.evaluation.frozen import load_extractor
-from ddpm_core.evaluation.pixel_pca import flatten
+from ddpm_core.evaluation.features import Extractor, flatten
+from ddpm_core.evaluation.freshness import EXTRACTOR, OUTPUTS
+from ddpm_core.evaluation.in_domain import load_extractor
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.scorer import Scorer
-from ddpm_core.evaluation.shared import ACCURACY, FOLDER
+from ddpm_core.evaluation.shared import ACCURACY
 from ddpm_core.registry.register import best_row
 from ddpm_core.storage import LocalStorage, Unreachable
 from ddpm_core.storage.workspace import METRICS, REPORT, RESULTS, Workspace, samples_key
@@ -69,7 +68,7 @@ def run(scored: Path, tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def test_a_metric_is_named_by_the_samples_that_it_was_measured_on(run: Run) -> None:
+def test_metric_names_contain_their_sample_count(run: Run) -> None:
     row = run.results()["rows"][0]
     assert (row["evidence"]["count"], row["prdc_count"], row["kid_count"]) == (100, TRAINED, 100)
     named = run.workspace.read_json(METRICS)
@@ -78,11 +77,11 @@ def test_a_metric_is_named_by_the_samples_that_it_was_measured_on(run: Run) -> N
     for name in ("precision", "recall", "density", "coverage"):
         assert f"{name}_in_domain_60" in named and f"{name}_in_domain_100" not in named, name
     report = run.workspace.path(REPORT).read_text()
-    assert "coverage are of the first 60 samples and of as many training images" in report
-    assert "precision and recall, 60 images" in report
+    assert "coverage use the first 60 samples and as many training images" in report
+    assert "precision and recall, in-domain features, 60 images" in report
 
 
-def test_held_out_images_that_training_has_are_not_in_the_floor(tmp_path: Path) -> None:
+def test_held_out_training_images_are_not_in_the_floor(tmp_path: Path) -> None:
     run = small(tmp_path)
     copies = slice(HELD_OUT, HELD_OUT + 12)
     put(
@@ -101,13 +100,13 @@ def test_held_out_images_that_training_has_are_not_in_the_floor(tmp_path: Path) 
     assert row["floor"]["fd"] == pytest.approx(clean.floor(8)["fd"])
 
 
-def test_accuracy_is_that_on_the_present_held_out_images(run: Run) -> None:
+def test_accuracy_is_measured_on_the_current_held_out_images(run: Run) -> None:
     before = run.results()["rows"][0]["evidence"]
     others = run.images[200 : 200 + HELD_OUT]
-    extractor = load_extractor(run.workspace.path(FOLDER))
-    told = extractor(torch.from_numpy(others))[1]
-    assert told is not None
-    put(run, others, told.argmax(1).numpy())  # all that it says of them is right
+    trained, fingerprint = load_extractor(run.workspace.path(EXTRACTOR))
+    _, logits = trained.extractor(fingerprint, torch.device("cpu"))(torch.from_numpy(others))
+    assert logits is not None
+    put(run, others, logits.argmax(1).numpy())  # every prediction becomes correct
     after = run.evaluate()[200]["evidence"]
     assert before["extractor_accuracy"] < 1.0 == after["extractor_accuracy"]
     assert before["extractor_fingerprint"] == after["extractor_fingerprint"]
@@ -131,9 +130,7 @@ class Away(LocalStorage):
 @pytest.mark.parametrize(
     "error", [Unreachable("S3 failed at samples: 503."), OSError(errno.ENOSPC, "No space left")]
 )
-def test_trouble_of_the_storage_ends_the_run_and_leaves_no_checkpoint_out(
-    run: Run, error: OSError
-) -> None:
+def test_storage_errors_end_the_run_and_keep_the_ranking(run: Run, error: OSError) -> None:
     before = run.results()
     run.workspace.storage.remove("evaluation/rows/step-00000400.json")
     away = Away(Path(run.config.workspace))
@@ -143,10 +140,10 @@ def test_trouble_of_the_storage_ends_the_run_and_leaves_no_checkpoint_out(
         run.evaluate()
     assert caught.value is error and there.read_json(RESULTS) == before
     run.workspace = there
-    assert run.evaluate()[400] == before["rows"][1]
+    assert run.evaluate()[400].plain() == before["rows"][1]
 
 
-def test_a_score_that_was_changed_is_measured_anew(run: Run) -> None:
+def test_edited_score_is_measured_again(run: Run) -> None:
     before = run.results()
     path = run.workspace.path("evaluation/rows/step-00000200.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"score": 0.001}))
@@ -154,38 +151,40 @@ def test_a_score_that_was_changed_is_measured_anew(run: Run) -> None:
     assert run.results() == before
 
 
-def test_a_score_that_was_changed_is_not_registered(run: Run) -> None:
+def test_edited_score_is_not_registered(run: Run) -> None:
     before = run.results()
     assert best_row(run.workspace)["step"] == 400
     run.workspace.write_json(
         RESULTS, {**before, "rows": [before["rows"][0] | {"score": 0.001}, before["rows"][1]]}
     )
-    assert run.stale() == "the score of step 200 was changed"
-    with pytest.raises(UserError, match=r"step 200 was changed or damaged.* run `ddpm evaluate`"):
+    assert run.stale() == "the score of step 200 was edited"
+    with pytest.raises(UserError, match=r"step 200 was edited or damaged.* run `ddpm evaluate`"):
         best_row(run.workspace)
     run.evaluate()
     assert run.results() == before and best_row(run.workspace)["step"] == 400
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_an_output_that_was_cut_is_written_anew(run: Run, name: str) -> None:
+def test_truncated_output_is_written_again(run: Run, name: str) -> None:
     path, times = run.workspace.path(name), run.row_times()
     before = path.read_bytes()
     path.write_bytes(before[: len(before) // 2])
-    assert str(run.stale()).startswith(f"{name} has {len(before) // 2} bytes; {len(before)} were")
+    assert str(run.stale()).startswith(
+        f"{name} has {len(before) // 2} bytes, expected {len(before)}"
+    )
     run.evaluate()
     assert path.read_bytes() == before and run.row_times() == times
     assert run.stale() is None
 
 
-def test_a_report_that_was_written_anew_is_up_to_date(run: Run) -> None:
+def test_rebuilt_report_is_up_to_date(run: Run) -> None:
     before = run.workspace.storage.size(REPORT)
     shutil.rmtree(run.workspace.path("evaluation/pictures"))
     render_report(run.workspace)
     assert run.workspace.storage.size(REPORT) != before and run.stale() is None
 
 
-def test_training_images_that_do_not_differ_are_refused_in_a_sentence(
+def test_identical_training_images_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path)
@@ -193,7 +192,7 @@ def test_training_images_that_do_not_differ_are_refused_in_a_sentence(
     run.put_data(images=same, labels=run.labels[:1].repeat(50), held_out=10)
     run.put_samples(200, 5, count=30)
     capsys.readouterr()
-    with pytest.raises(UserError, match="The training images don't differ"):
+    with pytest.raises(UserError, match="The training images are all the same"):
         run.evaluate()
     assert "classifier" not in capsys.readouterr().err  # no minute of training comes first
     scorer = Scorer(run.config, run.workspace)
@@ -202,7 +201,7 @@ def test_training_images_that_do_not_differ_are_refused_in_a_sentence(
     assert scores["fd"] > 0 and scores["fd_pixel_pca"] is None
 
 
-def test_samples_that_cannot_be_scored_train_no_classifier(
+def test_unscorable_samples_train_no_classifier(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path)
@@ -225,16 +224,14 @@ def test_fewer_than_twenty_images_have_no_inception_score(run: Run) -> None:
     row = run.evaluate()[200]
     assert row["is_mean"] is None and row["is_std"] is None and row["fd"] is not None
     assert (
-        "An inception score needs 20 images; there are 19."
+        "An inception score requires 20 images; there are 19."
         in run.workspace.path(REPORT).read_text()
     )
 
 
-def test_too_little_memory_is_one_sentence_that_says_what_helps(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_error_names_what_helps(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.put_samples(400, 7)
     monkeypatch.setattr(metrics, "density_coverage", lambda *_: torch.empty(2**50))
-    with pytest.raises(UserError, match=r"Out of memory with evaluate.metrics .*leave out prdc"):
+    with pytest.raises(UserError, match=r"Out of memory with evaluate.metrics .*remove prdc"):
         run.evaluate()
     assert run.results()["rows"][1]["score"] is not None

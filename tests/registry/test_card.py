@@ -25,7 +25,8 @@ def test_the_card_names_data_scores_evidence_and_caveats(tmp_path: Path) -> None
         "seed": 1,
         "weights": "abc",
     }
-    scored = {**row(12.345, "near", **facts), "score_name": "fd_in_domain_500", "recall": 0.5}
+    changes = {"score_name": "fd_in_domain_500", "recall": 0.5}
+    scored = row(12.345, "near", **facts).model_copy(update=changes)
     card = write_card("shapes", checkpoint, scored)
     for text in (
         "# shapes: gray images by class of 8 x 8 pixels",

@@ -12,6 +12,10 @@ from ddpm_core.registry.gate import Champion, Decision, Unfit, best_of, decide
 from ddpm_core.scores import Row
 
 
+def kid(score: float) -> Row:
+    return row(score).model_copy(update={"score_name": "kid_500"})
+
+
 def gate(candidate: Row, *champion: Row, rescored: Row | Unfit | None = None) -> Decision:
     """Decide against version 7 with the rows `champion`; rescoring gives or raises `rescored`."""
 
@@ -64,8 +68,8 @@ def test_a_champion_with_different_evidence_is_scored_again(change: dict[str, An
 
 @pytest.mark.parametrize("scale", [0.01, 100.0])
 def test_different_metrics_are_never_compared(scale: float) -> None:
-    candidate = {**row(scale), "score_name": "kid_500"}
-    worse, better = [{**row(scale * by), "score_name": "kid_500"} for by in (2, 0.5)]
+    candidate = kid(scale)
+    worse, better = [kid(scale * by) for by in (2, 0.5)]
     decision = gate(candidate, row(1.0), rescored=worse)
     assert decision.promote and decision.rescored is worse
     assert decision.why.endswith("version 7 (measured again, because it differs in score).")
@@ -91,7 +95,7 @@ def test_an_unfit_champion_is_replaced() -> None:
 FAULTY = {
     "memorisation": (row(1.0, verdict="copies"), "copies training images"),
     "collapse": (
-        {**row(1.0), "collapse": {"verdict": "collapsed"}},
+        Row.model_validate({**row(1.0), "collapse": {"verdict": "collapsed"}}),
         "draws the same images repeatedly",
     ),
 }
@@ -113,13 +117,14 @@ def test_a_champion_that_fails_a_check_is_always_replaced(check: str) -> None:
 
 
 def test_some_repeated_images_do_not_prevent_a_promotion() -> None:
-    assert gate({**row(1.0), "collapse": {"verdict": "repeats"}}, row(11.0)).promote
+    repeating = Row.model_validate({**row(1.0), "collapse": {"verdict": "repeats"}})
+    assert gate(repeating, row(11.0)).promote
 
 
 def test_concurrent_versions_agree_on_the_best() -> None:
     scores = {"2": 11.0, "10": 9.0, "3": 9.0}
     for own, score in scores.items():
         rivals = [Champion(v, [row(s)]) for v, s in scores.items() if v != own]
-        rivals.append(Champion("4", [row(1.0, data="x"), {}]))  # does not compare
+        rivals.append(Champion("4", [row(1.0, data="x")]))  # does not compare
         assert best_of(row(score), own, rivals) == "3"
     assert best_of(row(11.0), "5", [Champion("6", [row(9.0), row(12.0)])]) == "6"

@@ -41,7 +41,7 @@ from ddpm_core.registry.register import Registration, register, stale
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling.run import sample
 from ddpm_core.sampling.sampler import ImageSampler
-from ddpm_core.scores import Row, differences, with_checksum
+from ddpm_core.scores import Row, differences
 from ddpm_core.storage.workspace import RESULTS, RUN, Workspace, snapshot_key
 from ddpm_core.tracking.client import connect
 from ddpm_core.training.init import initial_weights
@@ -91,7 +91,9 @@ class Project:
 
     def put(self, *rows: Row) -> None:
         """Write results.json with these rows."""
-        self.workspace.write_json(RESULTS, {"rows": [with_checksum(row) for row in rows]})
+        self.workspace.write_json(
+            RESULTS, {"rows": [Row.model_validate({**row}).with_checksum().plain() for row in rows]}
+        )
 
     def champion(self) -> Any:
         return connect(self.uri).get_model_version_by_alias(self.name, "champion")

@@ -16,8 +16,8 @@ from ddpm_core.config import Config
 from ddpm_core.config import load as params
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.data.prepare import prepare
-from ddpm_core.evaluation import frozen, held_out, in_domain, pixel_pca, reference
-from ddpm_core.evaluation.features import Extractor
+from ddpm_core.evaluation import in_domain, reference
+from ddpm_core.evaluation.features import PixelPCA
 from ddpm_core.evaluation.freshness import stale as scores_stale
 from ddpm_core.interop import tensors, unet2d
 from ddpm_core.interop.diffusers import WEIGHTS, import_folder
@@ -27,7 +27,7 @@ from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling import gather, plan
 from ddpm_core.sampling.run import sample
 from ddpm_core.sampling.shards import ShardStore
-from ddpm_core.scores import with_checksum
+from ddpm_core.scores import Row
 from ddpm_core.storage import Tagged
 from ddpm_core.storage.lease import LEASE, read
 from ddpm_core.storage.workspace import LOG, RESULTS, Workspace, samples_key, snapshot_key
@@ -151,22 +151,22 @@ class Strangers:
         return Target("samples", [p for p in files(folder) if p.suffix != ".png"], read, folder)
 
     def _reference(self) -> Target:
-        space = pixel_pca.fit(torch.from_numpy(self.train.images[:])).extractor()
+        space = PixelPCA.fit(torch.from_numpy(self.train.images[:])).extractor()
         reference.open_reference(self.workspace, space, self.train, self.held)
         [folder] = self.workspace.path(reference.FOLDER).glob(f"{space.name}-*")
 
         def read() -> None:
-            found = reference.load(folder, space)
+            found = reference.load_reference(folder, space)
             assert found.train.kept.dim() == 2 and found.train.moments is not None
 
         return Target("reference", files(folder), read, folder)
 
     def _neighbours(self) -> Target:
-        held_out.open_held_out(self.workspace, self.train, self.held, CPU)
+        reference.open_neighbours(self.workspace, self.train, self.held, CPU)
         [folder] = self.workspace.path(reference.FOLDER).glob("neighbours-*")
 
         def read() -> None:
-            found = held_out.load(folder, len(self.held), len(self.train))
+            found = reference.load_neighbours(folder, len(self.held), len(self.train))
             assert len(self.train.take(found.index)) == len(found.distance)
 
         return Target("neighbours", files(folder), read, folder)
@@ -177,11 +177,11 @@ class Strangers:
             weight.zero_()
         facts = {"channels": 1, "image_size": 4, "outputs": 2, "task": "classes", "accuracy": 0.5}
         with self.workspace.storage.new_folder("extractor") as folder:
-            frozen.save_extractor(in_domain.InDomain(network, facts), folder)
+            in_domain.save_extractor(in_domain.InDomain(network, facts), folder)
         folder = self.workspace.path("extractor")
 
         def read() -> None:
-            assert isinstance(frozen.load_extractor(folder), Extractor)
+            assert isinstance(in_domain.load_extractor(folder)[0], in_domain.InDomain)
 
         # No reader uses its manifest: the facts contain the checksum of the weights.
         return Target("extractor", [p for p in files(folder) if "manifest" not in p.name], read)
@@ -213,7 +213,7 @@ class Strangers:
         self.workspace.write_json(
             RESULTS,
             {
-                "rows": [with_checksum(row), problem],
+                "rows": [Row.model_validate(row).with_checksum().plain(), problem],
                 "best": {"step": STEP, "score": 1.5},
                 "extractor": {"fingerprint": "e", "space": "s", "accuracy": None},
                 "settings": {},
@@ -232,7 +232,7 @@ class Strangers:
                 owner = read(Tagged(paths[1].read_bytes(), "", 0.0))
                 assert type(owner.fence) is int
             assert isinstance(scores_stale(self.config, self.workspace), str)
-            assert isinstance(best_row(self.workspace)["step"], int)
+            assert isinstance(best_row(self.workspace).step, int)
             assert isinstance(plan.best_step(self.config, self.workspace), int)
 
         return Target("documents", paths, read_all)

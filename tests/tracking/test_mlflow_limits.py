@@ -19,7 +19,7 @@ from support.program import TINY, command, write_params
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError, require
-from ddpm_core.evaluation.shared import Away, extractors_experiment, fetch_extractor
+from ddpm_core.evaluation.shared import Unavailable, extractors_experiment, fetch_extractor
 from ddpm_core.registry import models
 from ddpm_core.registry.models import Registry, missing
 from ddpm_core.storage.workspace import Workspace
@@ -65,7 +65,7 @@ def ask_registry(uri: str, folder: Path) -> None:
 
 
 def ask_extractor(uri: str, folder: Path) -> None:
-    with pytest.raises(Away, match="the request timed out"):
+    with pytest.raises(Unavailable, match="the request timed out"):
         fetch_extractor(config(uri), "data", folder)
 
 

@@ -20,7 +20,7 @@ from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.registry.register import register
 from ddpm_core.registry.serving import Served
 from ddpm_core.sampling.sampler import ImageSampler
-from ddpm_core.scores import with_checksum
+from ddpm_core.scores import Row
 from ddpm_core.storage.workspace import RESULTS, Workspace, snapshot_key
 from ddpm_core.training import snapshot
 
@@ -56,7 +56,9 @@ def test_non_finite_weights_are_not_registered(tmp_path: Path) -> None:
     folder = write_checkpoint(workspace.path(snapshot_key(4))).folder
     spoil(folder, NAN)
     scored = row(5.0, weights=Checkpoint.open(folder).weights_hash(), seed=1)
-    workspace.write_json(RESULTS, {"rows": [with_checksum({**scored, "step": 4})]})
+    workspace.write_json(
+        RESULTS, {"rows": [Row.model_validate({**scored, "step": 4}).with_checksum().plain()]}
+    )
     config = params.validate({"workspace": workspace.uri, "tracking": {"uri": "http://absent"}})
     with pytest.raises(Corrupt, match="values that are not finite"):
         register(config, workspace)
