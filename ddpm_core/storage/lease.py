@@ -152,7 +152,8 @@ class Lease:
 
     def _note_loss(self) -> None:
         owner = read(self._workspace.storage.read_tagged(LEASE))
-        if owner.id != self._id:
+        # A lease that is missing was removed by hand: the next renewal writes it again.
+        if owner.id not in (self._id, None):
             self._lost = f"The workspace was taken over by {owner}; this run stops."
 
     def _renew(self, now: float | None = None) -> None:
