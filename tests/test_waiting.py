@@ -163,5 +163,5 @@ def test_times_are_read_with_their_units() -> None:
     assert [duration(t) for t in ("90", "90s", "1.5m", "2h", "1d")] == [90, 90, 90, 7200, 86400]
     with pytest.raises(UserError, match="'2 hours'"):
         duration("2 hours")
-    with pytest.raises(UserError, match="at most 366d is allowed"):
+    with pytest.raises(UserError, match="must be at most 366d"):
         duration("9999999d")

@@ -69,7 +69,7 @@ def test_the_checked_in_params_file_is_the_printed_one() -> None:
 
 def test_the_program_prints_a_preset_and_lists_them(tmp_path: Path) -> None:
     assert ddpm(tmp_path, "params", "dtd-10") == template("dtd-10")
-    assert "there are animals10, cifar10" in ddpm(tmp_path, "params", "cifar", status=1)
+    assert "must be one of animals10, cifar10" in ddpm(tmp_path, "params", "cifar", status=1)
     assert "sysu-shape" in ddpm(tmp_path, "params", "--help")
 
 
