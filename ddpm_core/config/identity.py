@@ -35,7 +35,7 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
+def relevant(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings, by dotted name, that the selected methods use."""
     unused: set[str] = set()
     for selector, methods in USES.items():
@@ -54,7 +54,7 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def unlike(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def non_defaults(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that differ from their defaults.
 
     Fingerprints hash only those, so that a new setting does not change them.

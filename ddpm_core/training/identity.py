@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from ddpm_core.config import Config
-from ddpm_core.config.identity import deciding, flat, unlike
+from ddpm_core.config.identity import flat, non_defaults, relevant
 from ddpm_core.config.paths import input_path
 from ddpm_core.errors import UserError
 from ddpm_core.storage import MANIFEST
@@ -33,7 +33,7 @@ INITIAL = "weights of train.init"
 
 def identity(config: Config, data_fingerprint: str) -> dict[str, Any]:
     """The settings that a model depends on, by dotted name."""
-    settings = deciding(_settings(config))
+    settings = relevant(_settings(config))
     return {"seed": config.seed, "data": data_fingerprint, **settings, **_initial(config)}
 
 
@@ -41,12 +41,12 @@ def train_fingerprint(config: Config, data_fingerprint: str) -> str:
     """Of the settings alone: it stays when the folder of train.init is gone."""
     settings = identity(config, data_fingerprint)
     settings.pop(INITIAL, None)
-    return fingerprint(unlike(settings, _defaults()))
+    return fingerprint(non_defaults(settings, _defaults()))
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """`name: old -> new` for every setting that is not the same; an absent one is its default."""
-    before, after = (deciding({**_defaults(), **side}) for side in (old, new))
+    before, after = (relevant({**_defaults(), **side}) for side in (old, new))
     # What a method of one side alone uses differs with the method, which is told.
     both = {*_defaults(), INITIAL}
     return [
