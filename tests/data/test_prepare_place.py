@@ -121,7 +121,7 @@ def test_an_empty_name_is_not_taken_for_the_current_folder(
 ) -> None:
     here = write_classes(tmp_path / "here", ["cat"])
     said = ddpm(here, "prepare", *arguments, status=1)
-    assert "given" in said and "is needed" in said and "Traceback" not in said
+    assert "got '" in said and "must be" in said and "Traceback" not in said
     assert [item.name for item in here.iterdir()] == ["cat"]
 
 
