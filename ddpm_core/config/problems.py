@@ -13,8 +13,13 @@ from pydantic.fields import FieldInfo
 from ddpm_core.errors import Invalid, Problem, got
 
 
-def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """Return every problem of a ValidationError that `model.model_validate` raised."""
+def problems_of(
+    error: ValidationError, model: type[BaseModel], described: bool = False
+) -> list[Problem]:
+    """Return every problem of a ValidationError that `model.model_validate` raised.
+
+    With `described`, the description of a field with a pattern says in words what matches it.
+    """
     found: list[Problem] = []
     allowed: dict[tuple[str, str], list[str]] = {}  # of unions: one expectation per arm
     for item in error.errors(include_url=False):
@@ -32,7 +37,7 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
         else:
             arms = allowed.setdefault((path or "params", got(item["input"])), [])
             field = fields_of(section).get(path.rpartition(".")[2])
-            arms.append(_expected(item, field.description if field else None))
+            arms.append(_expected(item, field.description if field and described else None))
     for (path, given), arms in allowed.items():
         found.append(Problem(path, given, f"must be {', or '.join(dict.fromkeys(arms))}"))
     return found
@@ -125,11 +130,11 @@ _EXPECTED = {
 }
 
 
-def _expected(item: Any, description: str | None) -> str:
-    """Return what a setting may be, in the words of the params file."""
+def _expected(item: Any, pattern: str | None) -> str:
+    """Return what a setting may be. `pattern` says in words what matches its pattern."""
     kind, given = item["type"], item["input"]
-    if kind == "string_pattern_mismatch" and description:
-        return description  # the pattern is for programs
+    if kind == "string_pattern_mismatch" and pattern:
+        return pattern
     if kind in _EXPECTED:
         bounds = {name: _short(bound) for name, bound in item.get("ctx", {}).items()}
         return _EXPECTED[kind].format(**bounds)
