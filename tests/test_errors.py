@@ -49,12 +49,16 @@ class Outer(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     inner: Inner = Inner()
+    items: tuple[Inner, ...] = ()
+    texts: dict[str, str] = {}
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({"inner": {"high": 0}}, Problem("inner.high", "got 0", "must be at least 1")),
+        ({"items": [{}, {"high": 0}]}, Problem("items[1].high", "got 0", "must be at least 1")),
+        ({"texts": {"a": 1}}, Problem("texts.a", "got 1", "must be a text in quotes")),
         ({"iner": 1}, Problem("iner", "unknown key", hint="did you mean inner?")),
         (
             {"inner": {"low": 5}},

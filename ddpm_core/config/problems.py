@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -54,6 +54,12 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
+def _section_of_items(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that each item of a list contains, None if the field is no such list."""
+    kind = next(iter(get_args(field.annotation)), None)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
 def _locate(location: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, type[BaseModel]]:
     """Return the dotted path of a location and its section.
 
@@ -70,10 +76,12 @@ def _locate(location: tuple[int | str, ...], model: type[BaseModel]) -> tuple[st
                 path += f".{part}" if path else part
             break
         path += f".{part}" if path else part
-        section = section_of(field)
+        section = section_of(field) or _section_of_items(field)
         if section is None:
-            rest = [f"[{p}]" for p in location[index + 1 :] if isinstance(p, int)]
-            return path + "".join(rest), model
+            below = location[index + 1 :]
+            if get_origin(field.annotation) is dict:
+                return ".".join([path, *map(str, below[:1])]), model
+            return path + "".join(f"[{p}]" for p in below if isinstance(p, int)), model
         model = section
     return path, model
 
