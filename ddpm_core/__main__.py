@@ -1,4 +1,4 @@
-"""Where the installed `ddpm` begins: Ctrl-C while it is loading is no traceback."""
+"""The entry point of the installed `ddpm`. Ctrl-C prints no traceback, even during imports."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 
 
 def main() -> None:
-    """The program."""
+    """Run the program."""
     try:
-        from ddpm_core.cli import main as loaded
+        from ddpm_core.cli import main as run
 
-        loaded()
+        run()
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""What a person reads while work goes on: a progress bar on a terminal, plain lines elsewhere."""
+"""Messages and progress: a bar in a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from ddpm_core.errors import Interrupted, UserError
 from ddpm_core.runtime import memory
 from ddpm_core.text import masked, shown
 
-WIDE = 70  # columns of a terminal that has room for more than what is done and the time left
-PLAIN_INTERVAL = 10.0  # seconds between the first lines where there is no terminal
+WIDE = 70  # columns from which on the bar also shows the rate and a note
+PLAIN_INTERVAL = 10.0  # seconds between the first lines in a log file
 
 _console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
 def say(message: str) -> None:
-    """One line to stderr; stdout is for results."""
+    """Print a message to stderr. Results go to stdout."""
     _console.print(printable(message), markup=False)
 
 
 def warn(message: str) -> None:
+    """Print a warning to stderr."""
     _console.print("warning: " + printable(message), markup=False, style="yellow")
 
 
-class _Guarded:
-    """A stream of text that masks what is written to it."""
+class _Masked:
+    """A text stream that masks the secrets of URIs in everything written to it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -60,18 +61,18 @@ class _Guarded:
 
 
 def guard() -> None:
-    """Mask all that this process prints: log records and tracebacks of libraries too."""
+    """Mask secrets in all output of this process, including tracebacks and logs of libraries."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, _Guarded):
-            setattr(sys, name, _Guarded(stream))
+        if stream is not None and not isinstance(stream, _Masked):
+            setattr(sys, name, _Masked(stream))
 
 
 @contextmanager
 def telling(who: str) -> Iterator[None]:
-    """Turn our errors and the machine's into one sentence, `who: ...`, and the exit status.
+    """Print errors that the user can fix as `who: MESSAGE`, and exit with their status.
 
-    What the process prints is masked from then on.
+    Everything that the process prints is masked from then on.
     """
     guard()
     try:
@@ -85,9 +86,8 @@ def telling(who: str) -> Iterator[None]:
         raise SystemExit(stop.status) from None
     except BrokenPipeError:
         raise
-    except OSError as error:  # a full disk, a file of another's
-        # Of a copy or a rename that is the target.
-        at = error.filename2 or error.filename
+    except OSError as error:  # a full disk, a file of a different user
+        at = error.filename2 or error.filename  # the target of a copy or a rename
         place = f": {at}" if at else ""
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
         say(f"{who}: {error.strerror or error}{place}.{notes}")
@@ -95,24 +95,26 @@ def telling(who: str) -> Iterator[None]:
 
 
 class Outage:
-    """Something that is away for a while: told once when it goes, and once when it is back."""
+    """A service that is unavailable for a while: a warning first, a message at the end."""
 
     def __init__(self) -> None:
         self.on = False
 
     def begins(self, message: str) -> None:
+        """Print a warning unless the outage has begun before."""
         if not self.on:
             warn(message)
         self.on = True
 
     def ends(self, message: str) -> None:
+        """Print a message if there was an outage."""
         if self.on:
             say(message)
         self.on = False
 
 
 def printable(text: str) -> str:
-    """Text without secrets and with nothing that steers a terminal, in the terminal's encoding."""
+    """Return a text without secrets and control characters that the terminal can encode."""
     encoding = getattr(sys.stderr, "encoding", None) or "ascii"
     return shown(text).encode(encoding, "backslashreplace").decode(encoding)
 
@@ -121,16 +123,16 @@ def printable(text: str) -> str:
 def progress(
     description: str, total: int, unit: str, done: int = 0
 ) -> Iterator[Callable[..., None]]:
-    """Yield `advance(n=1, note="")`; shows what is done, the rate in units/s and the time left.
+    """Yield `advance(n=1, note="")`, which shows the count, the rate in units/s and the time left.
 
-    `done` is what an earlier run has done already; it does not count for the rate. A note stays
-    until the next one.
+    `done` is the number of units that an earlier run finished. They do not count for the rate. A
+    note is shown until the next note.
     """
     if _console.is_terminal and not _console.is_dumb_terminal:
         with _bar(description, total, unit, done) as advance:
             yield advance
     else:
-        yield _plain(description, total, unit, done)
+        yield _lines(description, total, unit, done)
 
 
 @contextmanager
@@ -151,44 +153,49 @@ def _bar(description: str, total: int, unit: str, done: int) -> Iterator[Callabl
         def advance(n: int = 1, note: str = "") -> None:
             nonlocal last
             last = printable(note) or last
-            bar.update(task, advance=n, rate=f"{digits(pace.after(n))} {unit}/s", note=last)
+            bar.update(task, advance=n, rate=f"{_digits(pace.after(n))} {unit}/s", note=last)
 
         yield advance
 
 
-def _plain(description: str, total: int, unit: str, done: int) -> Callable[..., None]:
+def _lines(description: str, total: int, unit: str, done: int) -> Callable[..., None]:
     pace, last = Pace(done), ""
-    shown = pace.started
+    printed = pace.started  # time of the last line
 
     def advance(n: int = 1, note: str = "") -> None:
-        nonlocal shown, last
+        nonlocal printed, last
         rate, now = pace.after(n), time.monotonic()
         last = note or last
         finished = n > 0 and pace.count >= total
-        if now - shown < plain_interval(now - pace.started) and not finished:
+        if now - printed < _line_interval(now - pace.started) and not finished:
             return
-        shown = now
-        unknown = pace.count >= total or not rate
-        left = "" if unknown else f", {in_words((total - pace.count) / rate)} left"
-        after = f", {last}" if last else ""
-        say(f"{description}: {pace.count}/{total} {unit}, {digits(rate)}/s{left}{after}")
+        printed = now
+        parts = [f"{description}: {pace.count}/{total} {unit}", f"{_digits(rate)}/s"]
+        if pace.count < total and rate:
+            parts.append(f"{in_words((total - pace.count) / rate)} left")
+        say(", ".join([*parts, last] if last else parts))
 
     return advance
 
 
-def digits(rate: float) -> str:
+def _digits(rate: float) -> str:
+    """Return a rate with one decimal place, or with two digits if it is below 1."""
     return f"{rate:,.1f}" if rate >= 1 or not rate else f"{rate:.2g}"
 
 
-def plain_interval(elapsed: float) -> float:
-    """Seconds to the next line: 10 at first, and a minute for what takes hours."""
+def _line_interval(elapsed: float) -> float:
+    """Return the seconds between two lines: 10 at first, 60 after 20 minutes."""
     return min(PLAIN_INTERVAL * 6, max(PLAIN_INTERVAL, elapsed / 20))
 
 
 class Pace:
-    """How fast work goes at present: over the last minute, so that a slow start is forgotten."""
+    """The rate of the last minute, which forgets a slow start.
 
-    WINDOW = 60.0
+    rich has its own estimate (`Task.speed`), but none after the first unit, and none at all while a
+    unit takes longer than its window: steps of 65 s would never show a rate.
+    """
+
+    WINDOW = 60.0  # seconds
 
     def __init__(self, done: int) -> None:
         self.count = done
@@ -196,7 +203,7 @@ class Pace:
         self._seen = deque([(self.started, done)])
 
     def after(self, n: int) -> float:
-        """Units per second, with `n` more of them done now."""
+        """Count `n` more units as done now, and return the units per second."""
         self.count += n
         now = time.monotonic()
         while len(self._seen) > 1 and self._seen[1][0] <= now - self.WINDOW:

@@ -1,4 +1,4 @@
-"""The program: quick to answer, one message a mistake, nothing of a terminal in a log."""
+"""The program `ddpm`: fast start, clear errors, readable logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpm_core.config import load as params
 from ddpm_core.storage.workspace import Workspace
 
 
-def test_help_and_bad_params_answer_without_torch(tmp_path: Path) -> None:
+def test_help_and_invalid_params_do_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text("trian: {}")
     for arguments in (["--help"], ["train", "--help"], ["train"]):
         result = subprocess.run(
@@ -38,15 +38,15 @@ def test_help_and_bad_params_answer_without_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "verb", ["prepare", "train", "sample", "evaluate", "register", "run", "status"]
 )
-def test_every_verb_tells_a_mistake_in_the_params_in_one_message(tmp_path: Path, verb: str) -> None:
+def test_every_verb_reports_invalid_params(tmp_path: Path, verb: str) -> None:
     (tmp_path / "params.yaml").write_text("trian: {}\nseed: x")
-    said = ddpm(tmp_path, verb, status=1)
-    assert "2 problems in params.yaml" in said
-    assert "Traceback" not in said
+    output = ddpm(tmp_path, verb, status=1)
+    assert "2 problems in params.yaml" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["train"], "ddpm prepare"),
         (["sample"], "ddpm train"),
@@ -60,35 +60,33 @@ def test_every_verb_tells_a_mistake_in_the_params_in_one_message(tmp_path: Path,
         (["check-data", "dvc:x"], "'dvc:x' given"),
     ],
 )
-def test_what_is_missing_is_said_with_what_to_do(
-    tmp_path: Path, arguments: list[str], told: str
-) -> None:
+def test_errors_name_the_remedy(tmp_path: Path, arguments: list[str], message: str) -> None:
     write_params(tmp_path)
-    said = ddpm(tmp_path, *arguments, status=1)
-    assert told in said
-    assert "Traceback" not in said
+    output = ddpm(tmp_path, *arguments, status=1)
+    assert message in output
+    assert "Traceback" not in output
 
 
-def test_what_is_to_be_done_first_is_told_for_the_same_settings(tmp_path: Path) -> None:
+def test_suggested_commands_keep_the_options(tmp_path: Path) -> None:
     given = ["-p", "a b.yaml", "-w", "runs/x", "-S", "train.steps=5"]
     write_params(tmp_path).rename(tmp_path / "a b.yaml")
-    said = ddpm(tmp_path, "train", *given, status=1)
-    assert "run `ddpm prepare -p 'a b.yaml' -w runs/x -S train.steps=5` first" in said
+    output = ddpm(tmp_path, "train", *given, status=1)
+    assert "run `ddpm prepare -p 'a b.yaml' -w runs/x -S train.steps=5` first" in output
 
 
-def test_help_is_whole_where_a_terminal_is_narrow() -> None:
+def test_help_fits_a_narrow_terminal() -> None:
     for arguments in ([], ["bench"]):
-        said = CliRunner().invoke(app, [*arguments, "--help"], terminal_width=80).output
-        assert "Commands:" in said and "..." not in said.partition("Commands:")[2], said
+        output = CliRunner().invoke(app, [*arguments, "--help"], terminal_width=80).output
+        assert "Commands:" in output and "..." not in output.partition("Commands:")[2], output
 
 
-def test_a_log_file_has_no_escape_codes_and_no_carriage_returns(tmp_path: Path) -> None:
+def test_log_files_have_no_escape_codes(tmp_path: Path) -> None:
     write_params(tmp_path)
     ddpm(tmp_path, "prepare")
-    said = ddpm(tmp_path, "train")
-    assert "12/12" in said
-    assert "\x1b" not in said
-    assert "\r" not in said
+    output = ddpm(tmp_path, "train")
+    assert "12/12" in output
+    assert "\x1b" not in output
+    assert "\r" not in output
 
 
 @pytest.mark.parametrize(
@@ -99,7 +97,7 @@ def test_a_log_file_has_no_escape_codes_and_no_carriage_returns(tmp_path: Path) 
         ("dumb", 100, ["draw: 40/40 images"], ["\x1b", "\r\x1b"]),
     ],
 )
-def test_a_terminal_shows_what_it_has_room_for(
+def test_the_progress_bar_fits_the_terminal(
     tmp_path: Path, kind: str, columns: int, seen: list[str], unseen: list[str]
 ) -> None:
     code = (
@@ -123,7 +121,7 @@ def test_a_terminal_shows_what_it_has_room_for(
     assert not any(part in text for part in unseen), text
 
 
-def test_ctrl_c_while_the_program_is_loading_is_no_traceback(tmp_path: Path) -> None:
+def test_ctrl_c_during_start_prints_no_traceback(tmp_path: Path) -> None:
     code = (
         "import builtins, os, signal, sys\n"
         "from ddpm_core.__main__ import main\n"
@@ -145,12 +143,12 @@ def test_ctrl_c_while_the_program_is_loading_is_no_traceback(tmp_path: Path) -> 
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", "")
 
 
-def test_status_says_what_is_stale_and_why(tmp_path: Path) -> None:
+def test_status_shows_what_is_stale_and_why(tmp_path: Path) -> None:
     write_params(tmp_path)
     long = f"{tmp_path}/{'nothing' * 20}"
-    said = ddpm(tmp_path, "status", "-w", long).splitlines()
-    assert said[0] == f"workspace {long}"
-    assert "This workspace is empty" in said[1]
+    output = ddpm(tmp_path, "status", "-w", long).splitlines()
+    assert output[0] == f"workspace {long}"
+    assert "This workspace is empty" in output[1]
     ddpm(tmp_path, "prepare")
     assert "This workspace is empty" not in ddpm(tmp_path, "status")
     ddpm(tmp_path, "train", "-S", "train.steps=6")
@@ -161,28 +159,28 @@ def test_status_says_what_is_stale_and_why(tmp_path: Path) -> None:
 
 
 def test_methods_are_listed_with_formula_and_source(tmp_path: Path) -> None:
-    said = ddpm(tmp_path, "methods")
+    output = ddpm(tmp_path, "methods")
     for name in ("train.loss.weighting", "min_snr", "cosine", "dpmpp", "quadratic_official"):
-        assert name in said
+        assert name in output
     for name in ("train.loss.kind", "huber", "adamw", "Uses train.loss.gamma and train.loss.k."):
-        assert name in said
+        assert name in output
     for author in ("Ho et al.", "Nichol", "Hang et al.", "Lu et al.", "Song et al."):
-        assert author in said
+        assert author in output
 
 
-def test_the_version_is_the_packages(tmp_path: Path) -> None:
+def test_version_is_that_of_the_package(tmp_path: Path) -> None:
     from importlib.metadata import version
 
     assert ddpm(tmp_path, "--version").split() == ["ddpm", version("ddpm-core")]
 
 
-def test_without_tracking_a_run_ends_well_and_says_what_it_left_out(
+def test_a_run_without_tracking_skips_register(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for verb in ("prepare", "train", "sample", "evaluate"):
         monkeypatch.setitem(chain.CHECKS, verb, lambda: lambda config, workspace: None)
     config = params.load(overrides=("tracking.uri=",), workspace=str(tmp_path))
     chain.run(config, Workspace.open(config.workspace), {}, ["run"])
-    said = capsys.readouterr().err
-    assert "register: skipped, because tracking.uri is empty" in said
-    assert "Done. Look at" in said
+    output = capsys.readouterr().err
+    assert "register: skipped, because tracking.uri is empty" in output
+    assert "Done. Look at" in output

@@ -1,4 +1,4 @@
-"""How `ddpm train` starts workers, and what of its command line and surroundings they have."""
+"""How `ddpm train` starts its workers, and what they inherit."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("given", [["--from-step", "4"], ["--from-step=4"]])
-def test_a_step_is_picked_by_the_first_start_alone(
+def test_only_the_first_start_uses_from_step(
     monkeypatch: pytest.MonkeyPatch, given: list[str]
 ) -> None:
-    """Those that start again after a death go on from what was trained meanwhile."""
+    """Restarted workers resume from the newest snapshot instead."""
     seen: list[Sequence[str]] = []
 
     def attempt(count: int, arguments: Sequence[str]) -> int:
@@ -49,14 +49,14 @@ def test_a_step_is_picked_by_the_first_start_alone(
     assert seen == [["train", *given, "-w", "here"], rest, rest]
 
 
-def test_workers_that_torchrun_starts_again_go_on_from_the_newest_snapshot(prepared: Path) -> None:
+def test_restarted_workers_ignore_from_step(prepared: Path) -> None:
     folder = new_run(prepared, "again", TINY)
     ddpm(folder, "train", *settings("train.steps=8"))
     worker = start(folder, "train", "--from-step", "6", TORCHELASTIC_RESTART_COUNT="1")
     assert "resuming from step 8" in worker.ended()
 
 
-def test_a_stop_says_that_the_step_is_not_to_be_picked_again(prepared: Path) -> None:
+def test_a_stop_warns_against_repeating_from_step(prepared: Path) -> None:
     folder = new_run(prepared, "stopped", TINY)
     ddpm(folder, "train", *settings("train.steps=8"))
     run = start(folder, "train", "--from-step", "6", *LONG)
@@ -86,7 +86,7 @@ def two_workers(prepared: Path) -> Iterator[subprocess.Popen[bytes]]:
             run.wait(30)
 
 
-def test_several_workers_outlive_their_terminal_and_import_nothing_of_the_folder(
+def test_workers_outlive_their_terminal_and_ignore_its_folder(
     prepared: Path, two_workers: subprocess.Popen[bytes]
 ) -> None:
     log = prepared / "two/workspace/log.jsonl"

@@ -1,4 +1,4 @@
-"""Secrets are shown and stored nowhere, and what is compared does not depend on them."""
+"""Secrets are never printed or stored, and comparisons ignore them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MASKED = "https://bucket.s3.amazonaws.com/w.pth?***#sha256=abc"
         ('{"uri": "https://h/f?token=hunter2", "n": 1}', '?***", "n": 1}'),
     ],
 )
-def test_a_query_with_a_secret_is_masked_as_a_whole(text: str, expected: str) -> None:
+def test_a_query_with_a_secret_is_masked_completely(text: str, expected: str) -> None:
     assert masked(text).endswith(expected) and "hunter2" not in masked(text)
     assert masked(masked(text)) == masked(text)
 
@@ -51,12 +51,12 @@ def test_a_query_with_a_secret_is_masked_as_a_whole(text: str, expected: str) ->
         "s3://bucket/what?",
     ],
 )
-def test_a_query_without_a_secret_stays(text: str) -> None:
+def test_a_query_without_a_secret_is_kept(text: str) -> None:
     assert masked(text) == text
 
 
-def test_a_presigned_uri_is_recorded_without_its_signature(tmp_path: Path) -> None:
-    """Signed again, it sets nothing aside: the run is still up to date."""
+def test_presigned_uris_are_stored_without_signature(tmp_path: Path) -> None:
+    """With a new signature, the run is still up to date."""
     write_params(tmp_path, TINY)
     first = f"evaluate.inception_weights={SIGNED.format('20260101T000000Z')}"
     for verb in (["prepare"], ["train"]):
@@ -72,8 +72,8 @@ def test_a_presigned_uri_is_recorded_without_its_signature(tmp_path: Path) -> No
     assert not (tmp_path / "workspace/superseded").exists()
 
 
-def test_data_stay_up_to_date_with_another_credential(tmp_path: Path) -> None:
-    """So they do where the secret was stored by an earlier version."""
+def test_rotated_credentials_keep_data_up_to_date(tmp_path: Path) -> None:
+    """Also if an earlier version stored the secret."""
     write_params(tmp_path, TINY)
     ddpm(tmp_path, "prepare")
     workspace = Workspace.open(str(tmp_path / "workspace"))
@@ -92,7 +92,7 @@ def test_data_stay_up_to_date_with_another_credential(tmp_path: Path) -> None:
     )
 
 
-def test_an_error_is_masked_wherever_its_text_goes() -> None:
+def test_errors_are_masked() -> None:
     assert str(UserError("https://me:hunter2@h/f is gone")) == "https://***@h/f is gone"
 
 
@@ -117,24 +117,24 @@ def test_log_records_and_tracebacks_are_masked() -> None:
     assert printed.count("hunter2") == printed.count("uri = '")  # a source line, if Python shows it
 
 
-def test_options_that_the_program_does_not_know_are_masked(tmp_path: Path) -> None:
+def test_unknown_options_are_masked(tmp_path: Path) -> None:
     printed = ddpm(tmp_path, "check-data", "a", "https://me:hunter2@h/x.zip", status=2)
     assert "https://***@h/x.zip" in printed and "hunter2" not in printed
 
 
-def test_characters_that_deceive_are_escaped() -> None:
+def test_control_and_bidirectional_characters_are_escaped() -> None:
     assert shown("a\x1b[31mb\u202ec\ud800\n\td") == "a\\x1b[31mb\\u202ec\\ud800\n\td"
     assert throughout(shown, {"k\x1b": ["\u202e", 1, None]}) == {"k\\x1b": ["\\u202e", 1, None]}
 
 
 class Artifact:
-    """What KFP's artifacts are to ddpm_kube."""
+    """Stands for an artifact of KFP."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.metadata = str(path), {}
 
 
-def test_a_page_of_the_pipeline_is_masked_and_escaped(tmp_path: Path) -> None:
+def test_pipeline_pages_are_masked_and_escaped(tmp_path: Path) -> None:
     artifact = Artifact(tmp_path / "page.html")
     facts = {"source": "https://me:hunter2@h/\u202ef"}
     artifacts.put_page(artifact, "Data", facts, [])

@@ -1,4 +1,4 @@
-"""Jobs that start together wait for each other: for the output of these settings, and no other."""
+"""`ddpm wait`: jobs that start together wait for output that matches their settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def waits(config: Config, verb: str, limit: float = 0.0) -> str | None:
-    """What is still lacking after `limit` seconds."""
+    """The reason for still waiting after `limit` seconds."""
     try:
         wait(config, verb, limit, 0.02)
     except UserError as error:
@@ -53,9 +53,7 @@ def test_checks_are_the_verbs_own_in_order() -> None:
         assert check.__module__.split(".")[1] == folder[verb]
 
 
-def test_waits_in_a_workspace_that_is_not_there_until_it_is_filled(
-    begun: Path, tmp_path: Path
-) -> None:
+def test_wait_ends_when_the_workspace_is_filled(begun: Path, tmp_path: Path) -> None:
     folder = new_run(begun, "empty", TINY)
     (folder / "workspace" / "data").unlink()
     waiting = start(folder, "wait", "prepare", "--interval", "0.05", "--limit", "60")
@@ -65,7 +63,7 @@ def test_waits_in_a_workspace_that_is_not_there_until_it_is_filled(
     assert waiting.returncode == 0
 
 
-def test_the_limit_is_a_sentence_and_status_1(begun: Path) -> None:
+def test_a_timeout_is_an_error_with_status_1(begun: Path) -> None:
     said = ddpm(begun, "wait", "train", "--limit", "0.1", "--interval", "0.05", status=1)
     assert said.count("wait: for train in workspace") == 1
     assert "Timed out after 0 s waiting for `ddpm train` in workspace: train: nothing is" in said
@@ -76,7 +74,7 @@ def test_the_limit_is_a_sentence_and_status_1(begun: Path) -> None:
     assert "a time such as 90s" in ddpm(begun, "wait", "train", "--limit", "soon", status=1)
 
 
-def test_the_output_of_other_settings_satisfies_nobody(tmp_path: Path) -> None:
+def test_output_of_different_settings_does_not_count(tmp_path: Path) -> None:
     made = Strangers(tmp_path)
     assert waits(made.config, "sample") is None
     changed = {
@@ -85,12 +83,12 @@ def test_the_output_of_other_settings_satisfies_nobody(tmp_path: Path) -> None:
         "sample": {"sample": made.config.sample.model_copy(update={"seed": 9})},
     }
     for verb, update in changed.items():
-        # A job further down waits too, although what it reads first is of its own settings.
+        # A later job waits too, although its direct input matches its settings.
         assert f" {verb}: " in str(waits(made.config.model_copy(update=update), "sample")), verb
 
 
-def test_what_is_made_anew_meanwhile_is_waited_for_again(tmp_path: Path) -> None:
-    """Data that are replaced after they were found good make what was trained on them stale."""
+def test_replaced_output_is_checked_again(tmp_path: Path) -> None:
+    """Data can be replaced after their check. That makes later output stale."""
     made = Strangers(tmp_path)
     checker = Checker(made.config, "sample")
     samples = made.workspace.path("samples")
@@ -101,7 +99,7 @@ def test_what_is_made_anew_meanwhile_is_waited_for_again(tmp_path: Path) -> None
     assert str(checker.reason()).startswith("prepare: there are no data yet")
 
 
-def test_a_workspace_half_written_is_waited_for(tmp_path: Path) -> None:
+def test_an_incomplete_workspace_is_waited_for(tmp_path: Path) -> None:
     made = Strangers(tmp_path)
     target = made.workspace.path(f"snapshots/step-{STEP:08d}/config.json")
     whole = target.read_bytes()
@@ -115,7 +113,7 @@ def test_a_workspace_half_written_is_waited_for(tmp_path: Path) -> None:
     assert "Cannot use" in str(waits(locked, "train"))
 
 
-def test_waiting_for_data_and_training_costs_no_torch() -> None:
+def test_waiting_for_training_does_not_import_torch() -> None:
     code = (
         "import sys, ddpm_core.cli, ddpm_core.chain as c;"
         "[c.CHECKS[v]() for v in ('prepare', 'train')];"
@@ -125,7 +123,7 @@ def test_waiting_for_data_and_training_costs_no_torch() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="name spaces of processes are Linux's")
-def test_the_first_process_of_a_container_ends_at_sigterm(begun: Path) -> None:
+def test_pid_1_of_a_container_ends_at_sigterm(begun: Path) -> None:
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "-p", "-f", "true"], check=False).returncode:
         pytest.skip("no right to make a name space of processes; the cluster's tests do it too")
@@ -142,7 +140,7 @@ def test_the_first_process_of_a_container_ends_at_sigterm(begun: Path) -> None:
     assert waiting.wait(20) == 128 + signal.SIGTERM
 
 
-def test_a_verb_ended_by_sigterm_removes_its_temporary_folders(begun: Path, tmp_path: Path) -> None:
+def test_sigterm_removes_temporary_folders(begun: Path, tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, tempfile, ddpm_core.cli as cli\n"
         "@cli.verb\n"
@@ -159,9 +157,9 @@ def test_a_verb_ended_by_sigterm_removes_its_temporary_folders(begun: Path, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_times_are_read_with_their_units() -> None:
+def test_durations_have_units() -> None:
     assert [duration(t) for t in ("90", "90s", "1.5m", "2h", "1d")] == [90, 90, 90, 7200, 86400]
     with pytest.raises(UserError, match="'2 hours'"):
         duration("2 hours")
-    with pytest.raises(UserError, match="at most 366d is allowed"):
+    with pytest.raises(UserError, match="must be at most 366d"):
         duration("9999999d")

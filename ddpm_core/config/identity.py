@@ -1,10 +1,11 @@
-"""Which settings decide what comes out: a chosen method leaves others without an effect.
+"""Which settings affect a result. A method that is not selected makes its settings irrelevant.
 
-So neither training nor images are made again over a setting that would change nothing. Names are
-dotted, as after -S. A setting that is not here counts whatever is chosen.
+Changing an irrelevant setting must not repeat training or sampling. Names are dotted, as after -S.
+Settings that `USES` does not list always count.
 
-Two rules keep what was made before a setting came: its default is the former behaviour, since an
-absent setting is read as its default; and a default stays (another value goes into a preset).
+Two rules keep old results valid when a setting is added. Its default must be the former behavior,
+because a missing setting is read as its default. And a default never changes: a better value goes
+into a preset.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# By the setting that chooses: the settings that each choice uses, of those that not all use.
+# For each setting that selects a method: the settings that each method uses, without those that
+# all of them use.
 USES: dict[str, dict[str, tuple[str, ...]]] = {
     "model.conditioning": {
         "none": (),
@@ -33,18 +35,18 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted name, without those that the choices among them do not use."""
+def relevant(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings, by dotted name, that the selected methods use."""
     unused: set[str] = set()
-    for chooser, choices in USES.items():
-        choice = settings.get(chooser)
-        if isinstance(choice, str) and choice in choices:
-            unused |= {name for names in choices.values() for name in names} - {*choices[choice]}
+    for selector, methods in USES.items():
+        method = settings.get(selector)
+        if isinstance(method, str) and method in methods:
+            unused |= {name for names in methods.values() for name in names} - {*methods[method]}
     return {name: value for name, value in settings.items() if name not in unused}
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Plain data of a section as settings by dotted name, each behind `prefix`."""
+    """Return the plain data of a section as settings by dotted name, which begins with `prefix`."""
     found: dict[str, Any] = {}
     for name, item in section.items():
         inner = isinstance(item, dict)
@@ -52,7 +54,9 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def unlike(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not their defaults: what a fingerprint is of, so that it stays when
-    a setting is added."""
+def non_defaults(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that differ from their defaults.
+
+    Fingerprints hash only those, so that a new setting does not change them.
+    """
     return {n: v for n, v in settings.items() if n not in defaults or v != defaults[n]}

@@ -106,7 +106,9 @@ def validate(
         try:
             config = Config.model_validate(rest, context={"trained": trained})
         except ValidationError as error:
-            found += [p for p in problems_of(error, Config) if not _involves(p, removed)]
+            found += [
+                p for p in problems_of(error, Config, described=True) if not _involves(p, removed)
+            ]
             paths = [path for item in error.errors() if (path := _innermost(item["loc"], rest))]
         else:
             break

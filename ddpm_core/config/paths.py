@@ -1,4 +1,4 @@
-"""Where the relative paths of the settings lead, also inside DVC's copies of a repository."""
+"""Resolve the relative paths of settings, also inside the copies that DVC makes of a repository."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ _COPIES = (".dvc", "tmp", "exps")  # `dvc exp run --temp` and `--queue` run in c
 def project_folder() -> Path:
     """Return the working directory, or inside a DVC copy the folder that it is a copy of.
 
-    The experiment's project may be a subfolder of the DVC repository, and the DVC repository a
-    subfolder of the git repository that is copied as a whole. So the nearest `.dvc` in the copy
-    stands for the one that the copy lies in.
+    The project may be a subfolder of the DVC repository, which may be a subfolder of the copied git
+    repository. So the nearest `.dvc` in the copy corresponds to the `.dvc` that contains the copy.
     """
     here = Path.cwd()
     parts = here.parts
@@ -31,8 +30,8 @@ def project_folder() -> Path:
 def input_path(given: str) -> Path:
     """Return the path of an input file or folder that a setting names.
 
-    A DVC copy has the files that git and DVC track, in the experiment's version: these come first.
-    Everything else is in the original folder alone. Raises RuntimeError for an unknown ~user.
+    A DVC copy contains only the files that git and DVC track. Its version of them comes first; all
+    other files are in the original folder. Raises RuntimeError for an unknown ~user.
     """
     path = Path(given).expanduser()
     if path.is_absolute() or _exists(path):

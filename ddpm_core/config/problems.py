@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -13,8 +13,13 @@ from pydantic.fields import FieldInfo
 from ddpm_core.errors import Invalid, Problem, got
 
 
-def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """Return every problem of a ValidationError that `model.model_validate` raised."""
+def problems_of(
+    error: ValidationError, model: type[BaseModel], described: bool = False
+) -> list[Problem]:
+    """Return every problem of a ValidationError that `model.model_validate` raised.
+
+    With `described`, the description of a field with a pattern says in words what matches it.
+    """
     found: list[Problem] = []
     allowed: dict[tuple[str, str], list[str]] = {}  # of unions: one expectation per arm
     for item in error.errors(include_url=False):
@@ -32,7 +37,7 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
         else:
             arms = allowed.setdefault((path or "params", got(item["input"])), [])
             field = fields_of(section).get(path.rpartition(".")[2])
-            arms.append(_expected(item, field.description if field else None))
+            arms.append(_expected(item, field.description if field and described else None))
     for (path, given), arms in allowed.items():
         found.append(Problem(path, given, f"must be {', or '.join(dict.fromkeys(arms))}"))
     return found
@@ -46,6 +51,12 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """Return the section that a field contains, None if it contains a value."""
     kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _section_of_items(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that each item of a list contains, None if the field is no such list."""
+    kind = next(iter(get_args(field.annotation)), None)
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
@@ -65,10 +76,12 @@ def _locate(location: tuple[int | str, ...], model: type[BaseModel]) -> tuple[st
                 path += f".{part}" if path else part
             break
         path += f".{part}" if path else part
-        section = section_of(field)
+        section = section_of(field) or _section_of_items(field)
         if section is None:
-            rest = [f"[{p}]" for p in location[index + 1 :] if isinstance(p, int)]
-            return path + "".join(rest), model
+            below = location[index + 1 :]
+            if get_origin(field.annotation) is dict:
+                return ".".join([path, *map(str, below[:1])]), model
+            return path + "".join(f"[{p}]" for p in below if isinstance(p, int)), model
         model = section
     return path, model
 
@@ -125,11 +138,11 @@ _EXPECTED = {
 }
 
 
-def _expected(item: Any, description: str | None) -> str:
-    """Return what a setting may be, in the words of the params file."""
+def _expected(item: Any, pattern: str | None) -> str:
+    """Return what a setting may be. `pattern` says in words what matches its pattern."""
     kind, given = item["type"], item["input"]
-    if kind == "string_pattern_mismatch" and description:
-        return description  # the pattern is for programs
+    if kind == "string_pattern_mismatch" and pattern:
+        return pattern
     if kind in _EXPECTED:
         bounds = {name: _short(bound) for name, bound in item.get("ctx", {}).items()}
         return _EXPECTED[kind].format(**bounds)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ddpm_core.config.identity import deciding, flat
+from ddpm_core.config.identity import flat, relevant
 from ddpm_core.config.section import (
     NAME,
     Auto,
@@ -110,7 +110,7 @@ def as_sampled(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _used(given: Mapping[str, Any]) -> dict[str, Any]:
-    used = deciding(flat(given, "sample."))
+    used = relevant(flat(given, "sample."))
     return {name.removeprefix("sample."): value for name, value in used.items()}
 
 

@@ -1,4 +1,4 @@
-"""What every section of params.yaml has in common, and the types of their fields."""
+"""The base class of every section of params.yaml, and the types of their fields."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# Every size has an upper bound, so that a slip such as 10^12 is a mistake with a message and not an
-# attempt. Each bound is far beyond what anybody has: it stands in for no limit of memory or time.
+# Every size has an upper bound, so that a typo such as 10^12 is reported instead of tried. The
+# bounds are far above what any machine can do, and do not replace limits of memory or time.
 Steps = Annotated[int, Field(gt=0, le=10**10)]
 Images = Annotated[int, Field(gt=0, le=10**8)]
-Batch = Annotated[int, Field(gt=0, le=10**6)]  # images that are in memory at once
-Parts = Annotated[int, Field(gt=0, le=10**5)]  # shards, each with files and perhaps a pod
+Batch = Annotated[int, Field(gt=0, le=10**6)]  # images in memory at the same time
+Parts = Annotated[int, Field(gt=0, le=10**5)]  # shards; each has files and perhaps a pod
 Processes = Annotated[int, Field(gt=0, le=10**4)]
 Width = Annotated[int, Field(gt=0, le=2**14)]  # of a network
-Depth = Annotated[int, Field(gt=0, le=2**10)]  # of a network, or a size in pixels
-LEVELS = 16  # of a network; images of 1,024 pixels can be halved ten times
-NAME = 255  # characters of a name in MLflow, whose databases have room for 256
+Depth = Annotated[int, Field(gt=0, le=2**10)]  # of a network; also a size in pixels
+LEVELS = 16  # of a network; images of 1,024 pixels can be halved 10 times
+NAME = 255  # characters of a name in MLflow, whose databases store 256
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Auto = Literal["auto"]
 
 
 def as_tuple(value: object) -> object:
+    """Return a list as a tuple, which strict models require, and anything else as it is."""
     return tuple(value) if isinstance(value, list) else value
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys, wrong types and NaN are mistakes.
+    """Base of every section. Unknown keys, wrong types, NaN and infinity are invalid.
 
-    The default of a new field is what was done before it: deciding.py says why, and where a field
-    goes that only some methods use.
+    The default of a new field must be the behavior before the field existed. identity.py says why,
+    and lists the fields that only some methods use.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

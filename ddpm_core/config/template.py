@@ -1,4 +1,4 @@
-"""A params file to start from: every setting, with what it is, of the defaults or of a preset."""
+"""Write a params file that lists and explains every setting, of the defaults or of a preset."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ PRESETS = Path(__file__).parents[1] / "presets"
 WIDTH = 29  # columns before the comments
 
 _ABOUT = """\
-# What `ddpm` does when nothing else is said: small digits, legible after minutes on a CPU.
-# Change a value here, or for one run: ddpm run -S train.steps=2000. A setting that is left out
-# keeps its default. For photographs begin with a preset: ddpm params dtd-10 > params.yaml
+# The default settings of `ddpm`: small digits that are legible after minutes on a CPU.
+# Change a value here, or for one run: ddpm run -S train.steps=2000. Missing settings have their
+# defaults. For photographs, start from a preset: ddpm params dtd-10 > params.yaml
 """
 
 
 def presets() -> list[str]:
-    """Names of the settings for known data sets."""
+    """Return the names of the presets, which are settings for known data sets."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
 def template(preset: str | None = None) -> str:
-    """The text of a params file. Raises UserError."""
+    """Return the text of a params file. Raises UserError if the preset does not exist."""
     if preset is None:
         return _ABOUT + "\n".join(_lines(Config, _defaults(), {})) + "\n"
     if preset not in presets():
-        raise UserError(f"{preset!r} is no preset; there are {', '.join(presets())}.")
+        raise UserError(f"Preset {preset!r} does not exist; must be one of {', '.join(presets())}.")
     text = yaml_text.text(PRESETS / f"{preset}.yaml", "preset")
     about = [line for line in text.splitlines(keepends=True) if line.startswith("#")]
     given = yaml_text.parse(text, preset, "sections")
@@ -42,7 +42,7 @@ def template(preset: str | None = None) -> str:
 
 
 def _defaults() -> dict[str, Any]:
-    """Those of a params file, in which the sizes with attention follow the image size."""
+    """Return the defaults of a params file, where `auto` attention follows the image size."""
     defaults = Config().dump()
     return {**defaults, "model": {**defaults["model"], "attention": "auto"}}
 
@@ -50,6 +50,7 @@ def _defaults() -> dict[str, Any]:
 def _lines(
     model: type[BaseModel], defaults: Mapping[str, Any], given: Mapping[str, Any], indent: str = ""
 ) -> Iterable[str]:
+    """Yield the lines of a section and of the sections in it."""
     for name, field in fields_of(model).items():
         value = given.get(name, defaults[name])
         if section := section_of(field):
@@ -57,7 +58,7 @@ def _lines(
             yield _commented(f"{indent}{name}:", (section.__doc__ or "").partition("\n")[0])
             yield from _lines(section, defaults[name], given.get(name, {}), f"{indent}  ")
         else:
-            import yaml  # a twentieth of a second that other commands save
+            import yaml  # here, because it takes 30 ms that other commands can save
 
             shown = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
             shown = shown.removesuffix("...\n").rstrip()
@@ -69,14 +70,14 @@ def _commented(line: str, comment: str) -> str:
 
 
 def _meaning(field: FieldInfo) -> str:
-    """What a setting is, after all that it may be where that can be listed."""
+    """Return the comment of a setting: its choices, if they can be listed, and its description."""
     choices = _choices(field.annotation)
     listed = " | ".join(choices) + "; " if len(choices) > 1 else ""
     return listed + (field.description or "")
 
 
 def _choices(kind: Any) -> list[str]:
-    """The values of a Literal, or of a union of them and the truth values; else none."""
+    """Return the values of a Literal, or of a union of Literals and bool; else an empty list."""
     if get_origin(kind) is Literal:
         return [str(choice) for choice in get_args(kind)]
     arms = [["true", "false"] if arm is bool else _choices(arm) for arm in get_args(kind)]

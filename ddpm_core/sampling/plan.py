@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ddpm_core.checkpoint import Checkpoint, look_at_checkpoint
 from ddpm_core.config import Config, Sample
-from ddpm_core.config.identity import unlike
+from ddpm_core.config.identity import non_defaults
 from ddpm_core.config.load import validate
 from ddpm_core.config.results import SAMPLER_DEFAULTS
 from ddpm_core.errors import Corrupt, UserError
@@ -130,7 +130,7 @@ def recipe(
 
 def fingerprint_of(facts: dict[str, Any]) -> str:
     """What stands for the facts of a recipe: settings at their defaults don't count."""
-    return fingerprint({**facts, "sampler": unlike(facts["sampler"], SAMPLER_DEFAULTS)})
+    return fingerprint({**facts, "sampler": non_defaults(facts["sampler"], SAMPLER_DEFAULTS)})
 
 
 def must_suit(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpm_core.checkpoint import SETTINGS
 from ddpm_core.config import Config
-from ddpm_core.config.identity import deciding, flat, unlike
+from ddpm_core.config.identity import flat, non_defaults, relevant
 from ddpm_core.config.paths import input_path
 from ddpm_core.data.dataset import data_fingerprint
 from ddpm_core.errors import UserError
@@ -38,7 +38,7 @@ INITIAL_WEIGHTS = "weights of train.init"
 
 def identity(config: Config, data_fingerprint: str) -> dict[str, Any]:
     """Return everything that a model depends on, by dotted name of the setting."""
-    settings = deciding(_settings(config))
+    settings = relevant(_settings(config))
     return {"seed": config.seed, "data": data_fingerprint, **settings, **_initial_weights(config)}
 
 
@@ -49,7 +49,7 @@ def train_fingerprint(config: Config, data_fingerprint: str) -> str:
     """
     settings = identity(config, data_fingerprint)
     settings.pop(INITIAL_WEIGHTS, None)
-    return fingerprint(unlike(settings, _defaults()))
+    return fingerprint(non_defaults(settings, _defaults()))
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -58,7 +58,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     A missing setting has its default. The settings of a method that only one side uses are left
     out, since the method itself is listed.
     """
-    before, after = (deciding({**_defaults(), **side}) for side in (old, new))
+    before, after = (relevant({**_defaults(), **side}) for side in (old, new))
     only_if_both = {*_defaults(), INITIAL_WEIGHTS}
     return [
         f"{name}: {before.get(name)} -> {after.get(name)}"

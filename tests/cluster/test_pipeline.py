@@ -64,7 +64,7 @@ def test_every_component_runs_as_kfp_starts_it_to_a_registered_model(namespace: 
 @pytest.mark.timeout(600)
 def test_a_run_that_fails_says_so_at_its_end(namespace: Namespace) -> None:
     backend = Backend(namespace, COMPILED, account="ddpm-launcher")
-    with pytest.raises(Failed, match=r"prepare: 1 mistake:\n  train.stepz: unknown key"):
+    with pytest.raises(Failed, match=r"prepare: 1 problem:\n  train.stepz: unknown key"):
         backend.run(params=TINY, overrides=["train.stepz=3"], workspace="/workspace/other")
     assert set(backend.ran) == {"finish"}
     (finished,) = backend.ran["finish"]

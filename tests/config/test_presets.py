@@ -1,4 +1,4 @@
-"""Every preset is whole and valid, a published recipe as it was published, each setting told."""
+"""Presets are valid, match the published recipes, and explain every setting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDER = ROOT / "ddpm_core" / "presets"
 PRESETS = sorted(FOLDER.glob("*.yaml"))
 
 
-def test_every_source_system_has_a_preset() -> None:
+def test_every_published_data_set_has_a_preset() -> None:
     expected = {"animals10", "cifar10", "digits", "dtd", "dtd-10", "sysu-shape"}
     assert expected <= {path.stem for path in PRESETS}
 
@@ -37,24 +37,21 @@ def test_a_preset_is_valid(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_has_every_section_that_the_stages_name(path: Path) -> None:
-    """dvc repro refuses a params.yaml that lacks one."""
+def test_a_preset_has_every_section_of_the_dvc_stages(path: Path) -> None:
+    """dvc repro refuses a params.yaml in which a section is missing."""
     stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
     named = {name for stage in stages.values() for name in stage["params"]}
     assert named <= set(yaml.safe_load(path.read_text()))
 
 
-def test_the_digits_preset_is_the_default_written_out() -> None:
+def test_the_digits_preset_equals_the_defaults() -> None:
     written = yaml.safe_load((FOLDER / "digits.yaml").read_text())
     assert params.load(FOLDER / "digits.yaml") == params.load(None)
-    # What it leaves out is what stands in no contract.
     assert set(written) == set(Config().dump())
 
 
 @pytest.mark.parametrize("preset", [None, *presets()])
-def test_a_printed_params_file_has_the_settings_and_explains_each(
-    preset: str | None, tmp_path: Path
-) -> None:
+def test_a_printed_params_file_explains_every_setting(preset: str | None, tmp_path: Path) -> None:
     file = tmp_path / "params.yaml"
     file.write_text(template(preset), encoding="utf-8")
     assert params.load(file) == params.load(FOLDER / f"{preset}.yaml" if preset else None)
@@ -63,13 +60,13 @@ def test_a_printed_params_file_has_the_settings_and_explains_each(
     assert set(yaml.safe_load(file.read_text())) == set(Config().dump())
 
 
-def test_the_checked_in_params_file_is_the_printed_one() -> None:
+def test_params_yaml_equals_the_printed_template() -> None:
     assert (ROOT / "params.yaml").read_text(encoding="utf-8") == template()
 
 
-def test_the_program_prints_a_preset_and_lists_them(tmp_path: Path) -> None:
+def test_ddpm_params_prints_and_lists_presets(tmp_path: Path) -> None:
     assert ddpm(tmp_path, "params", "dtd-10") == template("dtd-10")
-    assert "there are animals10, cifar10" in ddpm(tmp_path, "params", "cifar", status=1)
+    assert "must be one of animals10, cifar10" in ddpm(tmp_path, "params", "cifar", status=1)
     assert "sysu-shape" in ddpm(tmp_path, "params", "--help")
 
 
@@ -99,7 +96,7 @@ def test_cifar10_is_the_published_recipe() -> None:
     assert not config.train.ema_warmup
 
 
-def test_cifar10_computes_and_is_compared_as_the_published_runs() -> None:
+def test_cifar10_uses_published_precision_and_neighbours() -> None:
     """fp32 on every device, and precision and recall of 3 neighbours as in tqch/ddpm-torch."""
     config = params.load(FOLDER / "cifar10.yaml")
     for setting in (config.train.precision, config.sample.precision):
@@ -113,7 +110,7 @@ MILLIONS = {"cifar10": 35.7}  # Ho's network
 
 @dataclass(frozen=True)
 class Images:
-    """What a network is built for."""
+    """The facts about a data set that a network depends on."""
 
     image_size: int
     channels: int
@@ -121,7 +118,7 @@ class Images:
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_describes_a_network_that_computes(path: Path) -> None:
+def test_the_network_of_a_preset_runs(path: Path) -> None:
     config = params.load(path)
     size, classes = config.prepare.image_size, [str(i) for i in range(CLASSES[path.stem])]
     channels = 1 if path.stem == "digits" else 3

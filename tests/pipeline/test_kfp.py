@@ -174,7 +174,7 @@ def test_an_unknown_setting_ends_a_component_with_one_sentence(
         chain(tmp_path, overrides=["train.stepz=3"]).prepare()
     assert ended.value.code == 1
     told = capfd.readouterr().err
-    assert told.startswith("prepare: 1 mistake:\n  train.stepz: unknown key in train")
+    assert told.startswith("prepare: 1 problem:\n  train.stepz: unknown key in train")
 
 
 # A data set that DVC tracks

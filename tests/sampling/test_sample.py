@@ -254,7 +254,7 @@ def test_params_that_could_not_train_so_still_sample_a_checkpoint_that_can(
     assert len(sampled(folder, *given)) == 37
     for verb in ("train", "run", "prepare", "status"):
         said = ddpm(folder, verb, *given, status=1)
-        assert "3 mistakes" in said and "sample.classes: given, but" in said, said
+        assert "3 problems" in said and "sample.classes: got ['3']; requires" in said, said
 
 
 @pytest.mark.parametrize("wanted", ["[5]", "best"])

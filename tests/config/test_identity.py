@@ -1,4 +1,4 @@
-"""Nothing is made again over a setting that changes nothing: an unused one, or one that is new."""
+"""Unused settings and new settings at their default do not repeat training or sampling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def settings_of(*overrides: str) -> dict[str, object]:
     return identity.identity(params.load(None, overrides), "data")
 
 
-def test_a_run_from_before_a_setting_came_is_up_to_date() -> None:
+def test_a_run_older_than_a_setting_stays_up_to_date() -> None:
     now = settings_of()
     for name in ("train.ema_warmup", "train.optimizer.betas", "diffusion.prediction"):
         before = {key: value for key, value in now.items() if key != name}
@@ -28,7 +28,7 @@ def test_a_run_from_before_a_setting_came_is_up_to_date() -> None:
     assert differences(now, warm) == ["train.ema_warmup: False -> True"]
 
 
-def test_a_new_setting_at_its_default_leaves_the_fingerprint(
+def test_a_new_default_does_not_change_the_fingerprint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class NewTrain(Train):
@@ -56,42 +56,42 @@ def test_a_new_setting_at_its_default_leaves_the_fingerprint(
         ("train.steps=9",),
     ],
 )
-def test_a_setting_that_the_method_does_not_use_is_no_other_run(unused: tuple[str, ...]) -> None:
+def test_unused_settings_do_not_change_the_run(unused: tuple[str, ...]) -> None:
     *chosen, _ = unused
-    there = {**settings_of(*chosen), "train.loss.k": 7.0}  # as runs had it that named all
+    there = {**settings_of(*chosen), "train.loss.k": 7.0}  # as in runs that stored every setting
     assert differences(there, settings_of(*unused)) == []
     assert settings_of(*unused) == settings_of(*chosen)
 
 
-def test_another_method_is_told_without_what_it_alone_uses() -> None:
-    told = differences(settings_of(), settings_of("train.loss.weighting=p2", "train.loss.k=2"))
-    assert told == ["train.loss.weighting: min_snr -> p2"]
+def test_a_changed_method_hides_its_own_settings() -> None:
+    changes = differences(settings_of(), settings_of("train.loss.weighting=p2", "train.loss.k=2"))
+    assert changes == ["train.loss.weighting: min_snr -> p2"]
     one, two = (settings_of("train.loss.weighting=p2", f"train.loss.k={k}") for k in (1, 2))
     assert differences(one, two) == ["train.loss.k: 1.0 -> 2.0"]
 
 
-def test_what_a_sampler_does_not_use_is_no_part_of_its_images() -> None:
+def test_unused_settings_do_not_change_the_images() -> None:
     idle = Sample(eta=0.5, spacing="quadratic", variance="small")
     assert idle.of_sampler() == Sample().of_sampler()
     ddim = Sample(sampler="ddim", eta=0.5, variance="small").of_sampler()
     assert ddim["eta"] == 0.5 and "variance" not in ddim
 
 
-def test_a_setting_of_sample_that_nobody_listed_tells_images_apart() -> None:
+def test_unlisted_sample_settings_change_the_images() -> None:
     class NewSample(Sample):
         churn: float = 0.0
 
     assert NewSample(churn=1.0).of_sampler() != NewSample().of_sampler()
 
 
-def test_scores_from_before_a_setting_came_compare_with_those_since() -> None:
+def test_scores_older_than_a_setting_stay_comparable() -> None:
     now = Sample(sampler="ddim").of_sampler()
     before = {name: value for name, value in now.items() if name != "eta"}
     assert as_sampled(before) == as_sampled(now)
     assert as_sampled(before) != as_sampled({**now, "eta": 0.5})
 
 
-def test_the_table_of_uses_names_settings_and_methods_that_exist() -> None:
+def test_the_table_of_uses_matches_the_config() -> None:
     names = flat(Config().dump())
     for chooser, choices in USES.items():
         assert chooser in names
