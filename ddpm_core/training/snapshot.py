@@ -236,6 +236,7 @@ class Writer:
                 job.error = error
             finally:
                 job.finished.set()
+            del job  # frees the tensors, since the next snapshot is copied while this thread waits
 
     def _write(self, step: int, contents: SnapshotContents, draw: Draw | None) -> None:
         if draw:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
+from faults.attempt import until
 
 from ddpm_core.errors import UserError
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace
@@ -29,6 +31,18 @@ def test_writer_writes_a_snapshot(tmp_path: Path) -> None:
     it.close()
     assert it.newest == 3
     assert Workspace.open(str(tmp_path)).steps(SNAPSHOTS) == [3]
+
+
+def test_writer_frees_a_snapshot_that_is_written(tmp_path: Path) -> None:
+    """Else memory would hold two while the next one is copied."""
+    it = writer(tmp_path)
+    contents = SnapshotContents({}, {}, {})
+    released = weakref.ref(contents)
+    it.submit(3, contents)
+    del contents
+    it.wait()
+    until(lambda: released() is None, "the contents are freed", 10)
+    it.close()
 
 
 def test_writer_raises_the_error_of_its_thread(
