@@ -56,7 +56,7 @@ class Owner(Schema):
     renewed: float = 0.0  # Unix time; 0 after the owner has given the lease back
     host: str = "?"
     pid: int | None = None
-    boot: str | None = None
+    boot: str = ""
     space: str = ""
     started: str = ""
 
@@ -100,7 +100,7 @@ class Lease:
         try:
             self._renew()
         except Changed:
-            owner = read(self._workspace.storage.read_tagged(LEASE))
+            owner = _current_owner(self._workspace)
             raise UserError(_in_use(self._workspace, owner)) from None
         self._thread.start()
 
@@ -151,7 +151,7 @@ class Lease:
         self._tag = found.tag if found else None
 
     def _note_loss(self) -> None:
-        owner = read(self._workspace.storage.read_tagged(LEASE))
+        owner = _current_owner(self._workspace)
         if owner.id != self._id:
             self._lost = f"The workspace was taken over by {owner}; this run stops."
 
@@ -177,6 +177,13 @@ def read(found: Tagged | None) -> Owner:
         return Owner()
 
 
+def _current_owner(workspace: Workspace) -> Owner:
+    try:
+        return read(workspace.storage.read_tagged(LEASE))
+    except Corrupt:  # lease.json is not a regular file
+        return Owner()
+
+
 @contextmanager
 def _locked(workspace: Workspace) -> Iterator[bool]:
     """Hold the storage's lock; yield whether it has one. Raises UserError if it is taken."""
@@ -185,11 +192,7 @@ def _locked(workspace: Workspace) -> Iterator[bool]:
             with _write_errors(workspace):
                 locked = stack.enter_context(workspace.storage.lock())
         except Locked:
-            try:
-                owner = read(workspace.storage.read_tagged(LEASE))
-            except Corrupt:
-                owner = Owner()
-            raise UserError(_in_use(workspace, owner)) from None
+            raise UserError(_in_use(workspace, _current_owner(workspace))) from None
         yield locked
 
 
@@ -253,13 +256,8 @@ def _is_alive(owner: Owner) -> bool:
     if owner.pid is None:
         return False
     process = _process(owner.pid)
-    fields = (owner.boot, owner.space, owner.pid, owner.started)
-    return bool(process.started) and fields == (
-        process.boot,
-        process.space,
-        process.pid,
-        process.started,
-    )
+    recorded = Process(owner.boot, owner.space, owner.pid, owner.started)
+    return bool(process.started) and process == recorded
 
 
 def _in_use(workspace: Workspace, owner: Owner) -> str:
