@@ -72,6 +72,7 @@ def connect(retry: S3Retry = PATIENT, anonymous: bool = False) -> Any:
     if anonymous:
         settings["signature_version"] = require("botocore", "s3").UNSIGNED
     try:
+        # boto3 has many sources for the endpoint; only a client knows which one applies.
         client = boto3.client("s3", config=config(**settings))
         if not client.meta.endpoint_url.endswith(AWS):
             client = boto3.client("s3", config=config(**settings, s3={"addressing_style": "path"}))

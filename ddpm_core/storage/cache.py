@@ -133,6 +133,7 @@ def _base() -> Path:
     """Return a directory that only this user can write to."""
     base = Path(tempfile.gettempdir()) / f"ddpm-cache-{os.getuid()}"
     base.mkdir(mode=0o700, exist_ok=True)
+    # In a directory for all users, another user may have created it, to put files or links in it.
     facts = base.lstat()
     if base.is_symlink() or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
         base = Path(tempfile.mkdtemp(prefix="ddpm-cache-"))

@@ -157,6 +157,7 @@ class Lease:
 
     def _renew(self, now: float | None = None) -> None:
         """Write the lease with the time `now`; time 0 gives it back."""
+        # The time only informs people. Other processes compare tags and the age of the file.
         owner = {
             "id": self._id,
             "fence": self.fence,
@@ -221,6 +222,7 @@ def _wait_until_free(workspace: Workspace, locked: bool) -> Tagged | None:
         return found
     if _is_alive(owner):
         raise UserError(_in_use(workspace, owner))
+    # At least two heartbeats: a single late renewal must not look like a dead owner.
     timeout = max(LIFETIME - found.age, 2.4 * HEARTBEAT)
     say(
         f"The workspace {workspace.uri} may be in use by {owner}. Taking it over unless its lease "

@@ -165,6 +165,7 @@ class LocalStorage:
         from filelock import FileLock, Timeout  # 40 ms; commands that only read never need it
 
         # A marker file as substitute would outlive a killed process, so there is no fallback.
+        # Other users of a shared volume must be able to open it, hence the mode.
         lock = FileLock(self._writable(LOCK), timeout=0, mode=0o666, fallback_to_soft=False)
         locked = True
         try:

@@ -134,6 +134,7 @@ class S3Storage:
         folder = place / Path(key).name
         folder.mkdir(parents=True)
         try:
+            # Disk-full errors name the place where the copy will be.
             with named(folder, self._cache.root / key):
                 yield folder
                 seal(folder, facts)
@@ -188,6 +189,7 @@ class S3Storage:
             except NotImplementedError:
                 self._conditional = False
                 warn(_NO_CONDITIONS)
+        # Not atomic: between this comparison and the write another process may write as well.
         current = self.read_tagged(key)
         if (current.tag if current else None) != tag:
             raise Changed
@@ -320,6 +322,7 @@ class Segments:
             file.seek(self._start)
             data = file.read(SEGMENT)
             data += file.readline() if len(data) == SEGMENT else b""
+        # A line that is only partly written waits for the next segment.
         lines = data[: data.rfind(b"\n") + 1]
         return lines if len(lines) > self._written else b""
 

@@ -141,6 +141,7 @@ def sweep_beside(path: Path) -> None:
 
 def _sweep_one(path: Path) -> None:
     try:
+        # A link with a staged name could lead to a file that another program has locked.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return
