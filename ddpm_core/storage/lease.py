@@ -157,7 +157,7 @@ class Lease:
 
     def _renew(self, now: float | None = None) -> None:
         """Write the lease with the time `now`; time 0 gives it back."""
-        # The time only informs people. Other processes compare tags and the age of the file.
+        # Other processes only check whether the time is 0. They never compare clocks.
         owner = {
             "id": self._id,
             "fence": self.fence,
