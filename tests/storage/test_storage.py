@@ -316,7 +316,7 @@ def test_disk_full_error_names_the_path_and_a_remedy(
         attempt(disk)
     output = capsys.readouterr().err.replace("\n", " ")
     assert output.startswith(f"ddpm report: File too large: {disk.root}/")
-    assert f"{place}. Free some space there, then run the same command again." in said
+    assert f"{place}. Free some space there, then run the same command again." in output
     assert not [path for path in disk.root.rglob("*") if path.is_file()]
 
 
