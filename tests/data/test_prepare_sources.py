@@ -255,7 +255,7 @@ def test_a_picture_that_changes_while_it_is_read_is_told(bucket: tuple[Any, str]
     pictures = source.listing().pictures
     client.put_object(Bucket=name, Key="x/0.png", Body=b"two")
     with pytest.raises(
-        UserError, match=rf"S3 failed at s3://{name}/x/0\.png: .*PreconditionFailed"
+        UserError, match=rf"S3 request failed for s3://{name}/x/0\.png: .*PreconditionFailed"
     ):
         list(source.read(pictures))
 
