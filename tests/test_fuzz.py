@@ -126,15 +126,15 @@ def test_damaged_file_is_read_or_a_user_error(
 ) -> None:
     target = strangers.targets[name]
     target.read()
-    told = 0
+    passed = 0
     with bounded_memory():
         for number in range(INPUTS[name] * ROUNDS):
             random_ = random.Random(f"{SEED} {name} {number}")
             failure = fails(target, random_, outside)
             assert not failure, f"input {number} of seed {SEED} of {failure}"
-            told += 1
+            passed += 1
     target.read()
-    assert told == INPUTS[name] * ROUNDS
+    assert passed == INPUTS[name] * ROUNDS
 
 
 @pytest.mark.parametrize("kind", ["json", "npy", "safetensors"])

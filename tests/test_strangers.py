@@ -140,10 +140,10 @@ def test_pickle_bomb_in_any_file_does_not_run(
                 path.write_bytes(bomb)
                 if target.sealed and path.name != "manifest.json":
                     reseal(target.sealed)
-                told = refusal(target)
+                message = refusal(target)
                 restore(target)
                 # Damaged logs, leases and chunks may be ignored. Everything else must be refused.
-                assert told or target.name in ("documents", "chunk", "samples"), path
+                assert message or target.name in ("documents", "chunk", "samples"), path
                 assert not mark.exists(), path
 
 
@@ -203,7 +203,7 @@ def peak() -> int:
 
 
 @pytest.mark.parametrize(
-    ("shape", "told"),
+    ("shape", "message"),
     [
         ("(1000000000000, 8, 8, 3)", "requires"),
         ("(0, 999999999999999999)", "requires"),
@@ -212,12 +212,14 @@ def peak() -> int:
         ("(2**40,)", "not an array of plain numbers"),
     ],
 )
-def test_shape_of_an_array_must_match_its_file_size(tmp_path: Path, shape: str, told: str) -> None:
+def test_shape_of_an_array_must_match_its_file_size(
+    tmp_path: Path, shape: str, message: str
+) -> None:
     header = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     path = tmp_path / "x.npy"
     path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(99))
     before = peak()
-    with pytest.raises(Corrupt, match=told):
+    with pytest.raises(Corrupt, match=message):
         open_array(path)
     assert peak() - before < 1000  # kB
 

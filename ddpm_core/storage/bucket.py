@@ -72,6 +72,7 @@ def connect(retry: S3Retry = PATIENT, anonymous: bool = False) -> Any:
     if anonymous:
         settings["signature_version"] = require("botocore", "s3").UNSIGNED
     try:
+        # boto3 has many sources for the endpoint; only a client knows which one applies.
         client = boto3.client("s3", config=config(**settings))
         if not client.meta.endpoint_url.endswith(AWS):
             client = boto3.client("s3", config=config(**settings, s3={"addressing_style": "path"}))
@@ -84,7 +85,7 @@ def connect(retry: S3Retry = PATIENT, anonymous: bool = False) -> Any:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ObjectInfo:
     """The size of an object, and the SHA-256 that its writer recorded ("" if none)."""
 
     size: int
@@ -105,14 +106,14 @@ class Bucket:
         """Translate boto3's errors about an object into ours."""
         return translate_errors(self.client, self.name, f"s3://{self.name}/{name}")
 
-    def facts(self, name: str) -> Facts | None:
-        """Return the facts of an object, or None if there is none."""
+    def info(self, name: str) -> ObjectInfo | None:
+        """Return the size and checksum of an object, or None if it does not exist."""
         try:
             with self.translate(name):
                 head = self.client.head_object(Bucket=self.name, Key=name)
         except FileNotFoundError:
             return None
-        return Facts(int(head["ContentLength"]), str(head["Metadata"].get(SHA256, "")))
+        return ObjectInfo(int(head["ContentLength"]), str(head["Metadata"].get(SHA256, "")))
 
     def get(self, name: str) -> bytes:
         """Return an object's content. Raises Corrupt if it never matches the recorded SHA-256."""
@@ -204,8 +205,8 @@ class Bucket:
                 ExtraArgs={"Metadata": {SHA256: checksum}},
                 Config=self._parts,
             )
-        stored = self.facts(name)
-        if stored != Facts(size, checksum):
+        stored = self.info(name)
+        if stored != ObjectInfo(size, checksum):
             raise Unreachable(
                 f"The upload of s3://{self.name}/{name} is incomplete: the server has "
                 f"{stored.size if stored else 0} of {size} bytes. Run the same command again."
@@ -218,8 +219,8 @@ class Bucket:
 
     def copy(self, name: str, target: str) -> None:
         """Copy an object within the bucket; its content stays on the server."""
-        facts = self.facts(name)
-        metadata = {SHA256: facts.sha256} if facts and facts.sha256 else {}
+        info = self.info(name)
+        metadata = {SHA256: info.sha256} if info and info.sha256 else {}
         with self.translate(name):
             self.client.copy(
                 {"Bucket": self.name, "Key": name},

@@ -20,7 +20,7 @@ from pathlib import Path
 from ddpm_core.errors import Corrupt
 from ddpm_core.storage.manifest import sha256_of
 from ddpm_core.storage.retry import fetch_whole
-from ddpm_core.storage.staging import beside, remove, stage, staged_file, sweep
+from ddpm_core.storage.staging import remove, stage, staged_file, sweep, temporary_name
 
 
 class Cache:
@@ -103,7 +103,7 @@ class Cache:
         """Remove the copy of a file or folder."""
         path = self.root / key
         if path.is_dir():
-            doomed = beside(path)
+            doomed = temporary_name(path)
             with suppress(OSError):
                 path.rename(doomed)
             remove(doomed)
@@ -114,7 +114,7 @@ class Cache:
         """Return a directory in the cache that only this process uses."""
         if self._scratch is None or not self._scratch.is_dir():
             sweep(self.root)
-            self._scratch = beside(self.root / "scratch")
+            self._scratch = temporary_name(self.root / "scratch")
             stage(self._scratch, folder=True)
         return self._scratch
 
@@ -133,6 +133,7 @@ def _base() -> Path:
     """Return a directory that only this user can write to."""
     base = Path(tempfile.gettempdir()) / f"ddpm-cache-{os.getuid()}"
     base.mkdir(mode=0o700, exist_ok=True)
+    # In a directory for all users, another user may have created it, to put files or links in it.
     facts = base.lstat()
     if base.is_symlink() or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
         base = Path(tempfile.mkdtemp(prefix="ddpm-cache-"))

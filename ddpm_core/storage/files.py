@@ -41,6 +41,7 @@ _MARKS = (
 _UNREADABLE = (errno.ELOOP, errno.EACCES, errno.ENXIO, errno.ENAMETOOLONG)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _NPY = b"\x93NUMPY\x01\x00"
+# Plain numbers only: an object array (|O) would be unpickled.
 _NPY_HEADER = re.compile(
     rb"\{'descr': '([<|][biuf][1248])', 'fortran_order': False, "
     rb"'shape': \(((?:\d{1,18}, ?){0,8}(?:\d{1,18})?)\), \} *\n"
@@ -274,6 +275,7 @@ def _must_be_finite(tensors: Mapping[str, Tensor], name: str) -> None:
 def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading. Raises Corrupt for pipes and devices, which never end."""
     try:
+        # Without O_NONBLOCK, opening a pipe would wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in _UNREADABLE:

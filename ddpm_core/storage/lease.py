@@ -56,7 +56,7 @@ class Owner(Schema):
     renewed: float = 0.0  # Unix time; 0 after the owner has given the lease back
     host: str = "?"
     pid: int | None = None
-    boot: str | None = None
+    boot: str = ""
     space: str = ""
     started: str = ""
 
@@ -100,7 +100,7 @@ class Lease:
         try:
             self._renew()
         except Changed:
-            owner = read(self._workspace.storage.read_tagged(LEASE))
+            owner = _current_owner(self._workspace)
             raise UserError(_in_use(self._workspace, owner)) from None
         self._thread.start()
 
@@ -151,13 +151,14 @@ class Lease:
         self._tag = found.tag if found else None
 
     def _note_loss(self) -> None:
-        owner = read(self._workspace.storage.read_tagged(LEASE))
+        owner = _current_owner(self._workspace)
         # A lease that is missing was removed by hand: the next renewal writes it again.
         if owner.id not in (self._id, None):
             self._lost = f"The workspace was taken over by {owner}; this run stops."
 
     def _renew(self, now: float | None = None) -> None:
         """Write the lease with the time `now`; time 0 gives it back."""
+        # Other processes only check whether the time is 0. They never compare clocks.
         owner = {
             "id": self._id,
             "fence": self.fence,
@@ -178,6 +179,13 @@ def read(found: Tagged | None) -> Owner:
         return Owner()
 
 
+def _current_owner(workspace: Workspace) -> Owner:
+    try:
+        return read(workspace.storage.read_tagged(LEASE))
+    except Corrupt:  # lease.json is not a regular file
+        return Owner()
+
+
 @contextmanager
 def _locked(workspace: Workspace) -> Iterator[bool]:
     """Hold the storage's lock; yield whether it has one. Raises UserError if it is taken."""
@@ -186,11 +194,7 @@ def _locked(workspace: Workspace) -> Iterator[bool]:
             with _write_errors(workspace):
                 locked = stack.enter_context(workspace.storage.lock())
         except Locked:
-            try:
-                owner = read(workspace.storage.read_tagged(LEASE))
-            except Corrupt:
-                owner = Owner()
-            raise UserError(_in_use(workspace, owner)) from None
+            raise UserError(_in_use(workspace, _current_owner(workspace))) from None
         yield locked
 
 
@@ -219,6 +223,7 @@ def _wait_until_free(workspace: Workspace, locked: bool) -> Tagged | None:
         return found
     if _is_alive(owner):
         raise UserError(_in_use(workspace, owner))
+    # At least two heartbeats: a single late renewal must not look like a dead owner.
     timeout = max(LIFETIME - found.age, 2.4 * HEARTBEAT)
     say(
         f"The workspace {workspace.uri} may be in use by {owner}. Taking it over unless its lease "
@@ -254,13 +259,8 @@ def _is_alive(owner: Owner) -> bool:
     if owner.pid is None:
         return False
     process = _process(owner.pid)
-    fields = (owner.boot, owner.space, owner.pid, owner.started)
-    return bool(process.started) and fields == (
-        process.boot,
-        process.space,
-        process.pid,
-        process.started,
-    )
+    recorded = Process(owner.boot, owner.space, owner.pid, owner.started)
+    return bool(process.started) and process == recorded
 
 
 def _in_use(workspace: Workspace, owner: Owner) -> str:

@@ -16,21 +16,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddpm_core.errors import UserError
-from ddpm_core.storage import files as reading
 from ddpm_core.storage.base import Changed, Locked, Tagged
+from ddpm_core.storage.files import read_bytes
 from ddpm_core.storage.manifest import seal, sha256_of, sync
 from ddpm_core.storage.staging import (
-    beside,
     exchange,
     remove,
     staged_file,
     staged_folder,
     sweep,
+    temporary_name,
 )
 
 LOCK = ".lock"
+# What network volumes without locks return.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO)
-FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 LARGEST = 2**30  # bytes of the largest file that `read` returns
 
 
@@ -40,12 +41,13 @@ class LocalStorage:
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self.uri = str(self.root)
-        with self._usable(), suppress(FileNotFoundError):
+        with self._report_unusable(), suppress(FileNotFoundError):
             if not stat.S_ISDIR(self.root.stat().st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 
     @contextmanager
-    def _usable(self) -> Iterator[None]:
+    def _report_unusable(self) -> Iterator[None]:
+        """Raise UserError if the root cannot be used."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -53,19 +55,19 @@ class LocalStorage:
             raise UserError(f"Cannot use {self.root} as workspace: {reason}.") from error
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def _advise_if_read_only(self) -> Iterator[None]:
         """Add advice to errors about a read-only workspace."""
         try:
             yield
         except OSError as error:
-            if error.errno in FORBIDDEN and str(error.filename or "").startswith(self.uri):
+            if error.errno in READ_ONLY and str(error.filename or "").startswith(self.uri):
                 error.add_note("Choose another workspace with -w.")
             raise
 
     def local(self, key: str) -> Path:
         return self.root / key
 
-    def _own(self, key: str) -> Path:
+    def _writable(self, key: str) -> Path:
         """Return the path to write for a key. Raises UserError if a link leads out of the root.
 
         A workspace from an untrusted source may contain links to files outside it. The root is
@@ -83,7 +85,7 @@ class LocalStorage:
         """Do nothing: this storage has no copies."""
 
     def scratch(self) -> Path:
-        with self._usable():
+        with self._report_unusable():
             self.root.mkdir(parents=True, exist_ok=True)
         return self.root
 
@@ -111,11 +113,11 @@ class LocalStorage:
         return sha256_of(path) if path.is_file() else None
 
     def read(self, key: str) -> bytes:
-        return reading.read_bytes(self.local(key), key, LARGEST)
+        return read_bytes(self.local(key), key, LARGEST)
 
     def write(self, key: str, data: bytes) -> None:
-        path = self._own(key)
-        with self._changing():
+        path = self._writable(key)
+        with self._advise_if_read_only():
             path.parent.mkdir(parents=True, exist_ok=True)
             with staged_file(path) as staging:
                 staging.write_bytes(data)
@@ -124,19 +126,19 @@ class LocalStorage:
             sync(path.parent)
 
     def remove(self, key: str) -> None:
-        path = self._own(key)
+        path = self._writable(key)
         if path.is_dir() and not path.is_symlink():
             # Renamed first, so that no reader finds a folder that is partly removed.
-            doomed = beside(path)
+            doomed = temporary_name(path)
             path.rename(doomed)
             shutil.rmtree(doomed)
         else:
             path.unlink(missing_ok=True)
 
     def move(self, key: str, target: str) -> None:
-        destination = self._own(target)
+        destination = self._writable(target)
         destination.parent.mkdir(parents=True, exist_ok=True)
-        self._own(key).rename(destination)
+        self._writable(key).rename(destination)
 
     @contextmanager
     def new_folder(self, key: str, facts: dict[str, object] | None = None) -> Iterator[Path]:
@@ -144,8 +146,8 @@ class LocalStorage:
 
         Replaces an existing folder. After an exception the directory is removed.
         """
-        final = self._own(key)
-        with self._changing():
+        final = self._writable(key)
+        with self._advise_if_read_only():
             final.parent.mkdir(parents=True, exist_ok=True)
             with staged_folder(final) as staging:
                 yield staging
@@ -155,7 +157,7 @@ class LocalStorage:
             remove(replaced)
 
     def mirror(self, key: str, turn: int) -> InPlace:
-        return InPlace(self._own(key))
+        return InPlace(self._writable(key))
 
     @contextmanager
     def lock(self) -> Iterator[bool]:
@@ -163,7 +165,9 @@ class LocalStorage:
         from filelock import FileLock, Timeout  # 40 ms; commands that only read never need it
 
         # A marker file as substitute would outlive a killed process, so there is no fallback.
-        lock = FileLock(self._own(LOCK), timeout=0, mode=0o666, fallback_to_soft=False)
+        # Other users of a shared volume must be able to open it, hence the mode.
+        lock = FileLock(self._writable(LOCK), timeout=0, mode=0o666, fallback_to_soft=False)
+        locked = True
         try:
             lock.acquire()
         except Timeout:
@@ -171,10 +175,9 @@ class LocalStorage:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            yield False  # a network volume without locks
-            return
+            locked = False
         try:
-            yield True
+            yield locked
         finally:
             lock.release()
 

@@ -10,8 +10,16 @@ from pathlib import Path
 from pydantic import ConfigDict
 
 from ddpm_core.errors import Corrupt
-from ddpm_core.storage import files as reading
-from ddpm_core.storage.files import Count, Schema
+from ddpm_core.storage.files import (
+    LARGEST_JSON,
+    Count,
+    Schema,
+    inside,
+    must_be_inside,
+    open_regular,
+    parse_model,
+    read_bytes,
+)
 
 MANIFEST = "manifest.json"
 
@@ -52,12 +60,12 @@ def verify(folder: Path) -> Manifest:
     Raises Corrupt with the first file that is missing or does not match.
     """
     try:
-        data = reading.read_bytes(folder / MANIFEST, _title(folder.name), reading.LARGEST_JSON)
+        data = read_bytes(folder / MANIFEST, _title(folder.name), LARGEST_JSON)
     except FileNotFoundError:
         raise Corrupt(f"{folder.name} has no {MANIFEST}: it is incomplete.") from None
     manifest = parse_manifest(data, folder.name)
     for name, record in manifest.files.items():
-        path = reading.inside(folder, name)
+        path = inside(folder, name)
         if not path.is_file():
             raise Corrupt(f"{folder.name}/{name} is missing.")
         if path.stat().st_size != record.size:
@@ -71,9 +79,9 @@ def verify(folder: Path) -> Manifest:
 
 def parse_manifest(data: bytes, folder: str) -> Manifest:
     """Return the manifest in `data`. Raises Corrupt, also for a file name outside the folder."""
-    manifest = reading.parse_model(data, Manifest, _title(folder))
+    manifest = parse_model(data, Manifest, _title(folder))
     for name in manifest.files:
-        reading.must_be_inside(folder, name)
+        must_be_inside(folder, name)
     return manifest
 
 
@@ -83,7 +91,7 @@ def _title(folder: str) -> str:
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a regular file in hex. Raises Corrupt for a device or a pipe."""
-    with reading.open_regular(path) as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -20,7 +20,7 @@ from uuid import uuid4
 from ddpm_core.console import Outage, warn
 from ddpm_core.errors import Corrupt
 from ddpm_core.storage.base import Changed, Tagged, Unreachable
-from ddpm_core.storage.bucket import CONNECTIONS, Bucket, Facts, connect, split
+from ddpm_core.storage.bucket import CONNECTIONS, Bucket, ObjectInfo, connect, split
 from ddpm_core.storage.cache import Cache
 from ddpm_core.storage.manifest import MANIFEST, parse_manifest, seal, sha256_of
 from ddpm_core.storage.retry import QUICK
@@ -52,7 +52,7 @@ class S3Storage:
 
     def exists(self, key: str) -> bool:
         name = self._name(key)
-        if self._bucket.facts(name) or self._bucket.facts(f"{name}/{MANIFEST}"):
+        if self._bucket.info(name) or self._bucket.info(f"{name}/{MANIFEST}"):
             return True
         return bool(self._bucket.level(f"{name}{PARTS}/"))
 
@@ -63,19 +63,19 @@ class S3Storage:
     def sealed(self, key: str) -> list[str]:
         folder, names = self._folder(key), self.names(key)
         with ThreadPoolExecutor(CONNECTIONS) as pool:
-            there = pool.map(self._bucket.facts, [f"{folder}{n}/{MANIFEST}" for n in names])
-        return [name for name, facts in zip(names, there, strict=True) if facts]
+            found = pool.map(self._bucket.info, [f"{folder}{n}/{MANIFEST}" for n in names])
+        return [name for name, info in zip(names, found, strict=True) if info]
 
     def size(self, key: str) -> int | None:
-        facts = self._bucket.facts(self._name(key))
-        return facts.size if facts else None
+        info = self._bucket.info(self._name(key))
+        return info.size if info else None
 
     def checksum(self, key: str) -> str | None:
         """Return the SHA-256 that the writer recorded; without one, hash a local copy."""
-        facts = self._bucket.facts(self._name(key))
-        if facts and not facts.sha256:
+        info = self._bucket.info(self._name(key))
+        if info and not info.sha256:
             return sha256_of(self.local(key))
-        return facts.sha256 if facts else None
+        return info.sha256 if info else None
 
     def read(self, key: str) -> bytes:
         return self._bucket.get(self._name(key))
@@ -100,8 +100,8 @@ class S3Storage:
     def local(self, key: str) -> Path:
         """Return the path of a copy in the cache. Raises Corrupt if a checksum does not match."""
         name, path = self._name(key), self._cache.root / key
-        if facts := self._bucket.facts(name):
-            return self._file(key, facts)
+        if info := self._bucket.info(name):
+            return self._file(key, info)
         try:
             manifest = self.read(f"{key}/{MANIFEST}")
         except FileNotFoundError:
@@ -134,6 +134,7 @@ class S3Storage:
         folder = place / Path(key).name
         folder.mkdir(parents=True)
         try:
+            # Disk-full errors name the place where the copy will be.
             with named(folder, self._cache.root / key):
                 yield folder
                 seal(folder, facts)
@@ -188,6 +189,7 @@ class S3Storage:
             except NotImplementedError:
                 self._conditional = False
                 warn(_NO_CONDITIONS)
+        # Not atomic: between this comparison and the write another process may write as well.
         current = self.read_tagged(key)
         if (current.tag if current else None) != tag:
             raise Changed
@@ -220,16 +222,16 @@ class S3Storage:
         below = self._bucket.below(f"{name}/")
         manifest = [one for one in below if one == f"{name}/{MANIFEST}"]
         rest = [one for one in below if one not in manifest]
-        own = [name] if self._bucket.facts(name) else []
+        own = [name] if self._bucket.info(name) else []
         return [*manifest, *rest, *own, *self._bucket.below(f"{name}{PARTS}/")]
 
-    def _file(self, key: str, facts: Facts) -> Path:
+    def _file(self, key: str, info: ObjectInfo) -> Path:
         """Return a copy of one object. Without a recorded checksum, only its size is checked."""
-        if facts.sha256:
-            return self._fetch(key, facts.size, facts.sha256)
+        if info.sha256:
+            return self._fetch(key, info.size, info.sha256)
         path = self._cache.put(key, self.read(key))
-        if path.stat().st_size != facts.size:
-            raise Corrupt(f"{key} has {path.stat().st_size} bytes; {facts.size} were written.")
+        if path.stat().st_size != info.size:
+            raise Corrupt(f"{key} has {path.stat().st_size} bytes; {info.size} were written.")
         return path
 
     def _fetch(self, key: str, size: int, sha256: str) -> Path:
@@ -320,6 +322,7 @@ class Segments:
             file.seek(self._start)
             data = file.read(SEGMENT)
             data += file.readline() if len(data) == SEGMENT else b""
+        # A line that is only partly written waits for the next segment.
         lines = data[: data.rfind(b"\n") + 1]
         return lines if len(lines) > self._written else b""
 

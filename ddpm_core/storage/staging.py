@@ -29,7 +29,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ABANDONED = 24 * 3600.0  # seconds without a change; used where there are no locks
 
 
-def beside(path: Path) -> Path:
+def temporary_name(path: Path) -> Path:
     """Return a hidden temporary name next to a final one."""
     return path.with_name(f".{path.name[:_NAME]}.{uuid.uuid4().hex[:8]}.{_MARK}")
 
@@ -37,20 +37,20 @@ def beside(path: Path) -> Path:
 @contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
     """Yield an empty file next to `path`, to be renamed; remove it after an exception."""
-    with _held(path, folder=False) as staging:
+    with _staged(path, folder=False) as staging:
         yield staging
 
 
 @contextmanager
 def staged_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder next to `path`, to be renamed; remove it after an exception."""
-    with _held(path, folder=True) as staging:
+    with _staged(path, folder=True) as staging:
         yield staging
 
 
 @contextmanager
-def _held(path: Path, folder: bool) -> Iterator[Path]:
-    staging = beside(path)
+def _staged(path: Path, folder: bool) -> Iterator[Path]:
+    staging = temporary_name(path)
     with named(staging, path):
         descriptor = stage(staging, folder)
         try:
@@ -106,7 +106,7 @@ def exchange(staging: Path, final: Path) -> Path:
     A reader finds no folder only between the two renames.
     """
     while True:
-        replaced = beside(final)
+        replaced = temporary_name(final)
         with suppress(FileNotFoundError):
             final.rename(replaced)
         try:
@@ -141,6 +141,7 @@ def sweep_beside(path: Path) -> None:
 
 def _sweep_one(path: Path) -> None:
     try:
+        # A link with a staged name could lead to a file that another program has locked.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return

@@ -245,7 +245,7 @@ def ask(storage: S3Storage, attempts: int, reading: float = 5.0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("drop", r"is unavailable \(ConnectionClosedError\)"),
         ("hang", r"is unavailable \(ReadTimeoutError\)"),
@@ -253,7 +253,7 @@ def ask(storage: S3Storage, attempts: int, reading: float = 5.0) -> None:
     ],
 )
 def test_broken_or_missing_responses_are_user_errors(
-    gated: tuple[Gate, S3Storage], how: str, told: str
+    gated: tuple[Gate, S3Storage], how: str, message: str
 ) -> None:
     gate, storage = gated
     ask(storage, attempts=1, reading=0.1)
@@ -269,7 +269,7 @@ def test_broken_or_missing_responses_are_user_errors(
             lambda: storage.write_if("lease.json", b"mine", None),
         ]
     for attempt in attempts:
-        with pytest.raises(Unreachable, match=f"{gate.endpoint} {told}. Check "):
+        with pytest.raises(Unreachable, match=f"{gate.endpoint} {message}. Check "):
             attempt()
 
 
@@ -327,8 +327,8 @@ def test_lease_survives_broken_and_missing_responses(
     lease._try_renew()
     lease.check()
     lease.stop()
-    told = capsys.readouterr().err
-    assert told.count("Cannot renew the lease") == told.count("Renewed the lease") == 1
+    message = capsys.readouterr().err
+    assert message.count("Cannot renew the lease") == message.count("Renewed the lease") == 1
 
 
 def test_server_that_is_not_s3_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:

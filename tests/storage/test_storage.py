@@ -202,7 +202,7 @@ def test_growing_file_is_readable_after_each_push(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda path: (path / "file.txt").unlink(), "b/file.txt is missing"),
         (lambda path: (path / "file.txt").write_text("hell"), "has 4 bytes; 5 were written"),
@@ -215,11 +215,11 @@ def test_growing_file_is_readable_after_each_push(storage: Storage) -> None:
     ],
 )
 def test_damaged_folder_is_named(
-    disk: LocalStorage, damage: Callable[[Path], object], told: str
+    disk: LocalStorage, damage: Callable[[Path], object], message: str
 ) -> None:
     path = folder(disk)
     damage(path)
-    with pytest.raises(Corrupt, match=told):
+    with pytest.raises(Corrupt, match=message):
         verify(path)
 
 
@@ -314,9 +314,9 @@ def test_disk_full_error_names_the_path_and_a_remedy(
 ) -> None:
     with pytest.raises(SystemExit), telling("ddpm report"), full():
         attempt(disk)
-    said = capsys.readouterr().err.replace("\n", " ")
-    assert said.startswith(f"ddpm report: File too large: {disk.root}/")
-    assert f"{place}. Free some space there, then run the same command again." in said
+    output = capsys.readouterr().err.replace("\n", " ")
+    assert output.startswith(f"ddpm report: File too large: {disk.root}/")
+    assert f"{place}. Free some space there, then run the same command again." in output
     assert not [path for path in disk.root.rglob("*") if path.is_file()]
 
 
