@@ -256,7 +256,7 @@ def test_a_champion_of_other_images_gives_way(store: str, rows: list[Row], tmp_p
 @pytest.mark.parametrize(
     ("sampler", "told"),
     [
-        ({"steps": 60}, "the checkpoint was trained with 50 timesteps: give at most as many."),
+        ({"steps": 60}, "sample.steps: got 60; must be at most 50, the number of timesteps"),
         ({"classes": ["3"]}, "was trained with model.conditioning none: leave it out, or train"),
     ],
 )
