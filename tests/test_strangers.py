@@ -362,7 +362,7 @@ def test_files_that_no_manifest_lists_are_not_read(strangers: Strangers) -> None
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["files"][SETTINGS]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert "no config.json among the files that were written" in refusal(target)
+    assert "its manifest does not list config.json" in refusal(target)
     restore(target)
     assert verify(folder)
 

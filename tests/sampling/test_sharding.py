@@ -154,7 +154,9 @@ def test_missing_and_damaged_shards_are_reported_and_redrawn(
     waits = "still waits for shard-000-of-004, shard-002-of-004."
     assert waits in capsys.readouterr().err.replace("\n", " ")
     # Jobs may have another number of shards than the settings.
-    assert "step 4: missing shard-000-of-004, shard-002-of-004" in str(stale(config, workspace))
+    assert f"step {STEP}: missing shard-000-of-004, shard-002-of-004" in str(
+        stale(config, workspace)
+    )
     shard = folder(workspace) / "shard-001-of-004.npy"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     assert "shard-001-of-004 (damaged)" in str(stale(four, workspace))
@@ -320,18 +322,10 @@ def test_truncated_prompts_are_reported(
 def test_guidance_without_effect_is_rejected() -> None:
     guided = Sample(guidance=3.0, steps=4)
     for conditioning, drop, message in (
-        (
-            "none",
-            0.1,
-            "got 3; must be 1, because the checkpoint was trained with model.conditioning none",
-        ),
-        (
-            "class",
-            0.0,
-            "got 3; must be 1, because the checkpoint was trained with train.label_drop 0",
-        ),
+        ("none", 0.1, "trained with model.conditioning none"),
+        ("class", 0.0, "trained with train.label_drop 0"),
     ):
-        with pytest.raises(UserError, match=f"sample.guidance: {message}"):
+        with pytest.raises(UserError, match=f"sample.guidance: got 3; must be 1, .*{message}"):
             plan.must_suit(guided, conditioning, 50, drop)
         plan.must_suit(Sample(steps=4), conditioning, 50, drop)
     plan.must_suit(guided, "text", 50, 0.1)
