@@ -71,11 +71,9 @@ def to_config(given: Mapping[str, Any]) -> UNetConfig:
         problems += _problems(values)
     if not problems:
         try:
-            config = _config(values)
+            return _config(values)
         except ValueError as error:
             problems.append(f"{error!s:.300}")
-        else:
-            return config
     raise UserError("Unsupported UNet2DModel:\n  " + "\n  ".join(problems))
 
 
