@@ -1,6 +1,6 @@
-"""Speed beside other people's code, measured in one run and given as ratios."""
+"""Benchmarks: speed compared with diffusers as ratios, snapshots, prepare and GPU checks."""
 
 import os
 
-# As the ddpm program does, for all contestants: see ddpm_core/cli.py.
+# The setting of the ddpm program, applied to every library: see ddpm_core/cli.py.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -1,4 +1,4 @@
-"""The networks that are compared, as our params describe them."""
+"""The networks that the benchmarks compare, as settings of ddpm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddpm_core.config import Config
 
 @dataclass(frozen=True)
 class Network:
-    """A network with its work: images of a size in batches, `steps` updates of a sampling chain."""
+    """A network and its workload: settings, image channels, and `steps` updates per sampling."""
 
     name: str
     config: Config
@@ -19,7 +19,7 @@ class Network:
 
     @property
     def classes(self) -> list[str]:
-        """None of them is conditional."""
+        """No classes: the networks are unconditional."""
         return []
 
     @property
@@ -36,7 +36,7 @@ class Network:
 
 
 def resized(network: Network, batch: int | None) -> Network:
-    """The network with batches of another size, to train and to sample; of its own if None."""
+    """Return the network with another batch size for training and sampling; None keeps its own."""
     if batch is None:
         return network
     config = network.config.model_copy(
@@ -49,7 +49,7 @@ def resized(network: Network, batch: int | None) -> Network:
 
 
 def ho(steps: int) -> Network:
-    """Ho's 35.7M network for CIFAR-10 with his recipe, in batches that suit a CPU."""
+    """Return Ho's network for CIFAR-10 (35.7M weights) with his recipe, in batches for a CPU."""
     settings: dict[str, Any] = {
         "prepare": {"image_size": 32},
         "model": {
@@ -72,7 +72,7 @@ def ho(steps: int) -> Network:
 
 
 def digits(steps: int) -> Network:
-    """The larger of the networks for digits, 16x16: 1.6M weights in batches of 64."""
+    """Return the larger network for 16x16 digits: 1.6M weights, in batches of 64."""
     settings = {
         "model": {"channels": 32, "multipliers": [1, 2, 2], "blocks": 2},
         "train": {"batch_size": 64},
@@ -82,7 +82,7 @@ def digits(steps: int) -> Network:
 
 
 def demo(steps: int) -> Network:
-    """The network of `ddpm run` with its defaults."""
+    """Return the network of `ddpm run` with default settings."""
     settings = {"sample": {"sampler": "ddpm", "steps": steps}}
     return Network("demo", Config.model_validate(settings), channels=1, steps=steps)
 

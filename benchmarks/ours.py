@@ -1,4 +1,4 @@
-"""What this project does in a training step and in sampling, by the code that does it."""
+"""The training step and the sampling of ddpm, with the code of the product."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ _DRAWS = ("uniform", "normal", "dropout_mask")
 
 
 def use_kernels(repeatable: bool) -> None:
-    """Set the kernels of a GPU to those of `ddpm`, or to PyTorch's defaults, which others have."""
+    """Use the repeatable GPU kernels of `ddpm`, or PyTorch's defaults, as other libraries do."""
     torch.backends.cudnn.allow_tf32 = not repeatable
     torch.backends.cudnn.deterministic = repeatable
     torch.use_deterministic_algorithms(repeatable, warn_only=True)
 
 
 def unet(network: Network) -> UNet:
-    """The network with its initial weights."""
+    """Return the network with its initial weights."""
     made = UNet(network_config(network.config, network))
     initial_weights(made, network.config)
     return made
 
 
 def train_state(network: Network, device: torch.device = CPU) -> TrainState:
-    """The state of a run on one worker before its first step."""
+    """Return the state of a run on one worker before its first step."""
     world = World(0, 1, device)
     execution = Execution.choose(network.config.train, world.device)
     return TrainState.create(network.config, world, execution, unet(network))
 
 
 def train_step(network: Network, state: TrainState | None = None) -> Callable[[], None]:
-    """One step as `ddpm train` takes it, on images that are in memory already."""
+    """Return a function that runs one step of `ddpm train`, on images in memory."""
     state = state or train_state(network)
     device = state.world.device
     shape = (network.batch, network.image_size, network.image_size, network.channels)
@@ -57,7 +57,7 @@ def train_step(network: Network, state: TrainState | None = None) -> Callable[[]
 
 
 def denoise(network: Network, device: torch.device = CPU) -> Callable[[], None]:
-    """The images of one batch, as `ddpm sample` makes many, in `network.steps` updates."""
+    """Return a function that draws one batch as `ddpm sample` does, in `network.steps` updates."""
     config = network.config
     model = unet(network).eval().requires_grad_(False).to(device)
     compiled = compiles_sampling(config.sample.compile, device, MIN_EVALUATIONS)
@@ -71,7 +71,7 @@ def denoise(network: Network, device: torch.device = CPU) -> Callable[[], None]:
 
 @contextmanager
 def timed_draws() -> Iterator[Callable[[], float]]:
-    """Yield a function that gives the seconds spent in random numbers since the beginning."""
+    """Yield a function that returns the seconds spent on random numbers so far."""
     spent = 0.0
     originals = {name: getattr(rng, name) for name in _DRAWS}
 

@@ -1,15 +1,16 @@
-"""Our speed over diffusers', interleaved in one run on this machine's CPU or a GPU.
+"""Measure the speed of ddpm relative to diffusers, interleaved in one run, on a CPU or a GPU.
 
     python -m benchmarks.peers --json FILE [--quick] [--networks NAME...] [--rounds N] [--threads N]
                                [--clock cpu] [--device cuda] [--batch N] [--diffusers bf16]
                                [--any-kernels] [--train-only]
 
-The file holds `train` and `sample`: peer -> our speed over theirs, the geometric mean over the
-networks, each of which stands under `networks`: the median over rounds that measure both, one right
-after the other. A train step is forward, backward, clip,
-Adam, EMA, dropout and all random draws; a denoising step one evaluation and its update. Ours is
-what `ddpm train` and `ddpm sample` run with `precision: auto`. On a GPU ours is compiled if it can
-be, and has repeatable kernels unless --any-kernels is given; theirs has PyTorch's defaults.
+The fields `train` and `sample` of the file map diffusers to the speed of ddpm divided by its speed:
+the geometric mean over the networks. `networks` has the ratio of each network, the median over
+rounds that measure both libraries one right after the other. A train step is forward, backward,
+clip, Adam, EMA, dropout and all random draws; a denoising step is one evaluation and its update.
+ddpm runs the code of `ddpm train` and `ddpm sample` with `precision: auto`. On a GPU it is compiled
+if possible, with repeatable kernels unless --any-kernels is given; diffusers runs with PyTorch's
+defaults.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def seconds(work: Work, clock: Clock) -> float:
+    """Return the seconds that `work` takes."""
     started = clock()
     work()
     return clock() - started
 
 
 def on_gpu(work: Work, repeatable: bool, device: torch.device) -> Work:
-    """`work` to its end on a GPU, with one kind of kernels; on a CPU `work` as it is."""
+    """Return `work` with the chosen kernels and a wait for the GPU; on a CPU unchanged."""
 
     def run() -> None:
         ours.use_kernels(repeatable)
@@ -53,7 +55,7 @@ def on_gpu(work: Work, repeatable: bool, device: torch.device) -> Work:
 
 
 def compare(contestants: dict[str, Work], rounds: int, clock: Clock) -> dict[str, list[float]]:
-    """Seconds of each, round by round, after one that doesn't count."""
+    """Return the seconds of each contestant in each round, after a warm-up round."""
     for work in contestants.values():
         work()
     times: dict[str, list[float]] = {name: [] for name in contestants}
@@ -64,13 +66,13 @@ def compare(contestants: dict[str, Work], rounds: int, clock: Clock) -> dict[str
 
 
 def ratio(times: dict[str, list[float]]) -> float:
-    """Our speed over theirs: the median of the rounds' ratios."""
+    """Return the speed of ddpm divided by that of diffusers, the median over rounds."""
     pairs = zip(times["diffusers"], times["ours"], strict=True)
     return round(median(their / own for their, own in pairs), 3)
 
 
 def random_share(step: Work, rounds: int) -> float:
-    """The share of our training step that its random numbers take."""
+    """Return the share of ddpm's training step that its random numbers take."""
     shares = []
     for _ in range(rounds):
         with ours.timed_draws() as spent:
@@ -88,9 +90,10 @@ def measure(
     repeatable: bool = True,
     sampling: bool = True,
 ) -> dict[str, Any]:
-    """The works of one network: seconds a step, ratios, and the share of random numbers.
+    """Return seconds per step, ratios, and the share of random numbers for one network.
 
-    `precision` is that of diffusers. On a GPU the share is not known: work there goes on meanwhile.
+    `precision` is that of diffusers. On a GPU the share is unknown, because the GPU runs
+    asynchronously.
     """
 
     def contest(own: Work, their: Work) -> dict[str, list[float]]:
@@ -100,7 +103,7 @@ def measure(
     own_step = ours.train_step(network, ours.train_state(network, device))
     train = contest(own_step, theirs.train_step(network, device, precision))
     share = random_share(own_step, rounds) if device.type == "cpu" else None
-    del own_step  # a GPU's memory holds one work at a time
+    del own_step  # so that a GPU's memory has room for the sampling
     works = {"train": train}
     if sampling:
         own, their = ours.denoise(network, device), theirs.denoise(network, device, precision)
@@ -121,7 +124,7 @@ def measure(
 def report(
     measured: dict[str, dict[str, Any]], rounds: int, device: torch.device, precision: str
 ) -> dict[str, Any]:
-    """What the file holds."""
+    """Return the content of the file."""
     return {
         **{
             work: {
@@ -146,6 +149,7 @@ def report(
 
 
 def versions() -> dict[str, Any]:
+    """Return the versions of Python, PyTorch and diffusers."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -154,6 +158,7 @@ def versions() -> dict[str, Any]:
 
 
 def processor() -> str:
+    """Return the name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -167,18 +172,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
     parser.add_argument("--quick", action="store_true", help="few rounds: about a minute")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--rounds", type=int, help="15, or 3 where quick")
-    parser.add_argument("--threads", type=int, help="1 where other processes keep cores busy")
+    parser.add_argument("--rounds", type=int, help="default 15, with --quick 3")
+    parser.add_argument("--threads", type=int, help="use 1 if other processes keep cores busy")
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu: with one thread, on a busy machine"
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--batch", type=int, help="images a batch, for all networks")
+    parser.add_argument("--batch", type=int, help="images per batch, for all networks")
     parser.add_argument("--diffusers", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument(
-        "--any-kernels", action="store_true", help="on a GPU: ours with PyTorch's defaults"
+        "--any-kernels", action="store_true", help="on a GPU: run ddpm with PyTorch's defaults"
     )
-    parser.add_argument("--train-only", action="store_true", help="no sampling")
+    parser.add_argument("--train-only", action="store_true", help="skip sampling")
     arguments = parser.parse_args(argv)
     repeatable = not arguments.any_kernels
     device = choose_device(arguments.device) if repeatable else torch.device(arguments.device)

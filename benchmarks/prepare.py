@@ -1,7 +1,7 @@
-"""How long prepare takes, and how much memory: python -m benchmarks.prepare SOURCE [--size 32]
+"""Measure the time and memory of prepare: python -m benchmarks.prepare SOURCE [--size 32]
 
-Prepares the whole source, and of a zip then a tenth, each in a process of its own with workers of
-its own, and reads the largest memory of each of them from /proc (Linux). JSON on stdout.
+Prepares the whole source and, if it is a zip, a tenth of it. Each runs in a separate process with
+its own workers; their peak memory comes from /proc (Linux). Prints JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-_POLL = 0.05  # seconds between two looks at the memory of the workers
+_POLL = 0.05  # seconds between two readings of the workers' memory
 _PREPARE = """
 import json, sys
 from ddpm_core.data.prepare import prepare
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def a_tenth(source: Path, target: Path) -> Path:
-    """Every tenth file of a zip, so that memory can be compared with that of the whole."""
+    """Write every tenth file of a zip to `target`, to compare its memory with the whole."""
     with zipfile.ZipFile(source) as whole, zipfile.ZipFile(target, "w") as part:
         for member in whole.infolist()[::10]:
             part.writestr(member, whole.read(member))
@@ -57,7 +57,7 @@ def a_tenth(source: Path, target: Path) -> Path:
 
 
 def measure(source: Path, settings: dict[str, Any], workspace: Path) -> dict[str, float]:
-    """Seconds, pictures a second, and the peaks of memory (MB) of prepare and of each worker."""
+    """Return seconds, images per second, and peak memory (MB) of prepare and its workers."""
     given = json.dumps({**settings, "source": str(source.absolute())})
     started = time.monotonic()
     process = subprocess.Popen(
@@ -81,7 +81,7 @@ def measure(source: Path, settings: dict[str, Any], workspace: Path) -> dict[str
 
 
 def _watch(process: subprocess.Popen[str], peaks: dict[int, float]) -> None:
-    """Read the high-water marks of the process and its workers while they live."""
+    """Record the peak memory of the process and its workers while they run."""
     while process.poll() is None:
         for pid in [process.pid, *_children(process.pid)]:
             peak = _peak(pid)

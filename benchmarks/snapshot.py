@@ -1,7 +1,7 @@
-"""What a snapshot costs training: python -m benchmarks.snapshot --json FILE.
+"""Measure the cost of snapshots in training: python -m benchmarks.snapshot --json FILE.
 
-The trainer's thread copies the state and hands it to the writer (the stall); the files are written
-in the background. On one thread of a CPU, in a temporary folder.
+Training pauses while its thread copies the state for the writer (the stall); the writer saves the
+files in the background. Runs on one thread of a CPU, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddpm_core.training.state import to_contents
 
 
 def measure(network: Network, rounds: int) -> dict[str, Any]:
-    """Medians of `rounds` snapshots, each after a step of its own; seconds and bytes."""
+    """Return medians over `rounds` snapshots, each after a training step, in seconds and bytes."""
     state = train_state(network)
     take_step = train_step(network, state)
     take_step()
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         f"{result['network']}: {result['bytes'] / 1e6:.0f} MB; a step {result['step']:.2f} s; "
         f"stall {result['stall']:.3f} s, {result['stall_at_one_a_minute']:.2%} of training at one "
-        f"snapshot a minute; written in {result['write']:.2f} s beside it."
+        f"snapshot a minute; written in the background in {result['write']:.2f} s."
     )
 
 

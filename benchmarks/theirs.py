@@ -1,4 +1,4 @@
-"""The same work by diffusers, step by step as its training example does it, in fp32 or bf16."""
+"""The training step and the sampling of diffusers, as in its training example, in fp32 or bf16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def unet(network: Network) -> UNet2DModel:
-    """The network of the same layout; 32 groups to each norm, as its example has."""
+    """Return the UNet2DModel of the same structure, with 32 groups per norm as in the example."""
     model = network.config.model
     sizes = [network.image_size // 2**level for level in range(len(model.multipliers))]
     attends = [size in model.attention for size in sizes]
@@ -37,7 +37,7 @@ def unet(network: Network) -> UNet2DModel:
 def train_step(
     network: Network, device: torch.device = CPU, precision: str = "fp32"
 ) -> Callable[[], None]:
-    """Noise, loss, backward, clip, Adam, EMA, on images that are in memory already."""
+    """Return a function that runs one step (noise, loss, backward, clip, Adam, EMA)."""
     model, scheduler = unet(network).train().to(device), DDPMScheduler()
     settings = network.config.train
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.optimizer.lr)
@@ -64,7 +64,7 @@ def train_step(
 def denoise(
     network: Network, device: torch.device = CPU, precision: str = "fp32"
 ) -> Callable[[], None]:
-    """The images of one batch by its ancestral sampler, in `network.steps` updates."""
+    """Return a function that draws one batch with DDPMScheduler, in `network.steps` updates."""
     model, scheduler = unet(network).eval().to(device), DDPMScheduler()
     shape = (network.sample_batch, network.channels, network.image_size, network.image_size)
 

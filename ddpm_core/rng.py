@@ -1,12 +1,12 @@
-"""Stateless random numbers: every draw is a pure function of what it is for.
+"""Stateless random numbers: every draw is a pure function of its address.
 
     value = f(purpose, seed, stream, step, sample, element)
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns a counter
-into four random words, so there is no state to save or restore, and no draw depends on how many
-workers there are, how a batch is cut or what ran before. Only integer operations and exactly
-rounded float32 ones are used: CPU and GPU agree to the last bit (except where a compiler fuses
-multiplications with additions, which moves the last bit of a normal).
+into four random words. So there is no state to save or restore, and no draw depends on the number
+of workers, the division of a batch or earlier draws. All operations are on integers or are exactly
+rounded float32 ones, so CPU and GPU agree to the last bit. The exception is a compiler that fuses
+multiplications with additions, which changes the last bit of a normal.
 
 This module is the only source of randomness in ddpm_core.
 """
@@ -30,7 +30,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Purpose(StrEnum):
-    """What a draw is for. Draws for different purposes are independent under the same seed."""
+    """The use of a draw. Draws for different purposes are independent under the same seed."""
 
     INIT = "init"
     ORDER = "order"
@@ -46,9 +46,11 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True)
 class Key:
-    """128 bits of a purpose and a seed: `philox` keys the cipher, `mask` is XORed into the counter.
+    """128 bits that represent a purpose and a seed, as words in [0, 2^32).
 
-    Each is two words in [0, 2^32).
+    Attributes:
+        philox: The key of the cipher.
+        mask: XORed into the step and the stream of the counter.
     """
 
     philox: tuple[int, int]
@@ -56,17 +58,17 @@ class Key:
 
 
 def key(purpose: Purpose, seed: int) -> Key:
-    """The key of a purpose under a seed, which may be any integer: all of its bits count."""
+    """Return the key of a purpose and a seed, any integer: all of its bits count."""
     digest = hashlib.blake2b(f"{purpose}:{seed}".encode(), digest_size=16).digest()
     words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
     return Key((words[0], words[1]), (words[2], words[3]))
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """Philox4x32-10: four int64 words in [0, 2^32), broadcast together, to four random ones.
+    """Apply Philox4x32-10: four int64 tensors of words in [0, 2^32) to four of random words.
 
-    A signed 64-bit product wraps, but has the bits of the unsigned one; after the mask that
-    follows each shift nothing is left of its sign.
+    The tensors broadcast together. A signed 64-bit product overflows, but has the same bits as the
+    unsigned one; the mask after each shift removes the copies of the sign bit.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -82,12 +84,17 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 def bits(
     key: Key, sample: Tensor, elements: int, step: int | Tensor = 0, stream: int = 0
 ) -> Tensor:
-    """Random words, int64 (n, elements), each in [0, 2^32), on the device of `sample`.
+    """Draw random words, int64 (n, elements), each in [0, 2^32), on the device of `sample`.
 
-    `sample` (n,) int64, `step` (a number, or a tensor of one or n of them) and `stream` are
-    indices in [0, 2^32): the sample in the global batch, the training step, and any further
-    distinction, as of layers. Row i depends on sample[i] alone, and its first m elements are the
-    same whatever `elements` is.
+    Row i depends on sample[i] alone, and its first m elements are the same for every `elements`.
+
+    Args:
+        sample: int64 (n,), the index of each sample, such as its place in the global batch.
+        step: The training or sampling step: a number, or a tensor (1,) or (n,).
+        stream: Any further distinction, such as the number of a layer.
+
+    Raises:
+        ValueError: `step` or `stream` is not in [0, 2^32).
     """
     words = _words(key, sample, -(-elements // 4), step, stream)
     return torch.stack(words, dim=-1).flatten(1)[:, :elements]
@@ -96,7 +103,10 @@ def bits(
 def uniform(
     key: Key, sample: Tensor, shape: Sequence[int], step: int | Tensor = 0, stream: int = 0
 ) -> Tensor:
-    """Uniform numbers in [0, 1), float32 (n, *shape), multiples of 2^-24; arguments as `bits`."""
+    """Draw uniform numbers in [0, 1), float32 (n, *shape), multiples of 2^-24.
+
+    The arguments are those of `bits`.
+    """
     words = bits(key, sample, math.prod(shape), step, stream)
     return ((words >> 8).to(torch.float32) * 2.0**-24).view(len(sample), *shape)
 
@@ -104,9 +114,10 @@ def uniform(
 def normal(
     key: Key, sample: Tensor, shape: Sequence[int], step: int | Tensor = 0, stream: int = 0
 ) -> Tensor:
-    """Standard normal numbers, float32 (n, *shape), by Box and Muller (1958); as `bits`.
+    """Draw standard normal numbers, float32 (n, *shape), by the method of Box and Muller (1958).
 
-    Always finite: at most 6.77 in magnitude, which one draw in 2^33 reaches.
+    The arguments are those of `bits`. Numbers are always finite: at most 6.77 in magnitude, which
+    one draw in 2^33 reaches.
     """
     elements = math.prod(shape)
     w0, w1, w2, w3 = _words(key, sample, -(-elements // 4), step, stream)
@@ -117,9 +128,9 @@ def normal(
 
 
 def permutation(key: Key, n: int, epoch: int) -> Tensor:
-    """A random order of 0..n-1, int64 (n,) on the CPU, another one for each epoch.
+    """Draw a random order of 0..n-1, int64 (n,) on the CPU, a different one for each epoch.
 
-    Sorts by 62 random bits an element; equal ones, if any, keep their order.
+    Sorts by 62 random bits per element; elements with equal bits keep their order.
     """
     words = bits(key, torch.zeros(1, dtype=torch.int64), 2 * n, step=epoch).view(n, 2)
     return torch.argsort((words[:, 0] << 30) ^ (words[:, 1] >> 2), stable=True)
@@ -134,13 +145,14 @@ def dropout_mask(
     stream: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """0 with probability `rate`, else 1 / (1 - rate): (n, *shape) of `dtype`; as `bits`.
+    """Draw a mask (n, *shape) of `dtype`: 0 with probability `rate`, otherwise 1 / (1 - rate).
 
-    Philox gives each sample 64 bits; a multiply-and-shift hash of 32 bits spreads them over the
-    elements, which is enough for a mask and a fraction of the cost.
+    The other arguments are those of `bits`. Philox yields 64 bits per sample, which a 32-bit
+    multiply-and-shift hash spreads over the elements. That is good enough for a mask, at a fraction
+    of the cost. Raises ValueError unless `rate` is in [0, 1).
     """
     if not 0.0 <= rate < 1.0:
-        raise ValueError(f"rate: {rate} given; dropout needs a rate in [0, 1).")
+        raise ValueError(f"rate: got {rate}; must be at least 0 and less than 1.")
     first, second, *_ = (_signed(w) for w in _words(key, sample, 1, step, stream))
     elements = torch.arange(math.prod(shape), dtype=torch.int32, device=sample.device)
     hashed = _mix(_mix(elements, 0x7FEB352D), 0x5846CA6B) ^ first
@@ -150,10 +162,10 @@ def dropout_mask(
 
 
 def _words(key: Key, sample: Tensor, blocks: int, step: int | Tensor, stream: int) -> Words:
-    """Four tensors (n, blocks): block b holds the elements 4b to 4b+3."""
+    """Return four tensors (n, blocks) of random words; block b has the elements 4b to 4b+3."""
     for name, number in (("step", step), ("stream", stream)):
         if isinstance(number, int) and not 0 <= number <= WORD:
-            raise ValueError(f"{name}: {number} given; it counts draws, in [0, 2^32).")
+            raise ValueError(f"{name}: got {number}; must be at least 0 and less than 2^32.")
     device = sample.device
     block = torch.arange(blocks, dtype=torch.int64, device=device).view(1, -1)
     if isinstance(step, Tensor):
@@ -165,17 +177,18 @@ def _words(key: Key, sample: Tensor, blocks: int, step: int | Tensor, stream: in
 
 
 def _xor(fresh: Tensor, other: Tensor) -> Tensor:
-    """`fresh ^ other`, in the memory of `fresh` where the result fits there."""
+    """Return `fresh ^ other`, in the memory of `fresh` if the result fits there."""
     if all(b in (a, 1) for a, b in zip(fresh.shape, other.shape, strict=True)):
         return fresh.bitwise_xor_(other)
     return fresh ^ other
 
 
 def _radius(words: Tensor) -> Tensor:
-    """sqrt(-2 ln u) in float32 of u = (word + 1/2) / 2^32, in (0, 1].
+    """Return sqrt(-2 ln u), float32, for u = (word + 1/2) / 2^32 in (0, 1].
 
-    The logarithm: u = m 2^e with m in [sqrt(1/2), sqrt(2)), and ln m = 2 artanh s,
-    s = (m - 1) / (m + 1), |s| < 0.172, by its series up to s^9.
+    The logarithm is computed here, because those of CPU and GPU round differently: u = m 2^e with
+    m in [sqrt(1/2), sqrt(2)), and ln m = 2 artanh s, s = (m - 1) / (m + 1), |s| < 0.172, by its
+    series up to s^9.
     """
     u = words.to(torch.float32).add_(0.5).mul_(2.0**-32)
     root_half = 0x3F3504F3  # the bits of sqrt(1/2)
@@ -189,9 +202,10 @@ def _radius(words: Tensor) -> Tensor:
 
 
 def _direction(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of a uniform angle, float32: 30 bits place it in a quarter of the circle.
+    """Return cosine and sine of a uniform angle, float32.
 
-    Of the two other bits one swaps the coordinates and one negates them, which reaches all four.
+    30 bits of a word place the angle in a quarter of the circle. Of the two other bits, one swaps
+    the coordinates and one negates them, which reaches all four quarters.
     """
     angle = (words & 0x3FFFFFFF).sub_(2**29).to(torch.float32).add_(0.5).mul_(math.pi / 2**31)
     square = angle * angle
@@ -205,7 +219,7 @@ def _direction(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """c0 + c1 x + c2 x^2 + ... by Horner, each operation rounded by itself."""
+    """Return c0 + c1 x + c2 x^2 + ... by Horner's rule, with every operation rounded separately."""
     *rest, last = coefficients
     total = x * last
     for coefficient in reversed(rest[1:]):
@@ -214,10 +228,10 @@ def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def _signed(words: Tensor) -> Tensor:
-    """Words in [0, 2^32) as int32 of the same bits."""
+    """Return words in [0, 2^32) as int32 with the same bits."""
     return (words - ((words & 0x80000000) << 1)).to(torch.int32)
 
 
 def _mix(x: Tensor, multiplier: int) -> Tensor:
-    """One bijective round on int32: x ^= x >> 15 (without the sign), then times an odd number."""
+    """Apply one bijective round to int32: x ^= x >> 15 (unsigned), then times an odd number."""
     return ((x >> 15).bitwise_and_(0x1FFFF)).bitwise_xor_(x).mul_(multiplier)

@@ -72,7 +72,7 @@ def test_other_version_is_reported_and_not_as_damage(
     assert not isinstance(caught.value, Corrupt)
     with pytest.raises(UserError, match=r"by ddpm 9\.9") as caught:
         plan.look_at_chosen(config, workspace)
-    assert plan.MENDING not in str(caught.value)
+    assert plan.REPAIR not in str(caught.value)
     with pytest.raises(UserError, match=r"by ddpm 9\.9"):  # and the snapshot stays in its place
         resume.damaged(workspace, [4], 0)
 

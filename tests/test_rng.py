@@ -29,12 +29,12 @@ every_draw = pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """Correlation in standard errors: beyond 5 once in two million."""
+    """Return the correlation in standard errors; one in two million exceeds 5."""
     pair = torch.stack((a.flatten().double(), b.flatten().double()))
     return float(torch.corrcoef(pair)[0, 1]) * a.numel() ** 0.5
 
 
-# The generator is the published one
+# The published generator
 
 
 @pytest.mark.parametrize(
@@ -49,23 +49,23 @@ def correlation(a: Tensor, b: Tensor) -> float:
         ),
     ],
 )
-def test_philox_gives_the_vectors_of_its_authors(counter: str, key: str, expected: str) -> None:
+def test_philox_matches_the_vectors_of_its_authors(counter: str, key: str, expected: str) -> None:
     words = [int(counter[i : i + 8], 16) for i in range(0, 32, 8)]
     c0, c1, c2, c3 = (torch.tensor([[word]]) for word in words)
     drawn = rng.philox((c0, c1, c2, c3), (int(key[:8], 16), int(key[8:], 16)))
     assert " ".join(f"{int(word):08x}" for word in drawn) == expected
 
 
-def test_draws_are_the_same_for_ever() -> None:
+def test_draws_never_change() -> None:
     drawn = rng.bits(rng.key(Purpose.NOISE, 7), torch.tensor([3]), 5, step=11, stream=2)
     assert drawn.tolist() == [[2824048145, 570362040, 3130915342, 68706314, 4063999373]]
 
 
-# Independent of how many are drawn, of the device and of who else draws
+# Draws do not depend on the batch, the device or other draws
 
 
 @every_draw
-def test_a_subset_drawn_alone_equals_the_same_elements_drawn_together(
+def test_a_subset_equals_the_same_part_of_a_larger_draw(
     draw: Callable[..., Tensor],
 ) -> None:
     together = draw(KEY, torch.arange(37), 101, step=5)
@@ -76,7 +76,7 @@ def test_a_subset_drawn_alone_equals_the_same_elements_drawn_together(
 
 
 @every_draw
-def test_a_step_may_be_a_number_or_a_tensor_of_one_or_of_one_a_sample(
+def test_step_may_be_a_number_or_a_tensor(
     draw: Callable[..., Tensor],
 ) -> None:
     sample = torch.tensor([4, 5, 6])
@@ -90,13 +90,13 @@ def test_a_step_may_be_a_number_or_a_tensor_of_one_or_of_one_a_sample(
 
 @pytest.mark.cuda
 @every_draw
-def test_cpu_and_gpu_draw_the_same_to_the_last_bit(draw: Callable[..., Tensor]) -> None:
+def test_cpu_and_gpu_draw_the_same_bits(draw: Callable[..., Tensor]) -> None:
     sample = torch.arange(256)
     there = draw(KEY, sample.to(GPU), 999, step=torch.tensor(3, device=GPU))
     assert torch.equal(there.cpu(), draw(KEY, sample, 999, step=3))
 
 
-def test_the_callers_global_generator_is_left_alone() -> None:
+def test_global_generator_is_left_alone() -> None:
     before = torch.get_rng_state()
     for draw in DRAWS.values():
         draw(KEY, torch.arange(4), 10)
@@ -104,7 +104,7 @@ def test_the_callers_global_generator_is_left_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_no_other_generator_is_used_anywhere_in_the_package() -> None:
+def test_no_other_generator_is_used_in_the_package() -> None:
     other = re.compile(
         r"torch\.(rand|normal|bernoulli|multinomial|poisson|manual_seed|seed)\w*\b"
         r"|\.(normal_|uniform_|random_|bernoulli_|exponential_|log_normal_|cauchy_|geometric_)\("
@@ -123,11 +123,11 @@ def test_no_other_generator_is_used_anywhere_in_the_package() -> None:
     assert found == []
 
 
-# Every part of the address counts
+# Every part of the address matters
 
 
 @every_draw
-def test_purpose_seed_stream_step_sample_and_element_all_make_another_draw(
+def test_every_part_of_the_address_changes_the_draw(
     draw: Callable[..., Tensor],
 ) -> None:
     sample = torch.arange(16)
@@ -153,14 +153,14 @@ def test_all_bits_of_a_seed_count() -> None:
     assert len(drawn) == len(seeds)
 
 
-def test_an_address_outside_the_counter_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"stream: -1 given"):
+def test_addresses_outside_the_counter_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"stream: got -1"):
         rng.bits(KEY, torch.tensor([0]), 1, stream=-1)
-    with pytest.raises(ValueError, match=r"step: 4294967296 given"):
+    with pytest.raises(ValueError, match=r"step: got 4294967296"):
         rng.bits(KEY, torch.tensor([0]), 1, step=2**32)
 
 
-# The numbers are distributed as they say
+# Distributions
 
 
 def test_uniforms_are_uniform_and_below_one() -> None:
@@ -170,7 +170,7 @@ def test_uniforms_are_uniform_and_below_one() -> None:
     assert stats.kstest(drawn.flatten().double().numpy(), "uniform").pvalue > 1e-3
 
 
-def test_normals_are_normal_in_moments_distribution_and_tails() -> None:
+def test_normals_have_normal_moments_distribution_and_tails() -> None:
     drawn = rng.normal(KEY, torch.arange(1000), (2, 1000)).flatten().double().numpy()
     assert abs(drawn.mean()) < 5 * 2e6**-0.5
     assert abs(drawn.var() - 1) < 5 * (2 / 2e6) ** 0.5
@@ -181,7 +181,7 @@ def test_normals_are_normal_in_moments_distribution_and_tails() -> None:
     assert abs((abs(drawn) > 4).sum() - expected) < 5 * expected**0.5
 
 
-def test_the_halves_of_a_box_muller_pair_are_independent_also_in_size() -> None:
+def test_the_two_numbers_of_a_pair_are_independent() -> None:
     drawn = rng.normal(KEY, torch.arange(1000), (400,)).view(-1, 4)
     for i in range(4):
         for j in range(i):
@@ -204,7 +204,7 @@ def test_normals_are_finite_for_every_extreme_word() -> None:
 
 
 @every_draw
-def test_neighbouring_steps_samples_seeds_and_elements_are_uncorrelated(
+def test_neighbouring_addresses_are_uncorrelated(
     draw: Callable[..., Tensor],
 ) -> None:
     sample = torch.arange(1000)
@@ -219,7 +219,7 @@ def test_neighbouring_steps_samples_seeds_and_elements_are_uncorrelated(
 
 
 @every_draw
-def test_one_element_over_many_samples_and_steps_varies_as_one_sample_does(
+def test_one_element_varies_over_samples_and_steps(
     draw: Callable[..., Tensor],
 ) -> None:
     wide = draw(KEY, torch.tensor([0]), 40_000).double()
@@ -235,11 +235,11 @@ def test_one_element_over_many_samples_and_steps_varies_as_one_sample_does(
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 1001])
-def test_a_permutation_holds_every_element_once(n: int) -> None:
+def test_permutation_has_every_element_once(n: int) -> None:
     assert torch.equal(rng.permutation(KEY, n, 0).sort().values, torch.arange(n))
 
 
-def test_epochs_and_seeds_have_other_permutations() -> None:
+def test_epochs_and_seeds_have_different_permutations() -> None:
     orders = [
         rng.permutation(rng.key(Purpose.ORDER, s), 1000, e) for s in (0, 1) for e in (0, 1, 2)
     ]
@@ -261,7 +261,7 @@ def test_all_permutations_of_four_are_equally_likely() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
-def test_a_dropout_mask_drops_its_rate_and_keeps_the_mean(rate: float) -> None:
+def test_dropout_mask_has_its_rate_and_keeps_the_mean(rate: float) -> None:
     mask = rng.dropout_mask(KEY, torch.arange(64), (8, 16, 16), rate, 3, 1, torch.float32)
     assert mask.shape == (64, 8, 16, 16)
     dropped = float((mask == 0).double().mean())
@@ -269,7 +269,7 @@ def test_a_dropout_mask_drops_its_rate_and_keeps_the_mean(rate: float) -> None:
     assert torch.allclose(mask[mask != 0], torch.tensor(1 / (1 - rate)))
 
 
-def test_each_sample_and_each_element_is_dropped_at_the_rate() -> None:
+def test_every_sample_and_element_is_dropped_at_the_rate() -> None:
     mask = rng.dropout_mask(KEY, torch.arange(2000), (2000,), 0.1, 0, 0, torch.float32) == 0
     for axis in (0, 1):
         counts = mask.sum(axis).double().numpy()
@@ -277,11 +277,11 @@ def test_each_sample_and_each_element_is_dropped_at_the_rate() -> None:
         assert 1e-4 < stats.chi2(2000).cdf(statistic) < 1 - 1e-4
 
 
-def test_a_dropout_mask_is_of_the_dtype_asked_for() -> None:
+def test_dropout_mask_has_the_requested_dtype() -> None:
     mask = rng.dropout_mask(KEY, torch.arange(2), (4,), 0.5, 0, 0, torch.bfloat16)
     assert mask.dtype == torch.bfloat16
 
 
-def test_a_dropout_rate_of_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"rate: 1.0 given"):
+def test_dropout_rate_of_one_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"rate: got 1.0"):
         rng.dropout_mask(KEY, torch.arange(2), (4,), 1.0, 0, 0, torch.float32)

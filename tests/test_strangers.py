@@ -362,7 +362,7 @@ def test_files_outside_the_manifest_are_not_read(strangers: Strangers) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["files"][SETTINGS]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert "no config.json among the files that were written" in refusal(target)
+    assert "its manifest does not list config.json" in refusal(target)
     restore(target)
     assert verify(folder)
 

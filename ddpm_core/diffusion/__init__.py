@@ -1,4 +1,5 @@
-"""The mathematics: the process, its noise levels in training, and the samplers that undo it.
+"""The mathematics: the forward process, losses and noise levels of training, and the samplers.
 
-Pure functions of tensors; noise is passed in, never drawn. Knows torch and nothing of ours.
+Pure functions of tensors; random numbers are passed in, never drawn. Imports torch and nothing of
+the rest of ddpm_core.
 """

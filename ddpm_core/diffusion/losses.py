@@ -1,6 +1,6 @@
-"""How far what a network said lies from what it should have said, before it is weighted.
+"""Per-sample losses between prediction and target, before weighting.
 
-Each takes output and target (B, C, H, W) and gives the mean over each sample's values, (B,).
+Each loss maps output and target, (B, C, H, W), to the mean over each sample's values, (B,).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch.nn import functional
 
 
 def l2(output: Tensor, target: Tensor) -> Tensor:
-    """e^2, e = output - target (Ho et al. 2020, eq. 14)."""
+    """Return e^2 with e = output - target (Ho et al. 2020, eq. 14)."""
     return (output - target).square().mean((1, 2, 3))
 
 
 def huber(output: Tensor, target: Tensor) -> Tensor:
-    """e^2 where |e| <= 1, 2 |e| - 1 beyond: single large errors pull less.
+    """Return e^2 where |e| <= 1 and 2 |e| - 1 elsewhere: single large errors have less influence.
 
-    Twice Huber's, with delta 1, so that it agrees with l2 near 0. Huber (1964), "Robust estimation
-    of a location parameter".
+    This is twice Huber's loss with delta 1, so that it equals l2 near 0. Huber (1964), "Robust
+    estimation of a location parameter".
     """
     return 2 * functional.huber_loss(output, target, reduction="none").mean((1, 2, 3))
 

@@ -1,9 +1,11 @@
-"""The diffusion process: schedules, q, what a network may predict, and the posterior.
+"""The diffusion process: schedules, the forward process q, predictions and the posterior.
 
-x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise, for timesteps 0..T-1 (Ho et al. 2020, which
-counts them 1..T). `alpha_bar` is a tensor (B,), or of any shape that broadcasts with x; pass it in
-float64 where the device has it, since 1 - alpha_bar loses digits near 1: coefficients are computed
-in its precision and then cast to that of x.
+    x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise
+
+for timesteps t = 0..T-1 (Ho et al. 2020, who count them 1..T). Images x are (B, C, H, W).
+`alpha_bar` is a tensor (B,), or of any shape that broadcasts with x. Coefficients are computed in
+its precision and then cast to that of x. Pass it in float64 if the device supports it, because
+1 - alpha_bar loses digits where alpha_bar is near 1.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-# sqrt(alpha_bar) and sqrt(1 - alpha_bar) as divisors: far below those of any schedule here, which
-# reach 5e-7, so that an exact zero gives something finite for the clip to bound.
+# Lower bound of the divisors sqrt(alpha_bar) and sqrt(1 - alpha_bar), so that dividing by an exact
+# zero gives a finite number, which clipping can bound. The schedules here stay above 5e-7.
 _SMALLEST = 1e-10
 T = TypeVar("T")
 
@@ -26,9 +28,15 @@ T = TypeVar("T")
 class Schedule:
     """The tables of a process, each float64 (T,) on the CPU, indexed by timestep 0..T-1.
 
-    `alphas_bar_prev` begins with 1, the clean image's. `snr` is alpha_bar / (1 - alpha_bar);
-    `noise_to_signal`, its inverse square root, is the noise beside a signal of scale 1.
-    `posterior_variance` is that of q(x_{t-1} | x_t, x0) (Ho et al. 2020, eq. 7), 0 at t = 0.
+    Attributes:
+        name: The name in SCHEDULES.
+        betas: The variance of the noise that step t adds.
+        alphas: 1 - betas.
+        alphas_bar: Products of alphas up to t, the image's share of the variance.
+        alphas_bar_prev: alphas_bar of the previous timestep; starts with 1, the clean image.
+        snr: Signal-to-noise ratio, alpha_bar / (1 - alpha_bar).
+        noise_to_signal: 1 / sqrt(snr), the standard deviation of the noise if x0 has scale 1.
+        posterior_variance: Variance of q(x_{t-1} | x_t, x0) (Ho et al. 2020, eq. 7); 0 at t = 0.
     """
 
     name: str
@@ -42,13 +50,18 @@ class Schedule:
 
     @property
     def timesteps(self) -> int:
+        """T, the number of timesteps."""
         return len(self.betas)
 
 
 def make_schedule(name: str, timesteps: int) -> Schedule:
-    """The tables of SCHEDULES[name] for T = `timesteps`. Raises ValueError for nonsense."""
+    """Return the tables of SCHEDULES[name] with T = `timesteps`.
+
+    Raises:
+        ValueError: The name is unknown, or the schedule is not defined for so few timesteps.
+    """
     if timesteps < 2:
-        raise ValueError(f"timesteps: {timesteps} given; a process needs at least 2.")
+        raise ValueError(f"timesteps: got {timesteps}; must be at least 2.")
     betas = lookup(SCHEDULES, name, "schedule")(timesteps)
     alphas = 1.0 - betas
     alphas_bar = alphas.cumprod(0)
@@ -67,23 +80,24 @@ def make_schedule(name: str, timesteps: int) -> Schedule:
 
 
 def linear(timesteps: int) -> Tensor:
-    """beta from 1e-4 to 0.02 in equal steps, times 1000 / T (Ho et al. 2020, section 4).
+    """Return betas (T,) from 1e-4 to 0.02 in equal steps, times 1000 / T.
 
-    The factor keeps alpha_bar of the last step where it is for T = 1000; it makes beta reach 1 at
-    T = 20, so more than 20 timesteps are needed.
+    Ho et al. (2020), section 4, for T = 1000. The factor keeps the last alpha_bar close to its
+    value there. It makes beta reach 1 at T = 20, so at least 21 timesteps are required.
     """
     if timesteps <= 20:
         raise ValueError(
-            f"timesteps: {timesteps} given with schedule linear: its betas, up to "
-            "0.02 x 1000 / timesteps, reach 1. Use more than 20 timesteps, or schedule cosine."
+            f"timesteps: got {timesteps}; schedule linear requires at least 21, because its betas, "
+            "up to 0.02 x 1000 / timesteps, must stay below 1. Use more, or schedule cosine."
         )
     return torch.linspace(1e-4, 0.02, timesteps, dtype=torch.float64) * (1000 / timesteps)
 
 
 def cosine(timesteps: int) -> Tensor:
-    """alpha_bar(t) prop. to cos^2(pi/2 (t/T + s) / (1 + s)), s = 0.008, beta at most 0.999.
+    """Return betas (T,) of alpha_bar(t) ~ cos^2(pi/2 (t/T + s) / (1 + s)), s = 0.008.
 
-    Nichol and Dhariwal (2021), "Improved denoising diffusion probabilistic models", eq. 17.
+    beta is at most 0.999. Nichol and Dhariwal (2021), "Improved denoising diffusion probabilistic
+    models", eq. 17.
     """
     offset = 0.008
     t = torch.arange(timesteps + 1, dtype=torch.float64) / timesteps
@@ -95,29 +109,29 @@ SCHEDULES: dict[str, Callable[[int], Tensor]] = {"linear": linear, "cosine": cos
 
 
 def q_sample(x0: Tensor, noise: Tensor, alpha_bar: Tensor) -> Tensor:
-    """x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise (Ho et al. 2020, eq. 4)."""
+    """Return x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise (Ho et al. 2020, eq. 4)."""
     signal, sigma = _scales(alpha_bar, x0)
     return signal * x0 + sigma * noise
 
 
 class Prediction(Protocol):
-    """What a network's output means. `signal` and `sigma` are sqrt(alpha_bar), sqrt(1 - it)."""
+    """What a network predicts. `signal` is sqrt(alpha_bar), `sigma` is sqrt(1 - alpha_bar)."""
 
     @staticmethod
     def target(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        """What the network should have said of x_t = signal x0 + sigma noise."""
+        """Return the correct output for x_t = signal x0 + sigma noise."""
 
     @staticmethod
     def to_x0(output: Tensor, x: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        """The x0 that an output means for x = x_t."""
+        """Return the x0 that an output implies for x = x_t."""
 
     @staticmethod
     def error(snr: Tensor) -> Tensor:
-        """The squared error of an output whose x0 is wrong by a squared error of 1."""
+        """Return the squared error of the output per unit of squared error of x0, for SNRs (T,)."""
 
 
 class NoisePrediction:
-    """The noise: x0 = (x - sqrt(1 - alpha_bar) out) / sqrt(alpha_bar).
+    """Predict the noise: x0 = (x - sqrt(1 - alpha_bar) out) / sqrt(alpha_bar).
 
     Ho et al. (2020), eq. 15. Its squared error is SNR times that of x0.
     """
@@ -136,7 +150,7 @@ class NoisePrediction:
 
 
 class X0Prediction:
-    """The clean image itself: x0 = out (Ho et al. 2020, section 3.2)."""
+    """Predict the clean image: x0 = out (Ho et al. 2020, section 3.2)."""
 
     @staticmethod
     def target(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
@@ -152,7 +166,7 @@ class X0Prediction:
 
 
 class VPrediction:
-    """The velocity v = sqrt(alpha_bar) noise - sqrt(1 - alpha_bar) x0.
+    """Predict the velocity v = sqrt(alpha_bar) noise - sqrt(1 - alpha_bar) x0.
 
     x0 = sqrt(alpha_bar) x - sqrt(1 - alpha_bar) out. Salimans and Ho (2022), "Progressive
     distillation", appendix D. Its squared error is SNR + 1 times that of x0.
@@ -179,7 +193,7 @@ PREDICTIONS: dict[str, type[Prediction]] = {
 
 
 def target(prediction: str, x0: Tensor, noise: Tensor, alpha_bar: Tensor) -> Tensor:
-    """What a network of PREDICTIONS[prediction] should say of q_sample(x0, noise, alpha_bar)."""
+    """Return the correct output of PREDICTIONS[prediction] for q_sample(x0, noise, alpha_bar)."""
     rule = lookup(PREDICTIONS, prediction, "prediction")
     return rule.target(x0, noise, *_scales(alpha_bar, x0))
 
@@ -187,20 +201,29 @@ def target(prediction: str, x0: Tensor, noise: Tensor, alpha_bar: Tensor) -> Ten
 def to_x0(
     prediction: str, output: Tensor, x: Tensor, alpha_bar: Tensor, clip: bool = False
 ) -> Tensor:
-    """The x0 that a network's output means for x = x_t; with `clip`, held within [-1, 1]."""
+    """Return the x0 that a network's output implies for x = x_t; with `clip`, within [-1, 1]."""
     rule = lookup(PREDICTIONS, prediction, "prediction")
     x0 = rule.to_x0(output, x, *_scales(alpha_bar, x))
     return x0.clamp(-1.0, 1.0) if clip else x0
 
 
 def to_noise(x0: Tensor, x: Tensor, alpha_bar: Tensor) -> Tensor:
-    """The noise in x = x_t when x0 is its clean image, clipped or not."""
+    """Return the noise in x = x_t if x0 is its clean image, clipped or not.
+
+    (x - sqrt(alpha_bar) x0) / sqrt(1 - alpha_bar).
+    """
     signal, sigma = _scales(alpha_bar, x)
     return (x - signal * x0) / sigma.clamp(min=_SMALLEST)
 
 
 def posterior_mean(x0: Tensor, x: Tensor, alpha_bar: Tensor, alpha_bar_prev: Tensor) -> Tensor:
-    """The mean of q(x_prev | x_t, x0) for any earlier step `prev` (Ho et al. 2020, eq. 7)."""
+    """Return the mean of q(x_prev | x_t, x0) for any earlier step `prev` (Ho et al. 2020, eq. 7).
+
+    With alpha = alpha_bar / alpha_bar_prev it is
+
+        sqrt(alpha_bar_prev) (1 - alpha) / (1 - alpha_bar) x0
+        + sqrt(alpha) (1 - alpha_bar_prev) / (1 - alpha_bar) x.
+    """
     alpha = alpha_bar / alpha_bar_prev
     of_x0 = alpha_bar_prev.sqrt() * (1.0 - alpha) / (1.0 - alpha_bar)
     of_x = alpha.sqrt() * (1.0 - alpha_bar_prev) / (1.0 - alpha_bar)
@@ -208,25 +231,28 @@ def posterior_mean(x0: Tensor, x: Tensor, alpha_bar: Tensor, alpha_bar_prev: Ten
 
 
 def posterior_variance(alpha_bar: Tensor, alpha_bar_prev: Tensor) -> Tensor:
-    """The variance of q(x_prev | x_t, x0) (Ho et al. 2020, eq. 7); 0 where prev is clean."""
+    """Return the variance of q(x_prev | x_t, x0), 0 if `prev` is the clean image.
+
+    (1 - alpha_bar / alpha_bar_prev) (1 - alpha_bar_prev) / (1 - alpha_bar) (Ho et al. 2020, eq. 7).
+    """
     beta = 1.0 - alpha_bar / alpha_bar_prev
     return beta * (1.0 - alpha_bar_prev) / (1.0 - alpha_bar)
 
 
 def lookup(table: Mapping[str, T], name: str, what: str) -> T:
-    """The entry of a table of methods, or a ValueError that names the choices."""
+    """Return an entry of a table of methods. Raises ValueError, which lists the choices."""
     if name not in table:
-        raise ValueError(f"{what}: {name!r} given; known are {', '.join(table)}.")
+        raise ValueError(f"{what}: got {name!r}; must be one of {', '.join(table)}.")
     return table[name]
 
 
 def _scales(alpha_bar: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """sqrt(alpha_bar) and sqrt(1 - alpha_bar), shaped and typed for x."""
+    """Return sqrt(alpha_bar) and sqrt(1 - alpha_bar), shaped and typed for x."""
     return _spread(alpha_bar.sqrt(), x), _spread((1.0 - alpha_bar).sqrt(), x)
 
 
 def _spread(coefficient: Tensor, x: Tensor) -> Tensor:
-    """A coefficient a sample, (B,), as (B, 1, ...) of x's dtype; other shapes broadcast as is."""
+    """Return a coefficient in x's dtype; if it is (B,), as (B, 1, ...) to broadcast with x."""
     if coefficient.ndim == 1:
         coefficient = coefficient.view(-1, *[1] * (x.ndim - 1))
     return coefficient.to(x.dtype)

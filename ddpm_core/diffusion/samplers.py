@@ -1,7 +1,8 @@
-"""From noise to images: the update rules, and the one loop that runs them.
+"""Samplers: update rules that turn noise into images, and the loop that applies them.
 
-A rule sees the image x at a level of noise, may ask for the clean image behind it and for fresh
-noise, and gives x at the following level. Loop, clipping and callback are `run`'s and `sample`'s.
+A rule gets the image x at one noise level and returns x at the next, lower level. It may call
+`denoise` for an estimate of the clean image and `noise` for fresh noise. To add a sampler, add a
+function that returns its levels and its rule to SAMPLERS.
 """
 
 from __future__ import annotations
@@ -25,11 +26,16 @@ VARIANCES = ("auto", "large", "small")
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """How to sample: names of SAMPLERS and SPACINGS, and their settings.
+    """How to sample.
 
-    `steps` is at most T. `spacing` and `variance` are for ddpm, `spacing` and `eta` (0..1) for
-    ddim. `variance: auto` is large for full chains and small for shortened ones. `clip` holds each
-    estimate of x0 within [-1, 1].
+    Attributes:
+        sampler: A name of SAMPLERS.
+        steps: Number of updates, 1..T.
+        spacing: A name of SPACINGS; used by ddpm and ddim.
+        eta: Share of fresh noise in ddim, 0..1.
+        variance: "large", "small" or "auto", which is large for full chains (`steps` = T) and small
+            for shortened ones; used by ddpm.
+        clip: Whether to clip each estimate of x0 to [-1, 1].
     """
 
     sampler: str
@@ -42,38 +48,53 @@ class SamplerSettings:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """A timestep, and its alpha_bar as a float64 scalar on the CPU; t = -1 is the clean image."""
+    """A noise level: a timestep and its alpha_bar, a float64 scalar on the CPU.
+
+    t = -1 is the clean image.
+    """
 
     t: int
     alpha_bar: Tensor
 
     @property
     def signal(self) -> float:
+        """The scale of the image, sqrt(alpha_bar)."""
         return math.sqrt(float(self.alpha_bar))
 
     @property
     def sigma(self) -> float:
+        """The standard deviation of the noise, sqrt(1 - alpha_bar)."""
         return math.sqrt(1.0 - float(self.alpha_bar))
 
 
 CLEAN = Level(-1, torch.ones((), dtype=torch.float64))
 Denoise = Callable[[Tensor, Level], Tensor]
 Draw = Callable[[], Tensor]
-Memory = tuple[Level, Tensor] | None  # the level before and the x0 seen there
+Previous = tuple[Level, Tensor] | None  # the last level and its estimate of x0
 
 
 class Rule(Protocol):
-    """One update from `level` to `following`; `noise()` is this update's, drawn if asked for."""
+    """One update of x from `level` to the lower level `target`.
+
+    Args:
+        denoise: Returns the estimate of x0 for an image and its level.
+        x: The image at `level`, (B, C, H, W).
+        previous: What the rule returned at the last update, None at the first.
+        noise: Returns the fresh noise of this update, (B, C, H, W).
+
+    Returns:
+        x at `target`, and what the next update gets as `previous`.
+    """
 
     def __call__(
         self,
         denoise: Denoise,
         x: Tensor,
         level: Level,
-        following: Level,
-        memory: Memory,
+        target: Level,
+        previous: Previous,
         noise: Draw,
-    ) -> tuple[Tensor, Memory]: ...
+    ) -> tuple[Tensor, Previous]: ...
 
 
 def sample(
@@ -84,11 +105,17 @@ def sample(
     noise: Callable[[int], Tensor],
     on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Draw images x0 (B, C, H, W), in the dtype of the noise.
+    """Draw images x0, (B, C, H, W), in the dtype of the noise.
 
-    `network(x, t)` takes timesteps int64 (B,) and answers with its raw output. noise(0) is the
-    start, noise(i) belongs to the i-th update, i = 1..steps; deterministic rules never ask for it.
-    `on_step(i)` follows each update. Raises ValueError for settings that the process can't meet.
+    Args:
+        network: Maps x (B, C, H, W) and timesteps int64 (B,) to the network's raw output.
+        prediction: What the network predicts, a name of PREDICTIONS.
+        noise: noise(0) is the start; noise(i) is the fresh noise of update i, 1..steps.
+            Deterministic rules call it for the start alone.
+        on_step: Called as on_step(i) after update i.
+
+    Raises:
+        ValueError: A setting is invalid or does not fit the process.
     """
     _check(settings, schedule)
     levels, rule = lookup(SAMPLERS, settings.sampler, "sampler")(schedule, settings)
@@ -110,20 +137,20 @@ def run(
     noise: Callable[[int], Tensor],
     on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Apply a rule along `levels`, noisiest first, and from the last of them to the clean image."""
-    memory: Memory = None
-    for i, (level, following) in enumerate(pairwise([*levels, CLEAN]), start=1):
-        x, memory = rule(denoise, x, level, following, memory, partial(noise, i))
+    """Apply a rule along `levels`, noisiest first, and from the last level to the clean image."""
+    previous: Previous = None
+    for i, (level, target) in enumerate(pairwise([*levels, CLEAN]), start=1):
+        x, previous = rule(denoise, x, level, target, previous, partial(noise, i))
         if on_step is not None:
             on_step(i)
     return x
 
 
 def ddpm(schedule: Schedule, settings: SamplerSettings) -> tuple[list[Level], Rule]:
-    """x_prev = posterior_mean(x0, x) + sqrt(variance) noise, no noise in the last update.
+    """Sample by x_prev = posterior_mean(x0, x) + sqrt(variance) noise, without noise at the end.
 
-    Ho et al. (2020), algorithm 2, with x0 clipped before the mean, along any `spacing`. Variance
-    `large` is beta_t, `small` the posterior's; see `reverse_variance`.
+    Ho et al. (2020), algorithm 2, with x0 clipped before the mean, along any `spacing`. The
+    variance is beta_t for `large` and the posterior's for `small`; see `reverse_variance`.
     """
     levels = _spaced(schedule, settings)
     full = len(levels) == schedule.timesteps
@@ -133,11 +160,11 @@ def ddpm(schedule: Schedule, settings: SamplerSettings) -> tuple[list[Level], Ru
     deviation = {level.t: d for level, d in zip(levels, deviations, strict=True)}
 
     def rule(
-        denoise: Denoise, x: Tensor, level: Level, following: Level, memory: Memory, noise: Draw
-    ) -> tuple[Tensor, Memory]:
+        denoise: Denoise, x: Tensor, level: Level, target: Level, previous: Previous, noise: Draw
+    ) -> tuple[Tensor, Previous]:
         x0 = denoise(x, level)
-        mean = process.posterior_mean(x0, x, level.alpha_bar, following.alpha_bar)
-        if following is CLEAN:
+        mean = process.posterior_mean(x0, x, level.alpha_bar, target.alpha_bar)
+        if target is CLEAN:
             return mean, None
         return mean + deviation[level.t].to(x.dtype) * noise(), None
 
@@ -145,23 +172,21 @@ def ddpm(schedule: Schedule, settings: SamplerSettings) -> tuple[list[Level], Ru
 
 
 def ddim(schedule: Schedule, settings: SamplerSettings) -> tuple[list[Level], Rule]:
-    """x_prev = sqrt(a_prev) x0 + sqrt(1 - a_prev - s^2) noise(x0) + s fresh noise, a = alpha_bar.
+    """Sample by x_prev = sqrt(a_prev) x0 + sqrt(1 - a_prev - s^2) noise(x0) + s fresh noise.
 
-    s = eta sqrt(posterior variance): eta = 0 is deterministic, eta = 1 along all timesteps is ddpm
-    with `variance: small`. noise(x0) is recomputed from the clipped x0. Song et al. (2021),
-    "Denoising diffusion implicit models", eqs. 12 and 16.
+    a = alpha_bar and s = eta sqrt(posterior variance): eta = 0 is deterministic, eta = 1 along all
+    timesteps is ddpm with `variance: small`. noise(x0) is computed from the clipped x0. Song
+    et al. (2021), "Denoising diffusion implicit models", eqs. 12 and 16.
     """
 
     def rule(
-        denoise: Denoise, x: Tensor, level: Level, following: Level, memory: Memory, noise: Draw
-    ) -> tuple[Tensor, Memory]:
+        denoise: Denoise, x: Tensor, level: Level, target: Level, previous: Previous, noise: Draw
+    ) -> tuple[Tensor, Previous]:
         x0 = denoise(x, level)
-        variance = settings.eta**2 * process.posterior_variance(
-            level.alpha_bar, following.alpha_bar
-        )
+        variance = settings.eta**2 * process.posterior_variance(level.alpha_bar, target.alpha_bar)
         direction = process.to_noise(x0, x, level.alpha_bar)
-        rest = math.sqrt(max(0.0, following.sigma**2 - float(variance)))
-        x = following.signal * x0 + rest * direction
+        rest = math.sqrt(max(0.0, target.sigma**2 - float(variance)))
+        x = target.signal * x0 + rest * direction
         if variance > 0.0:
             x = x + variance.sqrt().to(x.dtype) * noise()
         return x, None
@@ -170,26 +195,26 @@ def ddim(schedule: Schedule, settings: SamplerSettings) -> tuple[list[Level], Ru
 
 
 def dpmpp(schedule: Schedule, settings: SamplerSettings) -> tuple[list[Level], Rule]:
-    """x_next = (sigma_next / sigma) x - signal_next (e^-h - 1) D, h the step in ln(signal / sigma).
+    """Sample by x_next = (sigma_next / sigma) x - signal_next (e^-h - 1) D, DPM-Solver++(2M).
 
-    DPM-Solver++(2M): D = x0 + (x0 - x0_before) h / (2 h_before), the x0 alone in the first update
-    and in the last, which is the x0. Lu et al. (2022), "DPM-Solver++", algorithm 2. Steps are equal
-    in h; `spacing` is not used.
+    h is the step in ln(signal / sigma), and D = x0 + (x0 - x0_previous) h / (2 h_previous). The
+    first update has D = x0, and the last one returns x0. Lu et al. (2022), "DPM-Solver++",
+    algorithm 2. Steps have equal h; `spacing` is not used.
     """
 
     def rule(
-        denoise: Denoise, x: Tensor, level: Level, following: Level, memory: Memory, noise: Draw
-    ) -> tuple[Tensor, Memory]:
+        denoise: Denoise, x: Tensor, level: Level, target: Level, previous: Previous, noise: Draw
+    ) -> tuple[Tensor, Previous]:
         x0 = denoise(x, level)
-        if following is CLEAN:
+        if target is CLEAN:
             return x0, None
-        h = _half_log_snr(following) - _half_log_snr(level)
+        h = _half_log_snr(target) - _half_log_snr(level)
         mixed = x0
-        if memory is not None:
-            before, x0_before = memory
-            h_before = _half_log_snr(level) - _half_log_snr(before)
-            mixed = x0 + (x0 - x0_before) * (h / (2.0 * h_before))
-        x = (following.sigma / level.sigma) * x - following.signal * math.expm1(-h) * mixed
+        if previous is not None:
+            previous_level, x0_previous = previous
+            h_previous = _half_log_snr(level) - _half_log_snr(previous_level)
+            mixed = x0 + (x0 - x0_previous) * (h / (2.0 * h_previous))
+        x = (target.sigma / level.sigma) * x - target.signal * math.expm1(-h) * mixed
         return x, (level, x0)
 
     return _levels(schedule, spacings.log_snr(schedule, settings.steps)), rule
@@ -203,10 +228,11 @@ SAMPLERS: dict[str, Callable[[Schedule, SamplerSettings], tuple[list[Level], Rul
 
 
 def reverse_variance(alphas_bar: Tensor, kind: str) -> Tensor:
-    """The variance of x_prev given x along ascending timesteps, float64 (S,).
+    """Return the variance of x_prev given x along S ascending timesteps, float64 (S,).
 
-    `small` is the posterior's (0 at the first), `large` is beta with the posterior's second value
-    at the first, so that its logarithm is finite (Ho et al. 2020, section 3.2, and their code).
+    `small` is the posterior's, 0 at the first timestep. `large` is beta, but at the first timestep
+    the posterior's second value, so that its logarithm is finite (Ho et al. 2020, section 3.2, and
+    their code).
     """
     prev = torch.cat((torch.ones_like(alphas_bar[:1]), alphas_bar[:-1]))
     small = process.posterior_variance(alphas_bar, prev)
@@ -231,12 +257,12 @@ def _half_log_snr(level: Level) -> float:
 def _check(settings: SamplerSettings, schedule: Schedule) -> None:
     if not 1 <= settings.steps <= schedule.timesteps:
         raise ValueError(
-            f"steps: {settings.steps} given; a process of {schedule.timesteps} timesteps "
-            f"is sampled in 1 to {schedule.timesteps} steps."
+            f"steps: got {settings.steps}; must be from 1 to the number of timesteps, "
+            f"{schedule.timesteps}."
         )
     if not 0.0 <= settings.eta <= 1.0:
-        raise ValueError(f"eta: {settings.eta} given; a number from 0 to 1 is needed.")
+        raise ValueError(f"eta: got {settings.eta}; must be from 0 to 1.")
     if settings.variance not in VARIANCES:
         raise ValueError(
-            f"variance: {settings.variance!r} given; known are {', '.join(VARIANCES)}."
+            f"variance: got {settings.variance!r}; must be one of {', '.join(VARIANCES)}."
         )

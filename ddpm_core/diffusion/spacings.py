@@ -1,8 +1,8 @@
-"""Which timesteps a sampler visits: sequences of S of the T, ascending, int64 (S,).
+"""Spacings: the S of T timesteps that a sampler visits, ascending, int64 (S,).
 
-`uniform`, `quadratic` and `log_snr` hold exactly S distinct timesteps, the first and the last of
-their range among them; S = 1 is the last alone. Where rounding lets two fall together the later one
-moves up to the next free timestep, and those that this pushes past the last move down.
+`uniform`, `quadratic` and `log_snr` return exactly S distinct timesteps, including the first and
+the last of their range; S = 1 is the last alone. If rounding makes two of them equal, the later one
+moves up to the next free timestep; timesteps that this pushes past the last move down.
 """
 
 from __future__ import annotations
@@ -15,32 +15,34 @@ from torch import Tensor
 
 from ddpm_core.diffusion.process import Schedule
 
-LARGEST_RATIO = 120.0
+LARGEST_RATIO = 120.0  # of noise to signal where `log_snr` starts sampling
 
 
 def uniform(timesteps: int, steps: int) -> Tensor:
-    """S timesteps in equal distances from 0 to T-1, rounded (Song et al. 2021, appendix D.2).
+    """Return S timesteps in equal distances from 0 to T-1, rounded.
 
-    The published sequence, multiples of T // S, ends below T-1 (990 for 100 of 1,000).
+    After Song et al. (2021), "Denoising diffusion implicit models", appendix D.2. The published
+    sequence, multiples of T // S, ends below T-1 (at 990 for 100 of 1,000).
     """
     return distinct(_linspace(timesteps - 1.0, steps).round().long())
 
 
 def quadratic(timesteps: int, steps: int) -> Tensor:
-    """Squares of S equal distances from 0 to sqrt(T-1), rounded and made distinct.
+    """Return squares of S equal distances from 0 to sqrt(T-1), rounded and made distinct.
 
-    Denser at low noise, after Song et al. (2021), "Denoising diffusion implicit models", appendix
-    D.2, but from the first timestep to the last; see `quadratic_official`.
+    They are denser at low noise, after Song et al. (2021), "Denoising diffusion implicit models",
+    appendix D.2, but reach from the first timestep to the last; see `quadratic_official`.
     """
     return distinct(_linspace(math.sqrt(timesteps - 1.0), steps).square().round().long())
 
 
 def quadratic_official(timesteps: int, steps: int) -> Tensor:
-    """Squares of S equal distances from 0 to sqrt(0.8 T), truncated, as in the published scores.
+    """Return squares of S equal distances from 0 to sqrt(0.8 T), truncated, without repetitions.
 
-    Code of Song et al. (2021). Timesteps repeat (96 distinct of 100 for T = 1,000): a repeated one
-    would leave x as it is, so it is visited once. Sampling begins at 0.8 T, which is all but noise
-    in the linear schedule it is meant for (alpha_bar 0.0015), but not in a cosine one (0.09).
+    This is the code behind the published scores of Song et al. (2021). Some timesteps repeat there
+    (96 of 100 are distinct for T = 1,000); repeating one leaves x unchanged, so each is visited
+    once. Sampling starts at 0.8 T, which is almost pure noise in the linear schedule it was made
+    for (alpha_bar 0.0015), but not in a cosine schedule (0.09).
     """
     root = math.sqrt(0.8 * timesteps)
     distance = root / max(1, steps - 1)
@@ -56,12 +58,12 @@ SPACINGS: dict[str, Callable[[int, int], Tensor]] = {
 
 
 def log_snr(schedule: Schedule, steps: int) -> Tensor:
-    """S timesteps in equal distances of ln sigma, each moved to the nearest timestep.
+    """Return S timesteps in equal distances of ln sigma, each rounded to the nearest timestep.
 
     sigma = sqrt((1 - alpha_bar) / alpha_bar), so half the log-SNR is -ln sigma (Lu et al. 2022,
-    "DPM-Solver", section 3.3). From t = 0 to the noisiest timestep of at most LARGEST_RATIO:
-    beyond it a cosine schedule leaps (640 and 20,000 at T = 1,000). Where fewer than S timesteps
-    lie below, it begins at S-1.
+    "DPM-Solver", section 3.3). The range is from t = 0 to the last timestep with sigma of at most
+    LARGEST_RATIO: beyond it a cosine schedule jumps (to 640 and 20,000 at T = 1,000). If fewer than
+    S timesteps are in the range, it ends at S-1.
     """
     last = max(int((schedule.noise_to_signal <= LARGEST_RATIO).sum()), steps, 2) - 1
     log_ratio = schedule.noise_to_signal[: last + 1].log()
@@ -72,9 +74,9 @@ def log_snr(schedule: Schedule, steps: int) -> Tensor:
 
 
 def distinct(t: Tensor) -> Tensor:
-    """Make an ascending sequence strictly ascending, its ends unchanged; see the top of the file.
+    """Make ascending timesteps (S,) strictly ascending without changing the ends.
 
-    The range must have room for it: t[-1] - t[0] >= S - 1.
+    The module's docstring says how. Requires room for it: t[-1] - t[0] >= S - 1.
     """
     index = torch.arange(len(t))
     pushed_up = (t - index).cummax(0).values + index
@@ -82,5 +84,5 @@ def distinct(t: Tensor) -> Tensor:
 
 
 def _linspace(end: float, steps: int) -> Tensor:
-    """S numbers from 0 to `end` in equal distances, float64; `end` alone where S = 1."""
+    """Return S numbers from 0 to `end` in equal distances, float64 (S,); `end` alone if S = 1."""
     return torch.linspace(end, 0.0, steps, dtype=torch.float64).flip(0)

@@ -1,1 +1,1 @@
-"""Networks from and for other programs."""
+"""Networks of the diffusers package: import and export."""

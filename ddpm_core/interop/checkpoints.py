@@ -1,4 +1,4 @@
-"""Checkpoints of ours from diffusers' folders, and back."""
+"""Convert folders of diffusers to checkpoints of ddpm, and back."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, fingerprint
 
 
 def import_checkpoint(folder: Path, output: Path, process: Mapping[str, Any] | None = None) -> str:
-    """Write a checkpoint folder with a network of diffusers, and return what to do with it.
+    """Write a network of diffusers as a checkpoint folder, and return a message on how to use it.
 
-    `process` is settings of the section `diffusion`, for a network without a scheduler.
+    `process` has settings of the section `diffusion`, for a network without a scheduler. Raises
+    UserError if the network cannot be imported or `output` exists.
     """
     if output.exists():
-        raise UserError(f"{output} exists already; give a new folder.")
+        raise UserError(f"{output} already exists. Give a new folder.")
     found = import_folder(folder)
     network, diffusion = found.network, _diffusion(found, process or {})
     model = {
@@ -66,34 +67,41 @@ def import_checkpoint(folder: Path, output: Path, process: Mapping[str, Any] | N
         weights = {name: tensor.contiguous() for name, tensor in found.weights.items()}
         save_tensors(weights, place / WEIGHTS)
         (place / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
-    drawn = f" and sample {found.sample}" if found.sample else ""
+    sampling = f" and sample {found.sample}" if found.sample else ""
     return (
-        f"{output} holds the network of {found.part}, {model} with diffusion {diffusion}{drawn}. "
-        "To train it further, set train.init to this folder, with these settings."
+        f"Imported {found.part} into {output}: model {model}, diffusion {diffusion}{sampling}. "
+        "To train it further, use these settings and set train.init to this folder."
     )
 
 
 def _diffusion(found: Imported, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the section `diffusion`: the scheduler's, else those given."""
+    """Return the settings of the section `diffusion`, from the scheduler or from the user.
+
+    Raises UserError if a setting is missing or both contradict each other.
+    """
     if missing := [
         name for name in Diffusion.model_fields if name not in {**found.diffusion, **given}
     ]:
         raise UserError(
-            f"{found.part} has no scheduler, which says what its network predicts. Give "
+            f"{found.part} has no scheduler, which would define the diffusion process. Give "
             f"{', '.join(f'--{name}' for name in missing)} as the network was trained; the "
-            "training example of diffusers has linear, 1000 and noise as its defaults."
+            "defaults of diffusers' training example are linear, 1000 and noise."
         )
     for name, value in given.items():
         if value != found.diffusion.get(name, value):
             raise UserError(
-                f"--{name} is {value}; the scheduler of {found.part} says "
-                f"{found.diffusion[name]}. Leave the option out, or correct the scheduler."
+                f"--{name}: got {value}; the scheduler of {found.part} has "
+                f"{found.diffusion[name]}. Omit the option, or correct the scheduler."
             )
     return {**given, **found.diffusion}
 
 
 def export_checkpoint(config: Config, workspace: Workspace, step: int | None, output: Path) -> str:
-    """Write a checkpoint of the workspace as a folder for diffusers.DDPMPipeline."""
+    """Write a checkpoint of the workspace as a folder for diffusers.DDPMPipeline.
+
+    Returns a message for the user. Raises UserError if there is no checkpoint of `step` (default:
+    the newest), or diffusers cannot represent its network.
+    """
     steps = workspace.steps(SNAPSHOTS)
     if not steps:
         raise UserError(f"{workspace.uri} has no checkpoint to export: run `ddpm train` first.")
@@ -102,4 +110,4 @@ def export_checkpoint(config: Config, workspace: Workspace, step: int | None, ou
     diffusion = checkpoint.params.diffusion
     process = diffusion.schedule, diffusion.timesteps, diffusion.prediction
     notes = export_folder(model, *process, output, config.sample.variance)
-    return "\n".join([f"Step {checkpoint.step} is in {output}.", *notes])
+    return "\n".join([f"Exported step {checkpoint.step} to {output}.", *notes])

@@ -1,4 +1,4 @@
-"""Read a config of diffusers field by field: each one is carried over, or refused by its name."""
+"""Read a config of diffusers field by field: each is used, ignored, or reported by its name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields that a class of diffusers may have in its config.
+    """The fields in the config of a class of diffusers.
 
-    `classes` are the names of the classes. `carried` has the fields that mean something to us, with
-    the value of a file without them. `fixed` has the values that a field may have, the first of
-    which is diffusers' default. `ignored` are fields without an effect on what is imported.
+    Attributes:
+        classes: Names of the classes that have these fields.
+        carried: The fields that are imported, with diffusers' defaults.
+        fixed: The supported values of fields that ddpm cannot vary; diffusers' default is first.
+        ignored: Fields without an effect on what is imported.
     """
 
     classes: Collection[str]
@@ -22,25 +24,26 @@ class Fields:
     ignored: Collection[str]
 
     def read(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the carried fields, defaults filled in, and the mistakes of all others.
+        """Return the carried fields, completed by defaults, and the problems of all others.
 
-        An unknown field may only be null: what a newer version means by another value cannot be
-        known here. Names that begin with an underscore describe the file.
+        An unknown field must be null, because its meaning in a newer version of diffusers is
+        unknown. Names that start with an underscore describe the file.
         """
         kind = given.get("_class_name", next(iter(self.classes)))
         if kind not in self.classes:
-            return {}, [f"_class_name is {kind!r:.80}; it must be {' or '.join(self.classes)}"]
-        mistakes = []
+            return {}, [f"_class_name: got {kind!r:.80}; must be {' or '.join(self.classes)}"]
+        problems = []
         for name, value in sorted(given.items()):
             if name in self.fixed and value not in self.fixed[name]:
                 allowed = " or ".join(map(repr, self.fixed[name]))
-                mistakes.append(f"{name} is {value!r:.80}; only {allowed} can be imported")
+                problems.append(f"{name}: got {value!r:.80}; must be {allowed}")
             elif value is not None and not name.startswith("_") and name not in self.names:
-                mistakes.append(f"{name:.80} is {value!r:.80}; this field is unknown here")
-        return {name: given.get(name, default) for name, default in self.carried.items()}, mistakes
+                problems.append(f"{name:.80}: got {value!r:.80}; this field is unknown to ddpm")
+        return {name: given.get(name, default) for name, default in self.carried.items()}, problems
 
     @property
     def names(self) -> set[str]:
+        """All known fields."""
         return {*self.carried, *self.fixed, *self.ignored}
 
     @property

@@ -1,4 +1,4 @@
-"""The config of diffusers' schedulers, to and from the settings of a diffusion process."""
+"""Convert configs of diffusers' schedulers to and from the settings of a diffusion process."""
 
 from __future__ import annotations
 
@@ -29,40 +29,43 @@ FIELDS = Fields(
         "steps_offset": (0,),
         "set_alpha_to_one": (True,),
     },
-    # They belong to thresholding.
+    # Used with thresholding alone.
     ignored=("dynamic_thresholding_ratio", "sample_max_value"),
 )
 _SCHEDULES = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 _PREDICTIONS = {"noise": "epsilon", "x0": "sample", "v": "v_prediction"}
-# fixed_small_log computes the same variance, as the exponential of its logarithm.
+# fixed_small_log is the same variance, computed as the exponential of its logarithm.
 _VARIANCES = {"fixed_large": "large", "fixed_small": "small", "fixed_small_log": "small"}
 
 
 def to_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of the sections `diffusion` and `sample`. Raises UserError."""
-    values, mistakes = FIELDS.read(given)
+    """Return the settings of the sections `diffusion` and `sample` for a scheduler's config.
+
+    Raises UserError, which lists all problems, if ddpm does not support the scheduler.
+    """
+    values, problems = FIELDS.read(given)
     if values:
-        mistakes += _process_mistakes(values)
-    if mistakes:
+        problems += _process_problems(values)
+    if problems:
         raise UserError(
-            "The scheduler is not supported:\n  " + "\n  ".join(mistakes) + "\nIf the network was "
-            "trained with such a process, it can't be used here. Where the field only changes how "
-            "images are drawn, change it in scheduler_config.json and import again."
+            "Unsupported scheduler:\n  " + "\n  ".join(problems) + "\nIf the network was trained "
+            "with these values, ddpm cannot use it. If they only change how images are drawn, "
+            "change them in scheduler_config.json and import it again."
         )
     diffusion = {
-        "schedule": _own(_SCHEDULES, values["beta_schedule"]),
+        "schedule": _key_of(_SCHEDULES, values["beta_schedule"]),
         "timesteps": values["num_train_timesteps"],
-        "prediction": _own(_PREDICTIONS, values["prediction_type"]),
+        "prediction": _key_of(_PREDICTIONS, values["prediction_type"]),
     }
     return diffusion, {"variance": _VARIANCES[values["variance_type"]]}
 
 
-def _process_mistakes(values: Mapping[str, Any]) -> list[str]:
+def _process_problems(values: Mapping[str, Any]) -> list[str]:
     timesteps = values["num_train_timesteps"]
     if not isinstance(timesteps, int) or timesteps < 1:
         raise ValueError(f"num_train_timesteps is {timesteps!r:.80}")
-    mistakes = [
-        f"{field} is {values[field]!r:.80}; only {', '.join(allowed)} can be imported"
+    problems = [
+        f"{field}: got {values[field]!r:.80}; must be one of {', '.join(allowed)}"
         for field, allowed in (
             ("beta_schedule", _SCHEDULES.values()),
             ("prediction_type", _PREDICTIONS.values()),
@@ -71,27 +74,35 @@ def _process_mistakes(values: Mapping[str, Any]) -> list[str]:
         if values[field] not in allowed
     ]
     for field in ("beta_start", "beta_end"):
-        wanted = FIELDS.carried[field] * 1000 / timesteps
+        expected = FIELDS.carried[field] * 1000 / timesteps
         linear = values["beta_schedule"] == "linear"
-        if linear and not math.isclose(values[field], wanted, rel_tol=1e-6):
-            mistakes.append(
-                f"{field} is {values[field]!r:.80}; at {timesteps} timesteps it must be {wanted:g}"
+        if linear and not math.isclose(values[field], expected, rel_tol=1e-6):
+            problems.append(
+                f"{field}: got {values[field]!r:.80}; must be {expected:g} for {timesteps} "
+                "timesteps"
             )
-    return mistakes
+    return problems
 
 
-def _own(names: Mapping[str, str], their: str) -> str:
-    return next(own for own, name in names.items() if name == their)
+def _key_of(names: Mapping[str, str], value: str) -> str:
+    return next(key for key, name in names.items() if name == value)
 
 
 def from_settings(name: str, timesteps: int, prediction: str, variance: str) -> dict[str, Any]:
-    """Return the config of a DDPMScheduler. Raises UserError.
+    """Return the config of a DDPMScheduler.
 
-    `auto` as the variance is Ho's larger one, that of a full chain. x0 is clipped to [-1, 1].
+    The variance `auto` becomes Ho's larger one, that of a full chain. x0 is clipped to [-1, 1].
+    Raises UserError if diffusers has no such schedule or prediction.
     """
-    for given, known in ((name, _SCHEDULES), (prediction, _PREDICTIONS)):
+    for setting, given, known in (
+        ("diffusion.schedule", name, _SCHEDULES),
+        ("diffusion.prediction", prediction, _PREDICTIONS),
+    ):
         if given not in known:
-            raise UserError(f"diffusers has no {given!r}; {', '.join(known)} can be exported.")
+            raise UserError(
+                f"{setting}: diffusers does not support {given!r}; must be one of "
+                f"{', '.join(known)} to be exported."
+            )
     scheduler = {
         "_class_name": "DDPMScheduler",
         "_diffusers_version": "0.32.0",
@@ -103,5 +114,5 @@ def from_settings(name: str, timesteps: int, prediction: str, variance: str) -> 
         "prediction_type": _PREDICTIONS[prediction],
         "variance_type": "fixed_small" if variance == "small" else "fixed_large",
     }
-    del scheduler["set_alpha_to_one"]  # DDIMScheduler's
+    del scheduler["set_alpha_to_one"]  # a field of DDIMScheduler alone
     return scheduler

@@ -1,7 +1,7 @@
-"""The tensors of diffusers' UNet2DModel, to and from ours: the same numbers under other names.
+"""Rename the tensors of diffusers' UNet2DModel to those of UNet, and back.
 
-Ours joins linear layers that have one input: query, key and value, and the projections of the time
-embedding of all residual blocks.
+The values are the same, but UNet joins linear layers with the same input into one: query, key and
+value, and the projections of the time embedding for all residual blocks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from torch import Tensor
 from ddpm_core.errors import UserError
 from ddpm_core.models.unet import Attention, ResidualBlock, Stage, UNet
 
-Names = tuple[str, list[str]]  # of ours, and of those of UNet2DModel that, joined, are it
+Names = tuple[str, list[str]]  # a name in UNet, and the names in UNet2DModel that it joins
 _OLD_NAMES = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
 
 
 def to_weights(unet: UNet, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state_dict for `unet`, float32, from UNet2DModel's tensors. Raises UserError."""
+    """Return the state_dict for `unet`, float32, from UNet2DModel's tensors.
+
+    Raises UserError if tensors are missing, unknown or of the wrong shape.
+    """
     left, weights, names = dict(given), {}, _their_tensors(unet)
     for name, tensor in unet.state_dict().items():
         parts = [_take(left, theirs) for theirs in names[name]]
@@ -28,16 +31,16 @@ def to_weights(unet: UNet, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
             weights[name] = torch.cat([part.float() for part in parts])
         else:
             raise UserError(
-                f"The weights of {name} have shape {[tuple(part.shape) for part in parts]}; their "
-                f"config.json asks for {tuple(tensor.shape)} in all."
+                f"{', '.join(names[name])}: got shapes {[tuple(part.shape) for part in parts]}; "
+                f"must be {tuple(tensor.shape)} together, according to config.json."
             )
     if left:
-        raise UserError(f"The weights have {min(left)}, of which their config.json knows nothing.")
+        raise UserError(f"The weights contain {min(left)}, which config.json does not describe.")
     return weights
 
 
 def from_weights(unet: UNet) -> dict[str, Tensor]:
-    """UNet2DModel's tensors, float32 on the CPU."""
+    """Return UNet2DModel's tensors for the weights of `unet`, float32 on the CPU."""
     tensors, names = {}, _their_tensors(unet)
     for name, tensor in unet.state_dict().items():
         theirs = names[name]
@@ -52,25 +55,25 @@ def _take(left: dict[str, Tensor], name: str) -> Tensor:
     for candidate in (name, _old_name(name)):
         if candidate in left:
             return left.pop(candidate)
-    raise UserError(f"The weights lack {name}, which their config.json asks for.")
+    raise UserError(f"{name} is missing in the weights; config.json requires it.")
 
 
 def _old_name(name: str) -> str:
-    """What diffusers called the layers of attention before its version 0.15."""
+    """Return the name of a tensor in diffusers before version 0.15."""
     for new, old in _OLD_NAMES.items():
         name = name.replace(f".{new}.", f".{old}.")
     return name
 
 
 def _their_tensors(unet: UNet) -> dict[str, list[str]]:
-    """Our tensors, and UNet2DModel's for each."""
+    """Return the names of UNet2DModel's tensors for each tensor of UNet."""
     modules = _their_modules(unet)
     names = [(name, *name.rpartition(".")) for name in unet.state_dict()]
     return {name: [f"{their}.{kind}" for their in modules[own]] for name, own, _, kind in names}
 
 
 def _their_modules(unet: UNet) -> dict[str, list[str]]:
-    """Our modules that hold tensors, and UNet2DModel's for each."""
+    """Return the names of UNet2DModel's modules for each module of UNet that has tensors."""
     names = {
         "conv_in": ["conv_in"],
         "time_embedding.linear1": ["time_embedding.linear_1"],
@@ -89,7 +92,7 @@ def _their_modules(unet: UNet) -> dict[str, list[str]]:
 
 
 def _stages(unet: UNet) -> Iterator[tuple[Stage, str, str, int]]:
-    """Each stage, its name, and of UNet2DModel's the block's name and the place in it."""
+    """Yield each stage, its name, and the name of UNet2DModel's block with the index in it."""
     for part, theirs in (("down", "down_blocks"), ("middle", "mid_block"), ("up", "up_blocks")):
         block, index = 0, 0
         for number, layer in enumerate(unet.get_submodule(part).children()):

@@ -1,7 +1,7 @@
-"""The config.json of diffusers' UNet2DModel, to and from ours.
+"""Convert the config.json of diffusers' UNet2DModel to and from UNetConfig.
 
-Networks of the plain blocks, with and without attention, are carried over whole. What UNet2DModel
-can do beyond them, or ours beyond UNet2DModel, is named and refused.
+Supports networks of the plain blocks, with and without attention. Anything else is reported by the
+name of its field.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ddpm_core.interop.fields import Fields
 from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import Norm, UNet
 
-_SAME = ("downsample_padding", "flip_sin_to_cos", "freq_shift", "norm_eps")  # and of equal meaning
+# Fields with the same name and meaning in both.
+_SAME = ("downsample_padding", "flip_sin_to_cos", "freq_shift", "norm_eps")
 FIELDS = Fields(
     classes=("UNet2DModel",),
     carried={
@@ -48,8 +49,8 @@ FIELDS = Fields(
         "time_embedding_type": ("positional",),
         "upsample_type": ("conv",),
     },
-    # The first belongs to another type of time embedding, the others to EMAModel, which writes its
-    # settings into the config of the network that it averages.
+    # The first is for a different type of time embedding. The others are settings of EMAModel,
+    # which writes them into the config of the network that it averages.
     ignored=(
         "num_train_timesteps",
         *("decay", "inv_gamma", "min_decay", "optimization_step", "power"),
@@ -61,46 +62,45 @@ _UP = {"UpBlock2D": False, "AttnUpBlock2D": True}
 
 
 def to_config(given: Mapping[str, Any]) -> UNetConfig:
-    """Return the network that a UNet2DModel's config.json describes. Raises UserError, Corrupt."""
-    values, mistakes = FIELDS.read(given)
+    """Return the network that a UNet2DModel's config.json describes.
+
+    Raises UserError, which lists all problems, if ddpm does not support the network.
+    """
+    values, problems = FIELDS.read(given)
     if values:
-        mistakes += _mistakes(values)
-    if not mistakes:
+        problems += _problems(values)
+    if not problems:
         try:
-            config = _config(values)
+            return _config(values)
         except ValueError as error:
-            mistakes.append(f"{error!s:.300}")
-        else:
-            return config
-    raise UserError("This UNet2DModel is not supported:\n  " + "\n  ".join(mistakes))
+            problems.append(f"{error!s:.300}")
+    raise UserError("Unsupported UNet2DModel:\n  " + "\n  ".join(problems))
 
 
-def _mistakes(values: Mapping[str, Any]) -> list[str]:
-    mistakes = []
+def _problems(values: Mapping[str, Any]) -> list[str]:
+    problems = []
     size = values["sample_size"]
     if not isinstance(size, int) and (not isinstance(size, list | tuple) or len(set(size)) != 1):
-        mistakes.append(f"sample_size is {size!r:.80}; it must be one number, or equal ones")
+        problems.append(f"sample_size: got {size!r:.80}; must be a number or equal numbers")
     channels = (values["in_channels"], values["out_channels"])
     if channels not in ((1, 1), (3, 3)):
-        mistakes.append(
-            f"in_channels and out_channels are {channels!r:.80}; both must be 1 or both 3"
+        problems.append(
+            f"in_channels, out_channels: got {channels!r:.80}; must be both 1 or both 3"
         )
     for field, known in (("down_block_types", _DOWN), ("up_block_types", _UP)):
-        if other := [kind for kind in values[field] if kind not in known]:
-            mistakes.append(
-                f"{field} has {other[0]!r:.80}; only {', '.join(known)} can be imported"
-            )
+        if unsupported := [kind for kind in values[field] if kind not in known]:
+            problems.append(f"{field}: got {unsupported[0]!r:.80}; must be {' or '.join(known)}")
     lengths = [
         len(values[field]) for field in ("block_out_channels", "down_block_types", "up_block_types")
     ]
     if len(set(lengths)) > 1:
-        mistakes.append(
-            "block_out_channels, down_block_types and up_block_types have the lengths "
-            f"{lengths}; they must be equal"
+        problems.append(
+            "block_out_channels, down_block_types, up_block_types: got lengths "
+            f"{lengths}; must be equal"
         )
     if values["norm_num_groups"] is None:
-        mistakes.append("norm_num_groups is None; it must be a number")
-    return mistakes
+        problems.append("norm_num_groups: got None; must be a number")
+    return problems
 
 
 def _config(values: Mapping[str, Any]) -> UNetConfig:
@@ -135,14 +135,19 @@ def _ratio(width: int, first: int) -> int | float:
 
 
 def from_unet(unet: UNet) -> dict[str, Any]:
-    """Return the config.json of a UNet2DModel that computes what `unet` does. Raises UserError."""
+    """Return the config.json of a UNet2DModel that computes the same as `unet`.
+
+    Raises UserError if there is none.
+    """
     config = unet.config
     if config.conditioning == "text":
-        raise UserError("A network conditioned on text can't be exported: UNet2DModel has none.")
+        raise UserError(
+            "model.conditioning: got text; must be none or class for the network to be exported."
+        )
     if config.multipliers[0] != 1:
         raise UserError(
-            f"model.multipliers is {list(config.multipliers)}; UNet2DModel can express only "
-            "networks whose first multiplier is 1."
+            f"model.multipliers: got {list(config.multipliers)}; the first must be 1 for the "
+            "network to be exported."
         )
     down, up = config.attends
     shift, half = config.freq_shift, config.channels // 2
@@ -155,7 +160,7 @@ def from_unet(unet: UNet) -> dict[str, Any]:
         "block_out_channels": config.widths,
         "down_block_types": ["AttnDownBlock2D" if attends else "DownBlock2D" for attends in down],
         "dropout": config.dropout,
-        # With one frequency a shift of 1 divides 0 by 0 there.
+        # With one frequency, UNet2DModel would divide 0 by 0 for a shift of 1.
         "freq_shift": 0 if shift == half else shift,
         "in_channels": config.in_channels,
         "layers_per_block": config.blocks,
@@ -173,19 +178,19 @@ def _head_dim(config: UNetConfig) -> int | None:
     widths = config.attention_widths
     if len(widths) > 1:
         raise UserError(
-            f"model.heads is {config.heads} at layers of {widths} channels; UNet2DModel has one "
-            "size of a head for all layers, so this network can't be exported."
+            f"model.heads: got {config.heads}, for layers of {widths} channels; must be 1 for the "
+            "network to be exported, because UNet2DModel has one head size for all layers."
         )
     return widths[0] // config.heads
 
 
 def _groups(unet: UNet) -> int:
-    """Return the groups of each norm, if all have as many. Raises UserError."""
+    """Return the number of groups that all norms have. Raises UserError if it differs."""
     groups = sorted({norm.num_groups for norm in unet.modules() if isinstance(norm, Norm)})
     if len(groups) > 1:
         raise UserError(
-            f"The norms of this network have {groups} groups, as an earlier version of ddpm gave "
-            "them; UNet2DModel has one number for all, so it can't be exported. Networks that are "
-            "trained from the start now have one number."
+            f"The norms of this network, which an earlier version of ddpm made, have {groups} "
+            "groups. It cannot be exported, because UNet2DModel has one number for all norms. "
+            "Train the network again: this version uses one number."
         )
     return groups[0]

@@ -244,14 +244,14 @@ class PackedConv2d(Conv2d):
     @torch.no_grad()
     def pack(self) -> None:
         """Lay the weights out; later changes of the weights have no effect."""
-        self._place = self.padding, self.stride, self.dilation, self.groups
+        self._geometry = self.padding, self.stride, self.dilation, self.groups
         reorder = torch.ops.mkldnn._reorder_convolution_weight
-        self.packed = reorder(self.weight, *self._place, None)
+        self.packed = reorder(self.weight, *self._geometry, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in, H, W) -> (B, out, H', W')."""
         convolved: Tensor = torch.ops.mkldnn._convolution_pointwise(
-            x.bfloat16(), self.packed, self.bias, *self._place, "none", [], ""
+            x.bfloat16(), self.packed, self.bias, *self._geometry, "none", [], ""
         )
         return convolved
 
@@ -262,7 +262,7 @@ class PackedConv2d(Conv2d):
             residual.bfloat16(),
             self.packed,
             self.bias,
-            *self._place,
+            *self._geometry,
             "add",
             1.0,
             None,
@@ -287,19 +287,25 @@ class PackedUpsample(FastUpsample):
     """FastUpsample with its bfloat16 weights laid out once, as PackedConv2d's are."""
 
     packed: Any = None  # an opaque tensor
-    _place = (1, 1), (0, 0), (2, 2), (1, 1), 1  # padding, output padding, stride, dilation, groups
+    _geometry = (
+        (1, 1),
+        (0, 0),
+        (2, 2),
+        (1, 1),
+        1,
+    )  # padding, output padding, stride, dilation, groups
 
     @torch.no_grad()
     def pack(self) -> None:
         """Lay the weights out; later changes of the weights have no effect."""
         (weight,) = self.combined()
         reorder = torch.ops.mkldnn._reorder_convolution_transpose_weight
-        self.packed = reorder(weight, *self._place, None)
+        self.packed = reorder(weight, *self._geometry, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, 2 * H, 2 * W)."""
         doubled: Tensor = torch.ops.mkldnn._convolution_transpose_pointwise(
-            x.bfloat16(), self.packed, self.conv.bias, *self._place, "none", [], ""
+            x.bfloat16(), self.packed, self.conv.bias, *self._geometry, "none", [], ""
         )
         return doubled
 

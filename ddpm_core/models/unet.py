@@ -58,8 +58,10 @@ class UNet(nn.Module):
         self.conv_out = Conv2d(self.time_sizes[-1], config.in_channels, 3, padding=1)
 
     def _down(self, config: UNetConfig, skips: list[int]) -> nn.ModuleList:
-        """Return the levels from the largest images to the smallest; append to `skips` the width
-        of every layer's output."""
+        """Return the levels from the largest images to the smallest.
+
+        Appends the width of every layer's output to `skips`.
+        """
         layers = nn.ModuleList()
         for level, width in enumerate(config.widths):
             for _ in range(config.blocks):
@@ -76,7 +78,7 @@ class UNet(nn.Module):
         return nn.ModuleList(stages)
 
     def _up(self, config: UNetConfig, skips: list[int]) -> nn.ModuleList:
-        """Return the levels back to the largest images; each stage also reads one of `skips`."""
+        """Return the levels back to the largest images. Each stage also reads one of `skips`."""
         layers = nn.ModuleList()
         for level, width in reversed(list(enumerate(config.widths))):
             for _ in range(config.blocks + 1):
@@ -121,6 +123,7 @@ class UNet(nn.Module):
         """
         self._check(x, condition)
         times = self._times(t, condition, drop)
+        # Down: keep every output, so that the way up at the same resolution can read it.
         h = self.conv_in(x).contiguous(memory_format=self.memory_format)
         skips = [h]
         for layer in self.down:

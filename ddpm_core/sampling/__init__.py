@@ -1,1 +1,1 @@
-"""Images from a trained network: the plan, the drawing, and what is kept of it."""
+"""Sampling: draw images from checkpoints in shards and store them with a manifest."""

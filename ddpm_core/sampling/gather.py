@@ -1,6 +1,6 @@
-"""The manifest that makes a whole of shards, and the samples that it lists.
+"""Gather the shards of a checkpoint into samples: write, check and open their manifest.
 
-Whoever ends last gathers, and several may at once: they write the same.
+The worker that finishes last gathers. Several workers may do so at once: they write the same.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ddpm_core.storage.manifest import FileRecord
 from ddpm_core.storage.workspace import GRID, Workspace, samples_key
 
 SHOWN = 64  # images in the grid
-SINGLES = "png"
+SINGLES = "png"  # the folder with a file per image
 LABELS = "labels.npy"
-LISTED = 8  # shards that are named
-# Of a manifest, what the fingerprint does not stand for; all else are facts of plan.recipe.
-_BESIDE = {"png", "samples_fingerprint", "shards", "files", "pictures"}
+LISTED = 8  # shards that a message names
+# Fields of a manifest that are not part of the fingerprint; all others are (see plan.recipe).
+_EXTRA = {"png", "samples_fingerprint", "shards", "files", "pictures"}
 
 
 class Gathered(Schema):
@@ -50,16 +50,22 @@ class Gathered(Schema):
     weights: str
     data_fingerprint: str
     train_fingerprint: str
-    png: bool = False  # whether each image is a file in png/ too
+    png: bool = False  # whether each image is also a file in png/
     samples_fingerprint: str
     shards: Annotated[list[str], Field(min_length=1)]
     files: dict[str, FileRecord]
-    pictures: dict[str, Count] = Field(default={})  # bytes of those to look at
+    pictures: dict[str, Count] = Field(default={})  # sizes in bytes of the images for people
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The images of a checkpoint, memory-mapped shard by shard, with what they are evidence of."""
+    """The samples of a checkpoint.
+
+    Attributes:
+        shards: Memory-mapped images, uint8 (n, H, W, C) each.
+        labels: The class of each image, int64 (n,), or None.
+        evidence: The manifest: where the images come from.
+    """
 
     shards: list[Pixels]
     labels: NDArray[np.int64] | None
@@ -70,51 +76,50 @@ class Samples:
 
     @property
     def images(self) -> Pixels:
-        """uint8 (n, H, W, C); memory-mapped where there is one shard."""
+        """All images, uint8 (n, H, W, C); memory-mapped if there is one shard."""
         return self.shards[0] if len(self.shards) == 1 else np.concatenate(self.shards)
 
 
 def open_samples(workspace: Workspace, step: int) -> Samples:
-    """The gathered samples of a step. Raises Corrupt if they are absent or not what was written."""
+    """Return the gathered samples of a step. Raises Corrupt if they are missing or damaged."""
     key = samples_key(step)
     evidence = workspace.read_json(f"{key}/{MANIFEST}", Gathered)
     if not evidence:
         raise Corrupt(f"The checkpoint of step {step} has no complete samples: run `ddpm sample`.")
     folder = workspace.path(key)
-    again = f"remove {key} and run `ddpm sample`."
+    again = f"Remove {key} and run `ddpm sample`."
     if not _is_recipe(evidence):
         raise Corrupt(
-            f"{key}/{MANIFEST} was changed, or is of another version: its fingerprint is not of "
-            f"the settings that it names: {again}"
+            f"{key}/{MANIFEST} was changed, or another version of ddpm wrote it: its fingerprint "
+            f"does not match its settings. {again}"
         )
     for name, file in evidence["files"].items():
         path = inside(folder, name)
         if not path.is_file() or sha256_of(path) != file["sha256"]:
-            raise Corrupt(f"{key}/{name} is missing or was changed: {again}")
+            raise Corrupt(f"{key}/{name} is missing or was changed. {again}")
     if not set(evidence["shards"]) <= set(evidence["files"]):
-        raise Corrupt(f"{key}/{MANIFEST} lists shards without their checksums: {again}")
+        raise Corrupt(f"{key}/{MANIFEST} is damaged: it lists shards without checksums. {again}")
     arrays = [open_array(folder / name) for name in evidence["shards"]]
     if any(array.dtype != np.uint8 or array.ndim != 4 for array in arrays):
-        raise Corrupt(f"A shard of {key} holds no images: {again}")
+        raise Corrupt(f"{key} is damaged: a shard does not contain images. {again}")
     if (images := sum(map(len, arrays))) != evidence["count"]:
-        raise Corrupt(f"{key} holds {images} images; {evidence['count']} were written: {again}")
+        raise Corrupt(f"{key} has {images} images; must have {evidence['count']}. {again}")
     if len({array.shape[1:] for array in arrays}) > 1:
-        raise Corrupt(f"The shards of {key} hold images of several sizes: {again}")
+        raise Corrupt(f"{key} is damaged: its shards differ in image size. {again}")
     labels = None
     if LABELS in evidence["files"]:
         labels = np.array(open_array(folder / LABELS))
         classes = range(len(evidence["classes"]))
         fits = labels.dtype == np.int64 and labels.shape == (images,)
         if not fits or not np.isin(labels, classes).all():
-            raise Corrupt(f"{key}/{LABELS} does not fit the images: {again}")
+            raise Corrupt(f"{key}/{LABELS} does not match the images. {again}")
     return Samples(arrays, labels, evidence)
 
 
 def complete(workspace: Workspace, recipe: dict[str, Any], thorough: bool = False) -> bool:
-    """Whether the gathered samples of a step are those of this recipe, and there.
+    """Return whether a step has complete samples of this recipe.
 
-    By the sizes of their files, or `thorough` by the checksums too; single pictures by their
-    number.
+    Checks the sizes of files, if `thorough` also their checksums, and the number of single PNGs.
     """
     key, storage = samples_key(recipe["step"]), workspace.storage
     found = workspace.read_json(f"{key}/{MANIFEST}", Gathered)
@@ -134,22 +139,23 @@ def complete(workspace: Workspace, recipe: dict[str, Any], thorough: bool = Fals
 
 
 def _is_recipe(evidence: dict[str, Any]) -> bool:
-    """Whether what a manifest says of the images is what its fingerprint stands for."""
-    facts = {name: value for name, value in evidence.items() if name not in _BESIDE}
+    """Return whether the fingerprint of a manifest matches its facts."""
+    facts = {name: value for name, value in evidence.items() if name not in _EXTRA}
     return plan.fingerprint_of(facts) == str(evidence["samples_fingerprint"])
 
 
 def try_gather(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> bool:
-    """Write the manifest of a checkpoint's samples if all shards are there, else say which not.
+    """Write the manifest of a checkpoint's samples if all shards are finished.
 
-    Raises UserError where another sample puts its own in their place meanwhile.
+    Otherwise prints which shards are missing and returns False. Raises UserError if another
+    `ddpm sample` replaces shards at the same time.
     """
     if complete(workspace, recipe):
         return True
     shards = plan.shards(config.sample)
-    waits = waiting(workspace, recipe, shards)
-    if waits:
-        say(f"sample: step {recipe['step']} still waits for {waits}.")
+    missing = waiting(workspace, recipe, shards)
+    if missing:
+        say(f"sample: step {recipe['step']} still waits for {missing}.")
         return False
     parts = ShardStore(workspace, recipe)
     try:
@@ -159,8 +165,8 @@ def try_gather(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> 
         now = waiting(workspace, recipe, shards)
         raise UserError(
             f"The samples of step {recipe['step']} were changed while they were gathered"
-            f"{now and f': {now}'}. Another `ddpm sample` is at work in this workspace: wait for "
-            "it, then run this one again."
+            f"{now and f': {now}'}. Another `ddpm sample` is running in this workspace: wait for "
+            "it, then re-run this one."
         ) from error
     _write_manifest(workspace, recipe, files, made)
     records = [f"{shard.name}.json" for shard in shards]
@@ -169,22 +175,22 @@ def try_gather(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> 
 
 
 def waiting(workspace: Workspace, recipe: dict[str, Any], shards: list[Shard]) -> str:
-    """The shards that are not there whole, each with the reason if it is not merely missing."""
+    """Return the names of unfinished shards, with the reason unless they are just missing."""
     parts = ShardStore(workspace, recipe)
     found = [(shard.name, parts.problem(shard)) for shard in shards]
-    told = [
+    unfinished = [
         name if problem == "missing" else f"{name} ({problem})"
         for name, problem in found
         if problem
     ]
-    more = f" and {len(told) - LISTED} others" if len(told) > LISTED else ""
-    return ", ".join(told[:LISTED]) + more
+    more = f" and {len(unfinished) - LISTED} others" if len(unfinished) > LISTED else ""
+    return ", ".join(unfinished[:LISTED]) + more
 
 
 def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> dict[str, bytes]:
-    """The grid, the labels of a conditional model, single PNGs where asked for.
+    """Write the grid, the labels of a class-conditional model, and single PNGs if requested.
 
-    The contents of the first two, by name.
+    Returns the contents of grid and labels by name.
     """
     key = samples_key(recipe["step"])
     first = np.stack(list(islice(_images(config, workspace, key), SHOWN)))
@@ -202,9 +208,9 @@ def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) 
 
 
 def _write_singles(config: Config, workspace: Workspace, key: str) -> None:
-    """Each image as png/NNNNNN.png; what else lies there, of an earlier recipe, goes.
+    """Write each image as png/NNNNNN.png, then remove other files there, of an earlier recipe.
 
-    Afterwards, so that another gatherer at the same work loses none.
+    In this order, another worker that does the same never finds a file missing.
     """
     written = set()
     for number, image in enumerate(_images(config, workspace, key)):
@@ -220,7 +226,7 @@ def _singles(workspace: Workspace, key: str) -> list[str]:
 
 
 def _images(config: Config, workspace: Workspace, key: str) -> Iterator[Pixels]:
-    """All images (H, W, C) in order; a shard is fetched when it is reached."""
+    """Yield all images (H, W, C) in order; each shard is downloaded when it is reached."""
     for shard in plan.shards(config.sample):
         yield from open_array(workspace.path(f"{key}/{shard.name}.npy"))
 
@@ -231,7 +237,11 @@ def _write_manifest(
     files: dict[str, dict[str, Any]],
     made: dict[str, bytes],
 ) -> None:
-    """Sizes and checksums of what this recipe made: what another puts there is not taken for it."""
+    """Write the manifest with the sizes and checksums of this recipe's files.
+
+    `files` and `made` come from this process, so a file that another recipe puts in their place
+    does not match.
+    """
     manifest = {
         **recipe,
         "shards": list(files),

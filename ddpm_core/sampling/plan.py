@@ -1,7 +1,7 @@
-"""What there is to sample: which checkpoints, and how their images are cut into shards.
+"""Plan a sampling run: which checkpoints to sample, and how their images divide into shards.
 
-Images are drawn in chunks of `sample.batch_size`: image i in chunk i // batch_size, whoever draws
-it. A shard takes whole chunks, so that one worker and forty draw the same bytes.
+Images are drawn in chunks of `sample.batch_size`: image i is in chunk i // batch_size for every
+worker. A shard has whole chunks, so that one worker and forty draw the same bytes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ddpm_core.scores import best_to_sample, read_rows
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, fingerprint
 
 T = TypeVar("T")
-Tell = Callable[[str], None]
-MENDING = "Put back a copy of the file; the newest checkpoint is trained again by `ddpm train`."
+Warn = Callable[[str], None]
+REPAIR = "Restore the file from a copy, or run `ddpm train` to train the newest checkpoint again."
 
-# What a checkpoint was trained with where guidance can't work, and what it would work with.
+# The setting that makes guidance impossible -> its value in the checkpoint, and a value that works.
 _UNGUIDED = {
     "model.conditioning": ("model.conditioning none", "conditioning class or text"),
     "train.label_drop": (
-        "train.label_drop 0, and so never without its condition",
+        "train.label_drop 0, so it never learned to draw without a condition",
         "label_drop 0.1",
     ),
 }
@@ -37,7 +37,7 @@ _UNGUIDED = {
 
 @dataclass(frozen=True)
 class Shard:
-    """Images [start, stop) of a run of `count`, in whole chunks of `batch_size`."""
+    """Shard `number` of `of`: images [start, stop) out of `count`, in chunks of `batch_size`."""
 
     number: int
     of: int
@@ -46,11 +46,12 @@ class Shard:
 
     @property
     def chunks(self) -> range:
+        """The numbers of the chunks in this shard."""
         total = -(-self.count // self.batch_size)
         return range(self.number * total // self.of, (self.number + 1) * total // self.of)
 
     def images(self, chunk: int) -> range:
-        """The images of a chunk that are kept; the rest of it is padding."""
+        """Return the images of a chunk. The last chunk may be shorter than `batch_size`."""
         return range(chunk * self.batch_size, min((chunk + 1) * self.batch_size, self.count))
 
     @property
@@ -67,6 +68,7 @@ class Shard:
 
 
 def shards(settings: Sample) -> list[Shard]:
+    """Return all shards of a run."""
     return [
         Shard(number, settings.shards, settings.count, settings.batch_size)
         for number in range(settings.shards)
@@ -74,41 +76,48 @@ def shards(settings: Sample) -> list[Shard]:
 
 
 def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
-    """The steps that `sample.checkpoints` means, in order. Raises UserError where one is missing.
+    """Return the steps that `sample.checkpoints` selects, ascending.
 
-    `all` is every milestone and the newest checkpoint.
+    `all` selects every milestone and the newest checkpoint. Raises UserError if a checkpoint is
+    missing.
     """
-    there = workspace.steps(SNAPSHOTS)
-    if not there:
+    available = workspace.steps(SNAPSHOTS)
+    if not available:
         raise UserError(f"{workspace.uri} has no checkpoint to sample: run `ddpm train` first.")
     wanted = config.sample.checkpoints
     if wanted == "latest":
-        return there[-1:]
+        return available[-1:]
     if wanted == "all":
-        return [step for step in there if config.train.is_milestone(step) or step == there[-1]]
+        newest = available[-1]
+        return [step for step in available if config.train.is_milestone(step) or step == newest]
     if wanted == "best":
         return [best_step(config, workspace)]
-    missing = [step for step in wanted if step not in there]
+    missing = [step for step in wanted if step not in available]
     if missing:
         raise UserError(
             f"sample.checkpoints: there is no checkpoint of step {missing[0]} "
-            f"(there: {', '.join(map(str, there))})."
+            f"(available: {', '.join(map(str, available))})."
         )
     return sorted(set(wanted))
 
 
 def best_step(config: Config, workspace: Workspace) -> int:
-    """The step of the best score so far."""
+    """Return the step with the best score so far. Raises UserError if there are no scores."""
     row = best_to_sample(read_rows(workspace), config.sample)
     if row is None:
-        raise UserError("sample.checkpoints: best, but nothing is scored yet: run `ddpm evaluate`.")
+        raise UserError(
+            "sample.checkpoints: best requires scores; there are none. Run `ddpm evaluate` first."
+        )
     return row.step
 
 
 def recipe(
     config: Config, checkpoint: Checkpoint, precision: str, compiled: bool = False
 ) -> dict[str, Any]:
-    """All that the images of a checkpoint depend on, with it their fingerprint, and the extras."""
+    """Return the facts that the images of a checkpoint depend on, and their fingerprint.
+
+    The setting `sample.png`, which changes no image, is included but not part of the fingerprint.
+    """
     settings = config.sample
     sampler = {**settings.of_sampler(), "precision": precision}
     facts = {
@@ -129,76 +138,82 @@ def recipe(
 
 
 def fingerprint_of(facts: dict[str, Any]) -> str:
-    """What stands for the facts of a recipe: settings at their defaults don't count."""
+    """Return the fingerprint of a recipe. Settings at their default values do not change it."""
     return fingerprint({**facts, "sampler": non_defaults(facts["sampler"], SAMPLER_DEFAULTS)})
 
 
 def must_suit(
     settings: Sample, conditioning: str, timesteps: int, label_drop: float | None = None
 ) -> None:
-    """Raise UserError, with every mistake, where a network cannot draw by these settings.
+    """Raise UserError, which lists all problems, if a network cannot draw with these settings.
 
-    `conditioning`, `timesteps` and `label_drop` are what it was trained with, whatever the params
-    say by now. Without `label_drop`, as for what was registered, guidance is not judged.
+    `conditioning`, `timesteps` and `label_drop` are the values that the network was trained with;
+    the present params may differ. Without `label_drop`, as for a registered model, guidance is not
+    checked.
     """
-    mistakes = []
+    problems = []
     if settings.steps > timesteps:
-        mistakes.append(
-            f"sample.steps: {settings.steps} given; the checkpoint was trained with {timesteps} "
-            "timesteps: give at most as many."
+        problems.append(
+            f"sample.steps: got {settings.steps}; must be at most {timesteps}, the number of "
+            "timesteps that the checkpoint was trained with."
         )
     for name, kind in (("classes", "class"), ("prompts", "text")):
         if getattr(settings, name) is not None and conditioning != kind:
-            mistakes.append(
-                f"sample.{name}: given; the checkpoint was trained with model.conditioning "
-                f"{conditioning}: leave it out, or train with {kind}."
+            problems.append(
+                f"sample.{name}: requires model.conditioning {kind}; the checkpoint was trained "
+                f"with {conditioning}. Omit the setting, or train with {kind}."
             )
-    if label_drop is not None and (lacks := settings.guidance_lacks(conditioning, label_drop)):
-        trained, mend = _UNGUIDED[lacks]
-        mistakes.append(
-            f"sample.guidance: {settings.guidance:g} given; the checkpoint was trained with "
-            f"{trained}: give 1, or train with {mend}."
+    if label_drop is not None and (cause := settings.guidance_lacks(conditioning, label_drop)):
+        trained, remedy = _UNGUIDED[cause]
+        problems.append(
+            f"sample.guidance: got {settings.guidance:g}; must be 1, because the checkpoint was "
+            f"trained with {trained}. Set it to 1, or train with {remedy}."
         )
-    if mistakes:
-        raise UserError(" ".join(mistakes))
+    if problems:
+        raise UserError(" ".join(problems))
 
 
 def look_at_chosen(
-    config: Config, workspace: Workspace, tell: Tell | None = None
+    config: Config, workspace: Workspace, on_damage: Warn | None = None
 ) -> list[Checkpoint]:
-    """Without their weights: what a recipe needs. Raises UserError where one can't draw so."""
+    """Return the selected checkpoints without their weights (see `look_at_checkpoint`).
+
+    Raises UserError if one is missing, damaged or cannot draw with the settings; `intact` says
+    which damage is tolerated.
+    """
     steps = chosen_steps(config, workspace)
     attempts = (partial(look_at_checkpoint, workspace, step) for step in steps)
-    found = list(whole(config, attempts, tell))
-    for one in found:
-        trained = one.params
+    found = list(intact(config, attempts, on_damage))
+    for checkpoint in found:
+        trained = checkpoint.params
         must_suit(
             config.sample,
-            one.network.conditioning,
+            checkpoint.network.conditioning,
             trained.diffusion.timesteps,
             trained.train.label_drop,
         )
     return found
 
 
-def whole(
-    config: Config, attempts: Iterable[Callable[[], T]], tell: Tell | None = None
+def intact(
+    config: Config, attempts: Iterable[Callable[[], T]], on_damage: Warn | None = None
 ) -> Iterator[T]:
-    """What comes of each attempt at a chosen checkpoint; `tell` hears of a damaged one.
+    """Yield the result of each attempt to use a checkpoint, except for damaged ones.
 
-    Where all are chosen, it is left out. Raises Corrupt where others are, or none is whole.
+    With `sample.checkpoints: all`, damaged checkpoints are skipped and reported by `on_damage`.
+    Raises Corrupt with any other selection, or if all checkpoints are damaged.
     """
     damage, count = "", 0
     for attempt in attempts:
         try:
             found = attempt()
         except Corrupt as error:
-            damage = f"{error} {MENDING}"
+            damage = f"{error} {REPAIR}"
             if config.sample.checkpoints != "all":
-                told = f"{damage} sample.checkpoints: all leaves out what is damaged."
-                raise Corrupt(told) from error
-            if tell:
-                tell(f"{error} The checkpoint is left out. {MENDING}")
+                hint = "sample.checkpoints: all skips damaged checkpoints."
+                raise Corrupt(f"{damage} {hint}") from error
+            if on_damage:
+                on_damage(f"{error} Skipping this checkpoint. {REPAIR}")
         else:
             count += 1
             yield found
@@ -207,10 +222,10 @@ def whole(
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """(number, of) of `I/N`, 0 <= I < N. Raises UserError."""
+    """Return (I, N) for the text "I/N", 0 <= I < N. Raises UserError."""
     if match := re.fullmatch(r"(\d{1,18})/(\d{1,18})", text):
         number, of = map(int, match.groups())
         if number < of:
-            validate({"sample": {"shards": of}})  # as if that setting had asked for them
+            validate({"sample": {"shards": of}})  # N has the limits of sample.shards
             return number, of
-    raise UserError(f"--shard {text}: I/N is needed, with I from 0 to N - 1, as in --shard 0/4.")
+    raise UserError(f"--shard: got {text!r}; must be I/N with I from 0 to N - 1, such as 0/4.")

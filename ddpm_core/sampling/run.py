@@ -1,7 +1,7 @@
-"""The verb `sample`: images of the chosen checkpoints, in shards that any worker may draw.
+"""Run the verb `sample`: draw images of the selected checkpoints, in shards, with any worker.
 
-Images are drawn chunk by chunk, each on disk as it is done, so that an interrupted worker loses one
-at most. When the last shard of a checkpoint is there, they are checked and listed in one manifest.
+Each chunk of images is stored as soon as it is drawn, so that an interrupted worker loses one chunk
+at most. When all shards of a checkpoint are finished, they are checked and listed in one manifest.
 """
 
 from __future__ import annotations
@@ -34,16 +34,23 @@ from ddpm_core.storage import MANIFEST
 from ddpm_core.storage.workspace import SAMPLES, Workspace, samples_key, snapshot_key
 from ddpm_core.text import counted
 
-ATTEMPTS = 3  # at a shard whose chunks vanish while it is drawn
+ATTEMPTS = 3  # at a shard whose chunks disappear while it is drawn
 
 
 def sample(
     config: Config, workspace: Workspace, world: World, shard: tuple[int, int] | None = None
 ) -> None:
-    """Draw what is missing. `shard` (number, of) draws one shard alone, as an independent job.
+    """Draw the missing images.
 
-    Several workers of one world take the chunks in turn, whatever the shards; none waits for
-    another, and the last one to end puts all together.
+    The workers of one world take chunks in turn, across all shards. None waits for another, and the
+    last one to finish gathers the samples.
+
+    Args:
+        shard: (number, of) to draw that shard alone, as an independent job.
+
+    Raises:
+        UserError: A checkpoint is missing, damaged or cannot draw with the settings, or the device
+            has too little memory.
     """
     settings = config.sample
     if world.rank == 0:
@@ -54,42 +61,45 @@ def sample(
     mine = [s for s in plan.shards(settings) if shard is None or s.number == shard[0]]
     checkpoints = plan.look_at_chosen(config, workspace, warn)
     if world.rank == 0:
-        tell_cut(settings.prompts or ())
+        warn_truncated(settings.prompts or ())
     attempts = [functools.partial(drawer_of, config, workspace, world, c) for c in checkpoints]
-    work = list(plan.whole(config, attempts, warn))
+    work = list(plan.intact(config, attempts, warn))
     if shard is None and world.rank == 0:
-        forget_others(workspace, [c.step for c in checkpoints])
+        remove_orphans(workspace, [c.step for c in checkpoints])
     drawers = [drawer for drawer in work if drawer]
     if not drawers:
         images, found = counted(settings.count, "image"), counted(len(work), "checkpoint")
         say(f"sample: up to date, {images} of each of {found}.")
         return
     if world.rank == 0:
-        tell_replaced(workspace, [drawer.recipe for drawer in drawers])
+        warn_replaced(workspace, [drawer.recipe for drawer in drawers])
     total = len(drawers) * sum(len(images) for _, images in drawers[0].share(mine))
     with progress("sample", total, "images") as advance:
         for drawer in drawers:
-            with still_there(config, workspace, drawer.recipe["step"]):
+            with skip_removed(config, workspace, drawer.recipe["step"]):
                 drawer.draw(mine, functools.partial(advance, note=f"step {drawer.recipe['step']}"))
                 gather.try_gather(config, workspace, drawer.recipe)
 
 
 @contextlib.contextmanager
-def still_there(config: Config, workspace: Workspace, step: int) -> Iterator[None]:
-    """A checkpoint that training removes meanwhile is left out where all are chosen."""
+def skip_removed(config: Config, workspace: Workspace, step: int) -> Iterator[None]:
+    """Skip a checkpoint that training removes while it is sampled.
+
+    Raises UserError unless sample.checkpoints is all.
+    """
     try:
         yield
     except UserError as error:
         if workspace.storage.exists(snapshot_key(step)):
             raise
-        told = f"The checkpoint of step {step} was removed while it was sampled"
+        message = f"The checkpoint of step {step} was removed while it was sampled"
         if config.sample.checkpoints != "all":
-            raise UserError(f"{told}: run `ddpm sample` again.") from error
-        warn(f"{told}, by training, which keeps the newest and the milestones. It is left out.")
+            raise UserError(f"{message}. Run `ddpm sample` again.") from error
+        warn(f"{message}: training keeps only the newest and the milestones. Skipping it.")
 
 
 class Drawer:
-    """Draws the shards of one checkpoint; its network is loaded when first needed."""
+    """Draws the shards of one checkpoint. Loads its network at the first missing chunk."""
 
     def __init__(
         self,
@@ -107,29 +117,36 @@ class Drawer:
         self.recipe = recipe
 
     def share(self, shards: Sequence[Shard]) -> list[tuple[int, range]]:
-        """This worker's chunks of some shards, each with its images."""
+        """Return this worker's chunks of some shards: (number, images) each."""
         chunks = [(number, shard.images(number)) for shard in shards for number in shard.chunks]
         return chunks[self._world.rank :: self._world.size]
 
     def draw(self, shards: Sequence[Shard], advance: Callable[[int], None]) -> None:
-        """Put shards on disk, unless they are there already; with others, as many as are ready."""
+        """Draw this worker's chunks, then finish every shard whose chunks are all drawn.
+
+        Finished shards are kept. `advance(n)` is called after n images.
+        """
         for _ in range(ATTEMPTS):
-            lacking = [shard for shard in shards if self._parts.problem(shard)]
-            wanted = {number for shard in lacking for number in shard.chunks}
+            outdated = [shard for shard in shards if self._parts.problem(shard)]
+            wanted = {number for shard in outdated for number in shard.chunks}
             for number, images in self.share(shards):
                 if number in wanted:
-                    self._put(number, images)
+                    self._draw_chunk(number, images)
                 advance(len(images))
-            unfinished = [shard for shard in lacking if not self._parts.finish(shard)]
+            unfinished = [shard for shard in outdated if not self._parts.finish(shard)]
             if not unfinished or self._world.size > 1:
                 return
             advance = _nothing
         raise UserError(
-            f"{self._parts.key} loses the images that are drawn: does something else remove them?"
+            f"Images disappear from {self._parts.key} while they are drawn. Check whether another "
+            "program removes files there."
         )
 
-    def _put(self, number: int, images: range) -> None:
-        """Draw a chunk, unless an earlier run has; all of its batch, whatever is kept of it."""
+    def _draw_chunk(self, number: int, images: range) -> None:
+        """Draw and store a chunk unless an earlier run has.
+
+        The batch always has its full size, because the size can change the rounding.
+        """
         size = self._config.sample.batch_size
         advice = f"sample.batch_size {size}: lower it, for all shards alike."
         if self._parts.chunk(number, len(images)) is None:
@@ -151,18 +168,24 @@ class Drawer:
 
 
 def _nothing(count: int) -> None:
-    """Images that are drawn once more are not counted twice."""
+    """Do not count images that are drawn a second time."""
 
 
-def tell_cut(prompts: Sequence[str]) -> None:
+def warn_truncated(prompts: Sequence[str]) -> None:
+    """Warn about prompts that are longer than the network can read."""
     for prompt in filter(is_cut, prompts):
-        warn(f"sample.prompts: {prompt!r:.100} is longer than 64 bytes, and cut as captions are.")
+        warn(
+            f"sample.prompts: {prompt!r:.100} is longer than 64 bytes. It is cut, as captions are."
+        )
 
 
 def drawer_of(
     config: Config, workspace: Workspace, world: World, checkpoint: Checkpoint
 ) -> Drawer | None:
-    """None where all is drawn. Raises Corrupt where the weights are not what was written."""
+    """Return a drawer for a checkpoint, or None if its samples are complete.
+
+    Raises Corrupt if the weights are damaged.
+    """
     recipe = recipe_on(world.device, config, checkpoint)
     if gather.complete(workspace, recipe, thorough=True):
         return None
@@ -171,44 +194,44 @@ def drawer_of(
 
 
 def recipe_on(device: torch.device, config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the images of a checkpoint depend on, as this device draws them."""
+    """Return the recipe (see plan.recipe) of a checkpoint's images on this device."""
     settings = config.sample
     precision = choose_precision(settings.precision, device)
-    # For all shards alike, as it changes rounding.
+    # Compiling changes the rounding, so the decision depends on the whole run, not on a shard.
     compiled = compiles_sampling(settings.compile, device, settings.count * settings.steps)
     return plan.recipe(config, checkpoint, precision, compiled)
 
 
-def forget_others(workspace: Workspace, steps: list[int]) -> None:
-    """Remove the samples of checkpoints that are no longer among the chosen ones."""
+def remove_orphans(workspace: Workspace, steps: list[int]) -> None:
+    """Remove the samples of checkpoints that no longer exist and are not selected."""
     for step in workspace.steps(SAMPLES):
         if step not in steps and not workspace.storage.exists(snapshot_key(step)):
-            warn(f"The samples of step {step} are removed: its checkpoint is gone.")
+            warn(f"Removing the samples of step {step}: its checkpoint no longer exists.")
             workspace.storage.remove(samples_key(step))
 
 
-def tell_replaced(workspace: Workspace, recipes: Sequence[dict[str, Any]]) -> None:
-    """Say which finished samples give way to those that are drawn now."""
+def warn_replaced(workspace: Workspace, recipes: Sequence[dict[str, Any]]) -> None:
+    """Print which finished samples will be replaced."""
     replaced = []
     for recipe in recipes:
-        there = workspace.read_json(f"{samples_key(recipe['step'])}/{MANIFEST}")
-        if there.get("samples_fingerprint") not in (None, recipe["samples_fingerprint"]):
+        manifest = workspace.read_json(f"{samples_key(recipe['step'])}/{MANIFEST}")
+        if manifest.get("samples_fingerprint") not in (None, recipe["samples_fingerprint"]):
             replaced.append(str(recipe["step"]))
     if replaced:
         warn(
-            f"The samples of step {', '.join(replaced)} are of other settings or weights, and are "
-            "replaced. For images beside those that are scored ask the registered model, or sample "
-            "a copy of the workspace (-w)."
+            f"Replacing the samples of step {', '.join(replaced)}, which have different settings "
+            "or weights. To keep the scored images, draw others from the registered model, or in a "
+            "copy of the workspace (-w)."
         )
 
 
 def stale(config: Config, workspace: Workspace) -> str | None:
-    """Why `sample` has work to do; None where it is up to date."""
+    """Return why `sample` has work to do, or None if it is up to date."""
     try:
         checkpoints = plan.look_at_chosen(config, workspace)
         device = choose_device(config.device)
         attempts = (functools.partial(_stale, config, workspace, device, c) for c in checkpoints)
-        return next(filter(None, plan.whole(config, attempts)), None)
+        return next(filter(None, plan.intact(config, attempts)), None)
     except UserError as error:
         return str(error)
 
@@ -216,24 +239,27 @@ def stale(config: Config, workspace: Workspace) -> str | None:
 def _stale(
     config: Config, workspace: Workspace, device: torch.device, checkpoint: Checkpoint
 ) -> str:
-    """What one checkpoint lacks, if that can be drawn; else raises Corrupt."""
+    """Return what is missing for one checkpoint, or "". Raises Corrupt if it cannot be drawn."""
     recipe = recipe_on(device, config, checkpoint)
     if gather.complete(workspace, recipe):
         return ""
     check_weights(workspace, checkpoint, config.sample.ema)
-    return f"the checkpoint of step {checkpoint.step} has {_lack(config, workspace, recipe)}"
+    return f"step {checkpoint.step}: {_missing(config, workspace, recipe)}"
 
 
-def _lack(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> str:
-    """Which shards are missing of those that jobs have begun with, of whatever number."""
+def _missing(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> str:
+    """Return what is missing, for the number of shards with the fewest missing ones.
+
+    Jobs may have started with another number of shards than the settings have.
+    """
     counts = ShardStore(workspace, recipe).counts()
-    lacks = []
+    candidates = []
     for of in counts:
         settings = config.sample.model_copy(update={"shards": of})
-        lacks.append(gather.waiting(workspace, recipe, plan.shards(settings)))
+        candidates.append(gather.waiting(workspace, recipe, plan.shards(settings)))
     if not counts:
-        return "no samples of these settings"
-    missing = min(lacks, key=len)
+        return "no samples with these settings"
+    missing = min(candidates, key=len)
     if not missing:
-        return "samples that are still to be gathered, with the pictures to look at"
-    return f"not all of its samples: there is no {missing}"
+        return "the shards are complete, but not gathered"
+    return f"missing {missing}"

@@ -1,7 +1,7 @@
-"""What lies on disk while samples are drawn: chunks as soon as they are there, then shards.
+"""Store samples while they are drawn: chunks first, then shards made of them.
 
-Whoever draws writes the same bytes under the same name, so that shards may be repeated, drawn
-twice at once, or cut anew: a name holds the same images whoever was last.
+Every worker writes the same bytes under the same name. So shards may be drawn repeatedly, by two
+workers at once, or in another number: the last writer changes nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ddpm_core.storage import MANIFEST
 from ddpm_core.storage.files import Count, Schema
 from ddpm_core.storage.workspace import Workspace, samples_key
 
-DIGEST = 32  # bytes of SHA-256 before the pixels of a chunk
+DIGEST = 32  # bytes of the SHA-256 that precedes the pixels of a chunk
 
 
 class Record(Schema):
-    """What stands beside a shard, in shard-III-of-NNN.json."""
+    """The content of shard-III-of-NNN.json, beside its shard."""
 
     samples_fingerprint: str
     start: Count
@@ -48,7 +48,7 @@ class ShardStore:
         self._chunks = f"{self.key}/parts-{self._fingerprint}"
 
     def chunk(self, number: int, count: int) -> Pixels | None:
-        """The `count` images of a chunk, uint8 (count, H, W, C); None if it isn't there whole."""
+        """Return the images of a chunk, uint8 (count, H, W, C), or None if missing or damaged."""
         try:
             data = self._storage.read(self._chunk_key(number))
         except (FileNotFoundError, NotADirectoryError, Corrupt):
@@ -60,19 +60,21 @@ class ShardStore:
         return np.frombuffer(pixels, np.uint8).reshape(count, *self._image)
 
     def write_chunk(self, number: int, images: Pixels) -> None:
+        """Write the images of a chunk, uint8 (n, H, W, C), after their checksum."""
         pixels = np.ascontiguousarray(images).tobytes()
         try:
             self._storage.write(self._chunk_key(number), hashlib.sha256(pixels).digest() + pixels)
         except FileNotFoundError:
-            # Somebody gathered this moment and removed the folder of chunks: nobody needs it.
+            # Another worker has just gathered the samples and removed the folder of chunks, so
+            # this chunk is no longer required.
             return
 
     def problem(self, shard: Shard) -> str:
-        """Why a shard is not there as this recipe makes it, in two words or so; "" if it is."""
+        """Return in a few words why a shard is not up to date, or "" if it is."""
         return self._problem(shard, self._record(shard))
 
     def listed(self, shard: Shard) -> dict[str, Any]:
-        """Size and checksum of a shard as this recipe made it. Raises Corrupt if it is another."""
+        """Return the size and checksum of a shard. Raises Corrupt if it is not up to date."""
         record = self._record(shard)
         if problem := self._problem(shard, record):
             raise Corrupt(f"{self.key}/{shard.name}: {problem}.")
@@ -86,10 +88,10 @@ class ShardStore:
         if not record:
             return "missing"
         if record["samples_fingerprint"] != self._fingerprint:
-            return "of other settings"
+            return "different settings"
         there = (record["start"], record["stop"], record["size"])
         if there != (shard.start, shard.stop, self._size(shard)):
-            return "of other images"
+            return "different images"
         if self._storage.size(f"{key}.npy") is None:
             return "missing"
         if self._storage.checksum(f"{key}.npy") != record["sha256"]:
@@ -97,16 +99,17 @@ class ShardStore:
         return ""
 
     def finish(self, shard: Shard) -> bool:
-        """Make a shard of its chunks; False if some are not there. Its record comes last."""
+        """Write a shard from its chunks, then its record. Return False if chunks are missing."""
         chunks = []
         for number in shard.chunks:
             pixels = self.chunk(number, len(shard.images(number)))
             if pixels is None:
-                return not self.problem(shard)  # somebody else made it, and removed its chunks
+                # Another worker may have finished the shard and removed its chunks.
+                return not self.problem(shard)
             chunks.append(pixels)
         data = npy(np.concatenate([np.empty((0, *self._image), np.uint8), *chunks]))
         key = f"{self.key}/{shard.name}"
-        self._forget_others()
+        self._remove_old_manifest()
         self._storage.write(f"{key}.npy", data)
         record = {
             "samples_fingerprint": self._fingerprint,
@@ -120,9 +123,9 @@ class ShardStore:
         return True
 
     def tidy(self, wanted: Sequence[str]) -> None:
-        """Remove what is not `wanted`, but for shards of this recipe in another number of shards.
+        """Remove all files except `wanted` and shards of this recipe in another number of shards.
 
-        Another gatherer may just be listing them.
+        Another worker may be gathering those at the same time.
         """
         for name in self._storage.names(self.key):
             shard, dot, end = name.partition(".")
@@ -135,10 +138,10 @@ class ShardStore:
             try:
                 self._storage.remove(f"{self.key}/{name}")
             except FileNotFoundError:
-                continue  # another gatherer was quicker
+                continue  # another worker removed it first
 
     def counts(self) -> list[int]:
-        """The numbers of shards that this recipe's shards on disk are cut into."""
+        """Return the numbers N of all shards I of N of this recipe in the workspace, ascending."""
         found = set()
         for name in self._storage.names(self.key):
             _, of, number = name.removesuffix(".json").partition("-of-")
@@ -148,8 +151,8 @@ class ShardStore:
                     found.add(int(number))
         return sorted(found)
 
-    def _forget_others(self) -> None:
-        """Remove a manifest of other images before the first of its shards is replaced."""
+    def _remove_old_manifest(self) -> None:
+        """Remove a manifest of different images before the first of its shards is replaced."""
         key = f"{self.key}/{MANIFEST}"
         found = self._workspace.read_json(key)
         if found and found.get("samples_fingerprint") != self._fingerprint:
@@ -164,12 +167,12 @@ class ShardStore:
 
 
 def facts_of(data: bytes) -> dict[str, Any]:
-    """What a manifest says of a file."""
+    """Return the size and checksum of a file, as a manifest records them."""
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def npy(array: NDArray[Any]) -> bytes:
-    """An array as a .npy file."""
+    """Return an array as the content of a .npy file."""
     stream = io.BytesIO()
     np.save(stream, array, allow_pickle=False)
     return stream.getvalue()

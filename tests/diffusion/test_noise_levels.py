@@ -1,4 +1,4 @@
-"""Timesteps come as often, and count as much, as their tables say."""
+"""Timesteps are drawn and weighted according to their tables."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ def near(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("timesteps", [2, 21, 1000])
-def test_every_timestep_is_drawn_equally_often(timesteps: int) -> None:
+def test_uniform_draws_every_timestep_equally_often(timesteps: int) -> None:
     schedule = make_schedule("cosine", timesteps)
     drawn = made("uniform", "v", schedule).draw(uniforms(200_000))
     assert drawn.dtype == torch.int64
     assert stats.chisquare(torch.bincount(drawn, minlength=timesteps).numpy()).pvalue > 1e-3
 
 
-def test_the_histogram_follows_any_probability_and_zero_is_never() -> None:
+def test_draws_follow_any_probability_and_never_zero() -> None:
     p = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.2, 0.3, 0.0], dtype=torch.float64)
     counts = torch.bincount(NoiseLevels(p, torch.ones(7)).draw(uniforms(100_000)), minlength=7)
     assert int(counts[p == 0].sum()) == 0
     assert stats.chisquare(counts[p > 0].numpy(), (p[p > 0] * 100_000).numpy()).pvalue > 1e-3
 
 
-def test_the_ends_of_the_unit_interval_are_timesteps() -> None:
+def test_ends_of_the_unit_interval_are_timesteps() -> None:
     edge = torch.tensor([0.0, 1.0 - 2.0**-24, 1.0])
     levels = made("uniform", "v")
     assert levels.draw(edge).tolist() == [0, 999, 999]
@@ -76,7 +76,7 @@ def test_the_ends_of_the_unit_interval_are_timesteps() -> None:
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_uniform_is_one_on_whatever_is_predicted(prediction: str) -> None:
+def test_uniform_weight_is_one_on_every_prediction(prediction: str) -> None:
     assert near(weights("uniform", prediction), torch.ones(1000))
 
 
@@ -94,8 +94,8 @@ def test_p2_has_its_published_form() -> None:
 
 
 @pytest.mark.parametrize("weighting", ["min_snr", "p2"])
-def test_a_weighting_is_one_objective_for_all_predictions(weighting: str) -> None:
-    """Three networks that mean the same x0 have the same loss."""
+def test_weighting_is_one_objective_for_all_predictions(weighting: str) -> None:
+    """Three networks whose predictions imply the same x0 have the same loss."""
     key = rng.key(rng.Purpose.NOISE, 0)
     x0, noise, wrong = (rng.normal(key, ALL_T, (3,), stream=i).double() for i in range(3))
     alpha_bar = SCHEDULE.alphas_bar
@@ -122,7 +122,7 @@ def test_weights_are_finite_and_positive(
     assert torch.isfinite(weight).all() and bool((weight > 0).all())
 
 
-def test_an_image_without_noise_or_noise_without_image_gets_the_limit() -> None:
+def test_weights_at_zero_and_infinite_snr_are_the_limits() -> None:
     snr = torch.tensor([float("inf"), 1.0, 0.0], dtype=torch.float64)
     ends = process.Schedule(
         "ends", snr, snr, snr, snr, snr=snr, noise_to_signal=snr, posterior_variance=snr
@@ -133,7 +133,7 @@ def test_an_image_without_noise_or_noise_without_image_gets_the_limit() -> None:
     assert v.tolist() == pytest.approx([0.0, 0.25, 0.0], abs=1e-12)
 
 
-def test_the_mean_weight_of_min_snr_under_the_draw_is_that_of_theory() -> None:
+def test_mean_weight_of_min_snr_is_the_expected_one() -> None:
     levels = made("min_snr", "v")
     drawn = levels.weight(levels.draw(uniforms(100_000))).double()
     expected = float((levels.probability * levels.weights).sum())
@@ -143,7 +143,7 @@ def test_the_mean_weight_of_min_snr_under_the_draw_is_that_of_theory() -> None:
 # State
 
 
-def test_the_state_goes_through_a_snapshot(tmp_path: Path) -> None:
+def test_state_survives_saving_and_loading(tmp_path: Path) -> None:
     p = torch.arange(1, 11, dtype=torch.float64) / 55
     saved = NoiseLevels(p, p * 3)
     save_file(saved.state_dict(), tmp_path / "levels.safetensors")
@@ -153,14 +153,14 @@ def test_the_state_goes_through_a_snapshot(tmp_path: Path) -> None:
     assert torch.equal(loaded.weights, saved.weights)
 
 
-def test_the_state_of_another_process_is_refused() -> None:
+def test_state_of_a_different_process_is_rejected() -> None:
     state = NoiseLevels(torch.full((10,), 0.1), torch.ones(10)).state_dict()
     levels = made("uniform", "v")
-    with pytest.raises(ValueError, match=r"saved noise levels are .*\(10,\).*here .*\(1000,\)"):
+    with pytest.raises(ValueError, match=r"got tables .*\(10,\).*must be .*\(1000,\)"):
         levels.load_state_dict(state)
 
 
-def test_static_levels_learn_nothing() -> None:
+def test_static_levels_do_not_change() -> None:
     levels = made("min_snr", "v").to("cpu")
     before = {name: tensor.clone() for name, tensor in levels.state_dict().items()}
     levels.update(Statistics(t=ALL_T, error=torch.ones(1000)))
@@ -169,22 +169,22 @@ def test_static_levels_learn_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "prediction", "sentence"),
+    ("settings", "prediction", "message"),
     [
-        ({"weighting": "snr"}, "v", "weighting: 'snr' given; known are uniform, min_snr"),
-        ({"sampler": "even"}, "v", "timesteps sampler: 'even' given; known are uniform"),
-        ({}, "eps", "prediction: 'eps' given; known are noise, x0, v"),
-        ({"gamma": -1.0}, "v", "gamma: -1.0 given; a number above 0"),
-        ({"k": 0.0}, "v", "k: 0.0 given; a number above 0"),
+        ({"weighting": "snr"}, "v", "weighting: got 'snr'; must be one of uniform, min_snr"),
+        ({"sampler": "even"}, "v", "timesteps.sampler: got 'even'; must be one of uniform"),
+        ({}, "eps", "prediction: got 'eps'; must be one of noise, x0, v"),
+        ({"gamma": -1.0}, "v", "gamma: got -1.0; must be a finite number above 0"),
+        ({"k": 0.0}, "v", "k: got 0.0; must be a finite number above 0"),
     ],
 )
-def test_nonsense_is_refused_in_a_sentence(
-    settings: dict[str, Any], prediction: str, sentence: str
+def test_invalid_noise_level_settings_are_reported(
+    settings: dict[str, Any], prediction: str, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         make_noise_levels(NoiseLevelSettings(**settings), SCHEDULE, prediction)
 
 
 @pytest.mark.parametrize("entry", [*WEIGHTINGS.values(), *TIMESTEP_SAMPLERS.values()])
-def test_every_member_says_its_formula_and_source(entry: object) -> None:
+def test_docstrings_have_a_formula_and_a_source(entry: object) -> None:
     assert re.search(r"et al\. \(?20\d\d", entry.__doc__ or "")

@@ -1,4 +1,4 @@
-"""The process is a Gaussian diffusion: held to identities, not to numbers from a run."""
+"""Identities of Gaussian diffusion that the process satisfies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def images() -> Tensor:
 
 @every_schedule
 @any_length
-def test_a_schedule_destroys_more_at_every_step(name: str, timesteps: int) -> None:
+def test_alpha_bar_falls_at_every_step(name: str, timesteps: int) -> None:
     schedule = make_schedule(name, timesteps)
     assert schedule.timesteps == timesteps
     assert schedule.betas.dtype == torch.float64
@@ -43,7 +43,7 @@ def test_a_schedule_destroys_more_at_every_step(name: str, timesteps: int) -> No
 
 @every_schedule
 @any_length
-def test_the_last_step_of_a_schedule_is_near_a_unit_gaussian(name: str, timesteps: int) -> None:
+def test_last_step_is_close_to_a_unit_gaussian(name: str, timesteps: int) -> None:
     alpha_bar = float(make_schedule(name, timesteps).alphas_bar[-1])
     worst_mean = alpha_bar  # squared, of a pixel at 1
     divergence = 0.5 * (worst_mean + (1 - alpha_bar) - 1 - math.log1p(-alpha_bar))
@@ -51,14 +51,14 @@ def test_the_last_step_of_a_schedule_is_near_a_unit_gaussian(name: str, timestep
 
 
 @every_schedule
-def test_unit_gaussian_moments_are_reached_from_any_image(name: str) -> None:
+def test_every_image_ends_with_unit_gaussian_moments(name: str) -> None:
     schedule = make_schedule(name, 1000)
     x = process.q_sample(torch.ones(1000, 100), normal(1, 1000, 100), schedule.alphas_bar[-1:])
     assert float(x.mean()) == pytest.approx(0.0, abs=0.02)
     assert float(x.std()) == pytest.approx(1.0, abs=0.02)
 
 
-def test_linear_is_that_of_ho_at_a_thousand_steps_and_ends_alike_at_any_number() -> None:
+def test_linear_is_hos_at_1000_steps_and_scales_with_the_number() -> None:
     schedule = make_schedule("linear", 1000)
     assert float(schedule.betas[0]) == pytest.approx(1e-4, rel=1e-12)
     assert float(schedule.betas[-1]) == pytest.approx(0.02, rel=1e-12)
@@ -87,17 +87,17 @@ def test_cosine_works_from_two_steps_on(timesteps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "timesteps", "sentence"),
+    ("name", "timesteps", "message"),
     [
-        ("linear", 20, "timesteps: 20 given with schedule linear"),
-        ("linear", 1, "timesteps: 1 given; a process needs at least 2"),
-        ("cosine", 0, "timesteps: 0 given"),
-        ("cosine", -5, "timesteps: -5 given"),
-        ("cosin", 100, "schedule: 'cosin' given; known are linear, cosine"),
+        ("linear", 20, "timesteps: got 20; schedule linear requires at least 21"),
+        ("linear", 1, "timesteps: got 1; must be at least 2"),
+        ("cosine", 0, "timesteps: got 0"),
+        ("cosine", -5, "timesteps: got -5"),
+        ("cosin", 100, "schedule: got 'cosin'; must be one of linear, cosine"),
     ],
 )
-def test_nonsense_is_refused_in_a_sentence(name: str, timesteps: int, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_invalid_schedules_are_reported(name: str, timesteps: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make_schedule(name, timesteps)
 
 
@@ -114,7 +114,7 @@ def test_variance_is_preserved(name: str) -> None:
 
 
 @every_schedule
-def test_the_chain_of_q_equals_its_marginal(name: str) -> None:
+def test_chain_of_q_equals_its_marginal(name: str) -> None:
     schedule = make_schedule(name, 100)
     mean, variance = 1.0, 0.0
     for t in range(100):
@@ -126,7 +126,7 @@ def test_the_chain_of_q_equals_its_marginal(name: str) -> None:
 
 @every_schedule
 @pytest.mark.parametrize("stride", [1, 7])
-def test_the_posterior_is_that_of_bayes_rule(name: str, stride: int) -> None:
+def test_posterior_satisfies_bayes_rule(name: str, stride: int) -> None:
     """q(prev | x, x0) prop. to q(x | prev) q(prev | x0): the precisions add."""
     alpha_bar = make_schedule(name, 100).alphas_bar[stride::stride]
     prev = make_schedule(name, 100).alphas_bar[:-stride:stride][: len(alpha_bar)]
@@ -142,7 +142,7 @@ def test_the_posterior_is_that_of_bayes_rule(name: str, stride: int) -> None:
 
 
 @every_schedule
-def test_the_posterior_at_the_first_step_is_the_clean_image(name: str) -> None:
+def test_posterior_at_the_first_step_is_the_clean_image(name: str) -> None:
     schedule = make_schedule(name, 100)
     x0 = images()
     x = process.q_sample(x0, normal(1, *x0.shape), schedule.alphas_bar[:1])
@@ -153,12 +153,12 @@ def test_the_posterior_at_the_first_step_is_the_clean_image(name: str) -> None:
     assert bool((schedule.posterior_variance <= schedule.betas).all())
 
 
-# What a network predicts
+# Predictions
 
 
 @every_schedule
 @every_prediction
-def test_every_prediction_gives_back_image_and_noise(name: str, prediction: str) -> None:
+def test_every_prediction_recovers_image_and_noise(name: str, prediction: str) -> None:
     schedule = make_schedule(name, 1000)
     x0, noise = images(), normal(1, 6, 1, 4, 4)
     alpha_bar = schedule.alphas_bar[[0, 1, 250, 500, 900, 990]]
@@ -169,7 +169,7 @@ def test_every_prediction_gives_back_image_and_noise(name: str, prediction: str)
 
 
 @every_prediction
-def test_the_error_of_a_prediction_is_its_squared_error_for_one_of_x0(prediction: str) -> None:
+def test_prediction_error_is_relative_to_that_of_x0(prediction: str) -> None:
     schedule = make_schedule("cosine", 100)
     x = normal(2, 100, 1)
     output = normal(3, 100, 1)
@@ -182,7 +182,7 @@ def test_the_error_of_a_prediction_is_its_squared_error_for_one_of_x0(prediction
 @every_schedule
 @every_prediction
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_ends_are_finite_and_clipped(name: str, prediction: str, dtype: torch.dtype) -> None:
+def test_ends_are_finite_and_clipped(name: str, prediction: str, dtype: torch.dtype) -> None:
     schedule: Schedule = make_schedule(name, 1000)
     ends = torch.cat((schedule.alphas_bar[[0, -1]], torch.tensor([0.0, 1.0], dtype=torch.float64)))
     x, output = normal(1, 4, 2, 3, 3).to(dtype), normal(2, 4, 2, 3, 3).to(dtype)
@@ -199,7 +199,7 @@ def test_coefficients_keep_the_precision_of_alpha_bar() -> None:
     assert float(sigma) == pytest.approx(math.sqrt(1e-6), rel=1e-6)
 
 
-def test_alpha_bar_may_be_one_a_sample_or_one_for_all() -> None:
+def test_alpha_bar_may_be_per_sample_or_a_scalar() -> None:
     x0, noise = images(), normal(1, 6, 1, 4, 4)
     alpha_bar = torch.tensor(0.3, dtype=torch.float64)
     for shape in ((1,), (6,), (6, 1, 1, 1)):
@@ -207,7 +207,7 @@ def test_alpha_bar_may_be_one_a_sample_or_one_for_all() -> None:
         assert torch.equal(spread, process.q_sample(x0, noise, alpha_bar))
 
 
-def test_an_unknown_prediction_is_refused_with_the_choices() -> None:
+def test_unknown_prediction_is_reported_with_the_choices() -> None:
     one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="prediction: 'eps' given; known are noise, x0, v"):
+    with pytest.raises(ValueError, match="prediction: got 'eps'; must be one of noise, x0, v"):
         process.target("eps", one, one, one[0])

@@ -1,4 +1,4 @@
-"""Samplers undo the process: held to exact scores, exact solutions and each other."""
+"""Samplers agree with exact scores, exact solutions and each other."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def only_the_start(shape: tuple[int, ...]) -> Callable[[int], Tensor]:
 
 
 def some_network(x: Tensor, t: Tensor) -> Tensor:
-    """Smooth, in no way a denoiser, different at every timestep."""
+    """Return a smooth function of x and t that is no denoiser and differs at every timestep."""
     return torch.sin(3 * x + t.view(-1, 1, 1, 1).to(x.dtype) / 7) - 0.3 * x.roll(1, 3)
 
 
@@ -48,7 +48,7 @@ def silent(x: Tensor, t: Tensor) -> Tensor:
     return torch.zeros_like(x)
 
 
-# A Gaussian mixture, whose best denoiser is known exactly
+# A Gaussian mixture, whose optimal denoiser is known exactly
 
 
 MEANS = torch.tensor([[-0.6, -0.5], [0.5, -0.4], [0.1, 0.6]], dtype=torch.float64)
@@ -57,7 +57,7 @@ SPREAD = 0.2
 
 
 def exact_x0(x: Tensor, alpha_bar: Tensor) -> Tensor:
-    """E[x0 | x] of the mixture, x (B, 2, 1, 1), by Bayes' rule."""
+    """Return E[x0 | x] of the mixture for x (B, 2, 1, 1), by Bayes' rule."""
     a = alpha_bar.view(-1, 1, 1)
     signal, variance = a.sqrt(), a * SPREAD**2 + 1 - a
     away = x.flatten(1)[:, None] - signal * MEANS
@@ -91,7 +91,7 @@ every_setting = pytest.mark.parametrize("settings", SAMPLED_MIXTURE.values(), id
 
 @every_setting
 @pytest.mark.parametrize(("name", "prediction"), [("cosine", "v"), ("linear", "noise")])
-def test_every_sampler_reproduces_a_mixture_whose_score_is_exact(
+def test_every_sampler_reproduces_a_mixture_with_exact_score(
     name: str, prediction: str, settings: SamplerSettings
 ) -> None:
     schedule, count = make_schedule(name, 500), 3000
@@ -107,7 +107,7 @@ def test_every_sampler_reproduces_a_mixture_whose_score_is_exact(
         assert torch.allclose(members.std(0) / SPREAD, torch.ones(2).double(), atol=0.1)
 
 
-def test_a_full_chain_reproduces_the_distribution_itself() -> None:
+def test_full_chain_reproduces_the_distribution() -> None:
     schedule = make_schedule("cosine", 1000)
     settings = SamplerSettings("ddpm", 1000)
     drawn = sample(exact_network(schedule, "v"), schedule, "v", settings, noise_of((2000, 2, 1, 1)))
@@ -119,13 +119,13 @@ def test_a_full_chain_reproduces_the_distribution_itself() -> None:
     assert stats.kstest(drawn[:, 0].flatten().numpy(), cdf).pvalue > 1e-3
 
 
-# Against each other
+# Compared with each other
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("clip", [True, False])
-def test_ddim_with_eta_one_is_ddpm_with_the_small_variance_path_by_path(
+def test_ddim_with_eta_1_equals_ddpm_with_small_variance(
     name: str, prediction: str, clip: bool
 ) -> None:
     schedule = make_schedule(name, 100)
@@ -147,7 +147,7 @@ def test_ddim_with_eta_one_is_ddpm_with_the_small_variance_path_by_path(
 
 
 @every_setting
-def test_a_network_that_knows_the_image_gives_that_image(settings: SamplerSettings) -> None:
+def test_perfect_network_yields_its_image(settings: SamplerSettings) -> None:
     schedule = make_schedule("cosine", 500)
     image = noise_of((2, 1, 4, 4))(9).clamp(-1, 1)
     drawn = sample(lambda x, t: image, schedule, "x0", settings, noise_of((2, 1, 4, 4)))
@@ -158,7 +158,7 @@ def test_a_network_that_knows_the_image_gives_that_image(settings: SamplerSettin
 
 
 def flow_error(sampler: str, steps: int) -> float:
-    """Distance from the exact flow at the last level, after `steps` updates in equal log-SNR."""
+    """Return the distance from the exact flow after `steps` updates with equal steps in log-SNR."""
     schedule = make_schedule("cosine", 100_000)
     mean, spread = 0.3, 0.5
     settings = SamplerSettings(sampler, steps)
@@ -184,18 +184,18 @@ def flow_error(sampler: str, steps: int) -> float:
 
 
 @pytest.mark.parametrize(("sampler", "order"), [("ddim", 1.0), ("dpmpp", 2.0)])
-def test_the_error_falls_with_the_order_of_the_rule(sampler: str, order: float) -> None:
+def test_error_falls_with_the_order_of_the_rule(sampler: str, order: float) -> None:
     errors = [flow_error(sampler, steps) for steps in (40, 80, 160)]
     for coarse, fine in pairwise(errors):
         assert math.log2(coarse / fine) == pytest.approx(order, abs=0.2)
 
 
-# Noise is asked for where it is needed
+# Fresh noise is drawn only where a rule uses it
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 50])
 @pytest.mark.parametrize("sampler", ["ddim", "dpmpp"])
-def test_deterministic_rules_never_ask_for_noise(sampler: str, steps: int) -> None:
+def test_deterministic_rules_draw_no_fresh_noise(sampler: str, steps: int) -> None:
     schedule = make_schedule("cosine", 50)
     shape = (2, 1, 4, 4)
     drawn = sample(
@@ -212,7 +212,7 @@ def test_deterministic_rules_never_ask_for_noise(sampler: str, steps: int) -> No
         SamplerSettings("ddim", 9, eta=0.5),
     ],
 )
-def test_each_update_but_the_last_asks_for_its_own_noise_once(settings: SamplerSettings) -> None:
+def test_each_update_but_the_last_draws_noise_once(settings: SamplerSettings) -> None:
     asked: list[int] = []
     draw = noise_of((2, 1, 4, 4))
 
@@ -227,7 +227,7 @@ def test_each_update_but_the_last_asks_for_its_own_noise_once(settings: SamplerS
 # The variance of the reverse process
 
 
-def test_the_large_variance_begins_with_the_posteriors_second() -> None:
+def test_large_variance_starts_with_the_second_posterior_one() -> None:
     schedule = make_schedule("linear", 100)
     large = samplers.reverse_variance(schedule.alphas_bar, "large")
     assert torch.allclose(large[1:], schedule.betas[1:], rtol=1e-9)
@@ -237,9 +237,7 @@ def test_the_large_variance_begins_with_the_posteriors_second() -> None:
 
 
 @pytest.mark.parametrize(("steps", "kind"), [(50, "large"), (49, "small"), (1, "small")])
-def test_the_automatic_variance_is_large_for_full_chains_and_small_for_short(
-    steps: int, kind: str
-) -> None:
+def test_auto_variance_is_large_for_full_chains_only(steps: int, kind: str) -> None:
     schedule, noise = make_schedule("cosine", 50), noise_of((2, 1, 4, 4))
     settings = SamplerSettings("ddpm", steps)
     by_name = sample(some_network, schedule, "v", replace(settings, variance=kind), noise)
@@ -250,7 +248,7 @@ def test_the_automatic_variance_is_large_for_full_chains_and_small_for_short(
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_the_estimate_is_clipped_before_it_is_used(sampler: str) -> None:
+def test_estimate_is_clipped_before_use(sampler: str) -> None:
     schedule, seen = make_schedule("cosine", 50), []
     settings = SamplerSettings(sampler, 25, eta=0.0)
 
@@ -267,7 +265,7 @@ def test_the_estimate_is_clipped_before_it_is_used(sampler: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_everything_is_in_the_dtype_of_the_noise(sampler: str, dtype: torch.dtype) -> None:
+def test_images_have_the_dtype_of_the_noise(sampler: str, dtype: torch.dtype) -> None:
     schedule = make_schedule("cosine", 50)
 
     def network(x: Tensor, t: Tensor) -> Tensor:
@@ -281,7 +279,7 @@ def test_everything_is_in_the_dtype_of_the_noise(sampler: str, dtype: torch.dtyp
 @pytest.mark.parametrize("steps", [1, 27, 99, 100])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("spacing", SPACINGS)
-def test_any_number_of_steps_up_to_all_works(sampler: str, spacing: str, steps: int) -> None:
+def test_every_number_of_steps_up_to_all_works(sampler: str, spacing: str, steps: int) -> None:
     schedule = make_schedule("cosine", 100)
     visited: list[int] = []
     done: list[int] = []
@@ -301,33 +299,29 @@ def test_any_number_of_steps_up_to_all_works(sampler: str, spacing: str, steps: 
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
-        ({"steps": 101}, "steps: 101 given; a process of 100 timesteps is sampled in 1 to 100"),
-        ({"steps": 0}, "steps: 0 given"),
-        ({"eta": 1.5}, "eta: 1.5 given; a number from 0 to 1"),
-        ({"eta": math.nan}, "eta: nan given"),
-        ({"variance": "huge"}, "variance: 'huge' given; known are auto, large, small"),
-        ({"sampler": "plms"}, "sampler: 'plms' given; known are ddpm, ddim, dpmpp"),
-        ({"spacing": "cubic"}, "spacing: 'cubic' given; known are uniform, quadratic"),
+        ({"steps": 101}, "steps: got 101; must be from 1 to the number of timesteps, 100"),
+        ({"steps": 0}, "steps: got 0"),
+        ({"eta": 1.5}, "eta: got 1.5; must be from 0 to 1"),
+        ({"eta": math.nan}, "eta: got nan"),
+        ({"variance": "huge"}, "variance: got 'huge'; must be one of auto, large, small"),
+        ({"sampler": "plms"}, "sampler: got 'plms'; must be one of ddpm, ddim, dpmpp"),
+        ({"spacing": "cubic"}, "spacing: got 'cubic'; must be one of uniform, quadratic"),
     ],
 )
-def test_what_a_process_cannot_do_is_refused_in_a_sentence(
-    change: dict[str, object], sentence: str
-) -> None:
+def test_invalid_sampler_settings_are_reported(change: dict[str, object], message: str) -> None:
     settings = replace(SamplerSettings("ddim", 50), **change)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=re.escape(sentence)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         sample(some_network, make_schedule("cosine", 100), "v", settings, noise_of((1, 1, 4, 4)))
 
 
-# Sequences of timesteps
+# Spacings
 
 
 @pytest.mark.parametrize("spacing", OWN_SPACINGS)
 @pytest.mark.parametrize("timesteps", [2, 3, 10, 100, 1000])
-def test_a_sequence_has_exactly_the_steps_asked_for_from_first_to_last(
-    spacing: str, timesteps: int
-) -> None:
+def test_spacing_has_exactly_the_requested_steps(spacing: str, timesteps: int) -> None:
     for steps in {1, 2, 3, 10, 27, 50, timesteps // 2, timesteps - 1, timesteps}:
         if not 1 <= steps <= timesteps:
             continue
@@ -338,13 +332,13 @@ def test_a_sequence_has_exactly_the_steps_asked_for_from_first_to_last(
         assert int(t[0]) == (0 if steps > 1 else timesteps - 1)
 
 
-def test_uniform_is_even_and_quadratic_is_denser_at_low_noise() -> None:
+def test_quadratic_is_denser_than_uniform_at_low_noise() -> None:
     assert spacings.uniform(1000, 4).tolist() == [0, 333, 666, 999]
     assert spacings.quadratic(1000, 4).tolist() == [0, 111, 444, 999]
     assert spacings.quadratic(1000, 100)[:6].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_official_quadratic_sequence_is_the_published_one() -> None:
+def test_official_quadratic_spacing_is_the_published_one() -> None:
     published = [int(s) for s in np.linspace(0, np.sqrt(1000 * 0.8), 100) ** 2]
     t = spacings.quadratic_official(1000, 100)
     assert t.tolist() == sorted(set(published))
@@ -370,9 +364,7 @@ def test_equal_timesteps_are_moved_apart_within_their_ends() -> None:
 
 @pytest.mark.parametrize("timesteps", [100, 1000, 4000])
 @pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_dpmpp_starts_at_a_sigma_of_80_to_120_and_steps_evenly_in_log_snr(
-    name: str, timesteps: int
-) -> None:
+def test_dpmpp_starts_at_sigma_80_to_120_in_equal_log_snr_steps(name: str, timesteps: int) -> None:
     schedule = make_schedule(name, timesteps)
     t = spacings.log_snr(schedule, 20)
     assert len(t) == 20 and bool((t.diff() > 0).all()) and int(t[0]) == 0
@@ -383,7 +375,7 @@ def test_dpmpp_starts_at_a_sigma_of_80_to_120_and_steps_evenly_in_log_snr(
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_dpmpp_may_take_any_number_of_steps(name: str) -> None:
+def test_dpmpp_supports_every_number_of_steps(name: str) -> None:
     schedule = make_schedule(name, 50)
     for steps in range(1, 51):
         t = spacings.log_snr(schedule, steps)
@@ -392,5 +384,5 @@ def test_dpmpp_may_take_any_number_of_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize("entry", [*SAMPLERS.values(), *SPACINGS.values()])
-def test_every_member_says_its_formula_and_source(entry: object) -> None:
+def test_docstrings_have_a_formula_and_a_source(entry: object) -> None:
     assert re.search(r"et al\.,? \(?20\d\d", entry.__doc__ or "")

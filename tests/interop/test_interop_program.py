@@ -1,4 +1,4 @@
-"""Networks go to diffusers and come back the same, by the program's commands."""
+"""The commands export-diffusers and import-diffusers keep networks unchanged."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def network(folder: Path, step: int) -> dict[str, Any]:
     return described["network"]
 
 
-def test_export_import_and_a_warm_start_keep_the_weights(tmp_path: Path) -> None:
+def test_export_import_and_warm_start_keep_the_weights(tmp_path: Path) -> None:
     own = "channels: 16, multipliers: [1, 2], blocks: 1, attention: [4], dropout: 0.1"
     write_params(tmp_path, TINY.replace(NETWORK, own).replace("steps: 12", "steps: 3"))
     ddpm(tmp_path, "prepare")
     ddpm(tmp_path, "train")
     ddpm(tmp_path, "export-diffusers", "there")
     assert (tmp_path / "there" / "model_index.json").is_file()
-    said = ddpm(tmp_path, "import-diffusers", "there", "back")
-    assert "train.init" in said and "'dropout': 0.1" in said and "'variance': 'large'" in said
+    output = ddpm(tmp_path, "import-diffusers", "there", "back")
+    assert "train.init" in output and "'dropout': 0.1" in output and "'variance': 'large'" in output
     average = load_file(tmp_path / "workspace/snapshots/step-00000003/ema-0.9.safetensors")
     back = load_file(tmp_path / "back/model.safetensors")
     assert set(back) == set(average)
     assert all(torch.allclose(back[name], average[name], atol=1e-6) for name in back)
-    said = ddpm(tmp_path, "train", "-S", "train.init=back", "-S", "train.steps=1")
-    assert "train.init: None -> back" in said
-    assert "exists already" in ddpm(tmp_path, "import-diffusers", "there", "back", status=1)
+    output = ddpm(tmp_path, "train", "-S", "train.init=back", "-S", "train.steps=1")
+    assert "train.init: None -> back" in output
+    assert "already exists" in ddpm(tmp_path, "import-diffusers", "there", "back", status=1)
 
 
-def test_a_network_of_diffusers_stays_itself_when_it_is_trained(tmp_path: Path) -> None:
-    """Its padding, time embedding and norms are no settings, and survive a resumption."""
+def test_imported_network_keeps_its_details_in_training(tmp_path: Path) -> None:
+    """Padding, time embedding and norms are not settings, and survive resuming."""
     their = UNet2DModel(
         sample_size=8,
         in_channels=1,
@@ -73,8 +73,8 @@ def test_a_network_of_diffusers_stays_itself_when_it_is_trained(tmp_path: Path) 
         assert {name: back.config[name] for name in same} == same
 
 
-def test_a_run_of_an_earlier_version_goes_on_with_its_network(tmp_path: Path) -> None:
-    """Its snapshots say nothing of the groups of norms, which then differ from layer to layer."""
+def test_run_of_an_earlier_version_keeps_its_network(tmp_path: Path) -> None:
+    """Without a recorded number, the groups of norms differ from layer to layer."""
     write_params(tmp_path, TINY.replace(NETWORK, NETWORK.replace("[1]", "[1, 2]")))
     ddpm(tmp_path, "prepare")
     ddpm(tmp_path, "train", "-S", "train.steps=1")
@@ -89,20 +89,20 @@ def test_a_run_of_an_earlier_version_goes_on_with_its_network(tmp_path: Path) ->
     assert "resuming from step 1" in ddpm(tmp_path, "train", "-S", "train.steps=2")
     assert network(tmp_path, 2)["norm_num_groups"] is None
     ddpm(tmp_path, "sample", "-S", "sample.checkpoints=latest", "-S", "train.steps=2")
-    assert "can't be exported" in ddpm(tmp_path, "export-diffusers", "out", status=1)
+    assert "cannot be exported" in ddpm(tmp_path, "export-diffusers", "out", status=1)
 
 
-def test_a_bare_network_is_imported_with_its_process(tmp_path: Path) -> None:
+def test_bare_network_is_imported_with_its_process(tmp_path: Path) -> None:
     UNet2DModel(
         sample_size=8,
         block_out_channels=(32,),
         down_block_types=("DownBlock2D",),
         up_block_types=("UpBlock2D",),
     ).save_pretrained(tmp_path / "bare")
-    said = ddpm(tmp_path, "import-diffusers", "bare", "own", status=1)
-    assert "Give --schedule, --timesteps, --prediction as the network was trained" in said
+    output = ddpm(tmp_path, "import-diffusers", "bare", "own", status=1)
+    assert "Give --schedule, --timesteps, --prediction as the network was trained" in output
     process = "--schedule", "linear", "--timesteps", "1000", "--prediction"
-    said = ddpm(tmp_path, "import-diffusers", "bare", "own", *process, "sound", status=1)
-    assert "diffusion.prediction: 'sound' given" in said
+    output = ddpm(tmp_path, "import-diffusers", "bare", "own", *process, "sound", status=1)
+    assert "diffusion.prediction: 'sound' given" in output
     ddpm(tmp_path, "import-diffusers", "bare", "own", *process, "noise")
     assert (tmp_path / "own" / "model.safetensors").is_file()

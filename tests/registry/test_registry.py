@@ -258,7 +258,7 @@ def test_a_champion_for_images_of_another_size_is_replaced(
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
-        ({"steps": 60}, "the checkpoint was trained with 50 timesteps: give at most as many."),
+        ({"steps": 60}, "sample.steps: got 60; must be at most 50, the number of timesteps"),
         ({"classes": ["3"]}, "was trained with model.conditioning none: leave it out, or train"),
     ],
 )

@@ -116,8 +116,14 @@ def test_short_process_has_one_frame_per_step(tmp_path: Path) -> None:
     ("name", "schedules", "timesteps", "count", "message"),
     [
         ("x.png", ["cosine"], 100, 1, "'x.png': the animation's name must end in .gif"),
-        ("x.gif", ["cosine", "sine"], 100, 1, "schedule: 'sine' given; known are linear, cosine"),
-        ("x.gif", ["linear"], 20, 1, "timesteps: 20 given with schedule linear"),
+        (
+            "x.gif",
+            ["cosine", "sine"],
+            100,
+            1,
+            "schedule: got 'sine'; must be one of linear, cosine",
+        ),
+        ("x.gif", ["linear"], 20, 1, "timesteps: got 20; schedule linear requires at least 21"),
         ("x.gif", ["cosine"], 100, 0, "There are no images to animate"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Image i is the same everywhere: whoever draws it, after whatever interruption."""
+"""Image i is the same for every worker, number of shards and interruption."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sampled(folder: Path, *arguments: str) -> np.ndarray:
     return np.array(open_samples(Workspace.open(str(folder / "workspace")), 12).images)
 
 
-def test_37_images_in_batches_of_10_on_3_shards_none_twice_none_missing(
+def test_shards_divide_the_images_without_overlap(
     images: np.ndarray,
 ) -> None:
     plan = shards(Sample(count=37, batch_size=10, shards=3))
@@ -76,12 +76,12 @@ def test_one_worker_and_many_shards_draw_the_same_bytes(trained: Path, images: n
         ddpm(folder, "sample", "--shard", f"{number}/4")
         with pytest.raises(Corrupt, match="no complete samples"):
             open_samples(Workspace.open(str(folder / "workspace")), 12)
-    said = ddpm(folder, "sample", "--shard", "1/4")
-    assert "still waits for shard-003-of-004" in said
+    output = ddpm(folder, "sample", "--shard", "1/4")
+    assert "still waits for shard-003-of-004" in output
     assert np.array_equal(sampled(folder, "--shard", "3/4"), images)
 
 
-def test_a_killed_run_goes_on_with_the_chunks_it_has(trained: Path, images: np.ndarray) -> None:
+def test_killed_run_continues_from_its_chunks(trained: Path, images: np.ndarray) -> None:
     folder = new_workspace(trained, "killed")
     place = folder / "workspace/samples/step-00000012"
     process = start(folder, "sample", "-S", "sample.shards=1")
@@ -92,7 +92,7 @@ def test_a_killed_run_goes_on_with_the_chunks_it_has(trained: Path, images: np.n
     assert not list(place.glob("parts-*/*"))
 
 
-def test_a_killed_shard_loses_one_batch_at_most(trained: Path) -> None:
+def test_killed_shard_loses_at_most_one_batch(trained: Path) -> None:
     slow = settings("sample.shards=1", "sample.steps=25", "sample.batch_size=2", "sample.count=20")
     folder = new_workspace(trained, "bounded")
     place = folder / "workspace/samples/step-00000012"
@@ -102,7 +102,7 @@ def test_a_killed_shard_loses_one_batch_at_most(trained: Path) -> None:
         assert wait_until(functools.partial(has_chunks, place, count), process)
         process.send_signal(signal.SIGKILL)
         process.ended()
-        assert chunks(place).items() >= kept.items()  # those of the killed run, not drawn anew
+        assert chunks(place).items() >= kept.items()  # the chunks of the killed run are kept
         kept = chunks(place)
     undisturbed = sampled(new_workspace(trained, "unbounded"), *slow)
     assert np.array_equal(sampled(folder, *slow), undisturbed)
@@ -113,7 +113,7 @@ def has_chunks(place: Path, count: int) -> bool:
 
 
 def chunks(place: Path) -> dict[str, int]:
-    """The files of chunks that are on disk, each with what changes if it is written again."""
+    """Return the chunk files with their inodes, which change if a file is written again."""
     return {path.name: path.stat().st_ino for path in place.glob("parts-*/chunk-*")}
 
 
@@ -123,33 +123,33 @@ def test_workers_of_torchrun_draw_the_same_bytes(trained: Path, images: np.ndarr
     assert np.array_equal(sampled(folder), images)
 
 
-def test_shards_drawn_twice_at_once_or_in_other_numbers_double_and_omit_nothing(
+def test_repeated_and_concurrent_shards_yield_each_image_once(
     trained: Path, images: np.ndarray
 ) -> None:
     folder = new_workspace(trained, "twice")
     for at_once in (["0/2", "0/2", "1/3"], ["1/2", "1/2", "0/2", "6/7"]):
         running = [start(folder, "sample", "--shard", shard) for shard in at_once]
         for process in running:
-            said = process.ended()
-            assert process.returncode == 0, said
+            output = process.ended()
+            assert process.returncode == 0, output
     assert np.array_equal(sampled(folder, "--shard", "0/2"), images)
     for shard in range(7):
         ddpm(folder, "sample", "--shard", f"{shard}/7")
     assert np.array_equal(sampled(folder, "-S", "sample.shards=7"), images)
 
 
-def test_samples_of_other_weights_or_settings_are_drawn_anew(trained: Path) -> None:
+def test_samples_with_other_settings_are_redrawn(trained: Path) -> None:
     folder = new_workspace(trained, "anew")
     first = sampled(folder)
     assert "up to date" in ddpm(folder, "sample")
-    said = ddpm(folder, "sample", "-S", "sample.seed=2")
-    assert "The samples of step 12 are of other settings or weights, and are replaced" in said
+    output = ddpm(folder, "sample", "-S", "sample.seed=2")
+    assert "Replacing the samples of step 12, which have different settings or weights" in output
     second = sampled(folder, "-S", "sample.seed=2")
     assert not np.array_equal(first, second)
     assert len(sampled(folder, "-S", "sample.count=5")) == 5
 
 
-def test_a_damaged_shard_is_named(trained: Path) -> None:
+def test_damaged_shard_is_reported(trained: Path) -> None:
     folder = new_workspace(trained, "damaged")
     ddpm(folder, "sample")
     file = folder / "workspace/samples/step-00000012/shard-001-of-003.npy"
@@ -160,7 +160,7 @@ def test_a_damaged_shard_is_named(trained: Path) -> None:
         open_samples(Workspace.open(str(folder / "workspace")), 12)
 
 
-def test_classes_are_those_asked_for_or_as_frequent_as_in_training(trained: Path) -> None:
+def test_classes_are_the_requested_or_the_trained_ones(trained: Path) -> None:
     folder = new_workspace(trained, "classes")
     ddpm(folder, "sample", "-S", "sample.classes=['3', '7']", "-S", "sample.guidance=2")
     labels = open_samples(Workspace.open(str(folder / "workspace")), 12).labels
@@ -169,24 +169,24 @@ def test_classes_are_those_asked_for_or_as_frequent_as_in_training(trained: Path
     drawn = open_samples(Workspace.open(str(trained / "whole/workspace")), 12).labels
     assert drawn is not None
     assert len(set(drawn.tolist())) > 4
-    said = ddpm(folder, "sample", "-S", "sample.classes=[cat]", status=1)
-    assert "'cat' given; the model knows 0, 1, 2" in said
+    output = ddpm(folder, "sample", "-S", "sample.classes=[cat]", status=1)
+    assert "sample.classes: got 'cat'; must be one of 0, 1, 2" in output
 
 
-def test_png_files_are_written_where_asked(trained: Path, images: np.ndarray) -> None:
+def test_png_files_are_written_on_request(trained: Path, images: np.ndarray) -> None:
     from PIL import Image
 
     folder = new_workspace(trained, "png")
     ddpm(folder, "sample", "-S", "sample.png=true")
     place = folder / "workspace/samples/step-00000012"
     assert len(list((place / "png").glob("*.png"))) == 37
-    with Image.open(place / "png/000036.png") as picture:
-        assert np.array_equal(np.asarray(picture), images[36, :, :, 0])
+    with Image.open(place / "png/000036.png") as opened:
+        assert np.array_equal(np.asarray(opened), images[36, :, :, 0])
     manifest = json.loads((place / "manifest.json").read_text())
     assert manifest["count"] == 37
 
 
-def test_png_files_are_those_of_the_present_settings_whenever_they_are_asked_for(
+def test_png_files_match_the_current_settings(
     trained: Path,
 ) -> None:
     folder = new_workspace(trained, "png-later")
@@ -205,47 +205,48 @@ def test_png_files_are_those_of_the_present_settings_whenever_they_are_asked_for
     (place / "grid.png").unlink()
     assert drawn("sample.png=true") == many and (place / "grid.png").is_file()
     assert "up to date" in ddpm(folder, "sample", "-S", "sample.png=true")
-    assert "up to date" in ddpm(folder, "sample")  # asked for or not, they do no harm
+    assert "up to date" in ddpm(folder, "sample")  # existing PNGs do not matter without the setting
     few = drawn("sample.png=true", "sample.count=10", "sample.seed=5")
     assert sorted(few) == sorted(many)[:10]
     assert not set(few.values()) & set(many.values())
 
 
-def test_a_checkpoint_is_read_without_its_params_file(trained: Path, images: np.ndarray) -> None:
+def test_checkpoint_needs_no_params_file(trained: Path, images: np.ndarray) -> None:
     folder = new_workspace(trained, "bare")
     write_params(folder, CLASSES.replace("channels: 8", "channels: 16").replace("50}", "60}"))
     assert np.array_equal(sampled(folder), images)
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (
             settings("diffusion.timesteps=1000", "sample.steps=200"),
-            "sample.steps: 200 given; the checkpoint was trained with 50 timesteps",
+            "sample.steps: got 200; must be at most 50, the number of timesteps",
         ),
         (
             settings("model.conditioning=text", "sample.prompts=[a three]"),
-            "sample.prompts: given; the checkpoint was trained with model.conditioning class",
+            "sample.prompts: requires model.conditioning text; the checkpoint was trained",
         ),
     ],
 )
-def test_what_the_checkpoint_cannot_draw_is_one_sentence_whatever_the_params_say(
-    trained: Path, given: list[str], told: str
+def test_settings_that_the_checkpoint_cannot_draw_are_reported(
+    trained: Path, given: list[str], message: str
 ) -> None:
-    folder = new_workspace(trained, told.partition(":")[0])
-    said = ddpm(folder, "sample", *given, status=1)
-    assert said.startswith(f"ddpm sample: {told}") and said.count("\n") == 1
+    folder = new_workspace(trained, message.partition(":")[0])
+    output = ddpm(folder, "sample", *given, status=1)
+    assert output.startswith(f"ddpm sample: {message}") and output.count("\n") == 1
 
 
-def test_guidance_that_can_not_work_is_refused(trained: Path) -> None:
+def test_guidance_without_conditioning_is_rejected(trained: Path) -> None:
     folder = new_run(trained, "unguided", TINY)
     ddpm(folder, "train", *settings("train.steps=2"))
-    said = ddpm(folder, "sample", *settings("sample.guidance=3"), status=1)
-    assert "sample.guidance: 3 given; the checkpoint was trained with model.conditioning" in said
+    output = ddpm(folder, "sample", *settings("sample.guidance=3"), status=1)
+    assert "sample.guidance: got 3; must be 1" in output
+    assert "trained with model.conditioning none" in output
 
 
-def test_params_that_could_not_train_so_still_sample_a_checkpoint_that_can(
+def test_params_that_cannot_train_can_sample_a_checkpoint(
     trained: Path,
 ) -> None:
     folder = new_workspace(trained, "other-params")
@@ -253,21 +254,21 @@ def test_params_that_could_not_train_so_still_sample_a_checkpoint_that_can(
     given += settings("train.ema=[0.5]", "diffusion.timesteps=3")
     assert len(sampled(folder, *given)) == 37
     for verb in ("train", "run", "prepare", "status"):
-        said = ddpm(folder, verb, *given, status=1)
-        assert "3 problems" in said and "sample.classes: got ['3']; requires" in said, said
+        output = ddpm(folder, verb, *given, status=1)
+        assert "3 problems" in output and "sample.classes: got ['3']; requires" in output, output
 
 
 @pytest.mark.parametrize("wanted", ["[5]", "best"])
-def test_checkpoints_that_are_not_there_are_named(trained: Path, wanted: str) -> None:
+def test_missing_checkpoints_are_reported(trained: Path, wanted: str) -> None:
     folder = new_workspace(trained, f"absent{wanted}")
-    said = ddpm(folder, "sample", "-S", f"sample.checkpoints={wanted}", status=1)
-    assert "step 5 (there: 6, 8, 12)" in said or "nothing is scored yet" in said
+    output = ddpm(folder, "sample", "-S", f"sample.checkpoints={wanted}", status=1)
+    assert "step 5 (available: 6, 8, 12)" in output or "best requires scores" in output
 
 
 @pytest.mark.parametrize(
     "file", ["ema-0.9.safetensors", "model.safetensors", "config.json", "manifest.json"]
 )
-def test_a_damaged_checkpoint_is_left_out_of_all_and_named(trained: Path, file: str) -> None:
+def test_damaged_checkpoint_is_skipped_and_reported(trained: Path, file: str) -> None:
     folder = new_run(trained, f"rotten-{file}", CLASSES)
     snapshots = folder / "workspace/snapshots"
     shutil.copytree(trained / "workspace/snapshots", snapshots)
@@ -275,18 +276,18 @@ def test_a_damaged_checkpoint_is_left_out_of_all_and_named(trained: Path, file: 
         damaged.write("?")
     every = settings("sample.checkpoints=all")
     for _ in range(2):
-        said = ddpm(folder, "sample", *every)
-        assert "step-00000006" in said and "The checkpoint is left out." in said
+        output = ddpm(folder, "sample", *every)
+        assert "step-00000006" in output and "Skipping this checkpoint." in output
         assert "up to date" in ddpm(folder, "wait", "sample", *every)
-    assert "up to date" in said and "Traceback" not in said
+    assert "up to date" in output and "Traceback" not in output
     assert len(open_samples(Workspace.open(str(folder / "workspace")), 12).images) == 37
-    said = ddpm(folder, "sample", *settings("sample.checkpoints=[6, 12]"), status=1)
-    assert "sample.checkpoints: all leaves out what is damaged" in said
+    output = ddpm(folder, "sample", *settings("sample.checkpoints=[6, 12]"), status=1)
+    assert "sample.checkpoints: all skips damaged checkpoints" in output
 
 
 @pytest.mark.parametrize("text", ["3/3", "-1/2", "a/b", "1", "1/0", "", "1/2/3"])
-def test_a_shard_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="I/N is needed"):
+def test_invalid_shard_arguments_are_rejected(text: str) -> None:
+    with pytest.raises(UserError, match="must be I/N with I from 0 to N - 1"):
         parse_shard(text)
     with pytest.raises(UserError, match=r"sample\.shards: got 10{15}; must be at most 10{5}"):
         parse_shard(f"0/{10**15}")

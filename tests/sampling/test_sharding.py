@@ -1,4 +1,4 @@
-"""However the images are cut, interrupted or gathered: each once, and what is missing is named."""
+"""Shards in any number and order yield each image once, and missing ones are reported."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Strangers:
 
 @pytest.fixture(scope="module")
 def config(strangers: Strangers) -> Config:
-    """37 images in batches of 10."""
+    """Return settings for 37 images in batches of 10."""
     return with_sample(strangers.config, count=37, batch_size=10, shards=1)
 
 
 @pytest.fixture
 def workspace(strangers: Strangers) -> Workspace:
-    """One without samples."""
+    """Return a workspace without samples."""
     shutil.rmtree(folder(strangers.workspace), ignore_errors=True)
     return strangers.workspace
 
@@ -85,7 +85,7 @@ def test_workers_share_one_shard_in_any_order(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_shards_of_changing_numbers_in_any_order_give_each_image_once(
+def test_shards_in_any_number_and_order_yield_each_image_once(
     config: Config, workspace: Workspace, images: np.ndarray, seed: int
 ) -> None:
     random_ = random.Random(seed)
@@ -99,7 +99,7 @@ def test_shards_of_changing_numbers_in_any_order_give_each_image_once(
     assert len(listed) == len({name[-7:] for name in listed}) * int(listed[0][-7:-4])
 
 
-def test_chunks_that_a_killed_worker_left_are_not_drawn_anew_unless_damaged(
+def test_intact_chunks_of_a_killed_worker_are_reused(
     config: Config, workspace: Workspace, images: np.ndarray
 ) -> None:
     parts = parts_of(config, workspace)
@@ -116,10 +116,10 @@ def test_chunks_that_a_killed_worker_left_are_not_drawn_anew_unless_damaged(
     assert np.array_equal(np.delete(found, range(10, 20), 0), np.delete(images, range(10, 20), 0))
 
 
-def test_gatherers_at_once_write_one_whole_manifest(
+def test_concurrent_gathering_writes_one_complete_manifest(
     config: Config, workspace: Workspace, images: np.ndarray
 ) -> None:
-    """Some list three shards and some two, which both are there."""
+    """Some threads list three shards and some two; all five exist."""
     for of in (3, 2):
         for number in range(of):
             sample(config, workspace, ALONE, (number, of))
@@ -141,21 +141,22 @@ def test_gatherers_at_once_write_one_whole_manifest(
     assert np.array_equal(gathered(workspace), images)
 
 
-def test_what_is_missing_or_damaged_is_named_and_drawn_again(
+def test_missing_and_damaged_shards_are_reported_and_redrawn(
     config: Config,
     workspace: Workspace,
     images: np.ndarray,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     four = with_sample(config, shards=4)
-    assert "no samples of these settings" in str(stale(four, workspace))
+    assert "no samples with these settings" in str(stale(four, workspace))
     for number in (3, 1):
         sample(four, workspace, ALONE, (number, 4))
     waits = "still waits for shard-000-of-004, shard-002-of-004."
     assert waits in capsys.readouterr().err.replace("\n", " ")
-    # Jobs may be cut otherwise than the params say.
-    told = str(stale(config, workspace))
-    assert "there is no shard-000-of-004, shard-002-of-004" in told
+    # Jobs may have another number of shards than the settings.
+    assert f"step {STEP}: missing shard-000-of-004, shard-002-of-004" in str(
+        stale(config, workspace)
+    )
     shard = folder(workspace) / "shard-001-of-004.npy"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     assert "shard-001-of-004 (damaged)" in str(stale(four, workspace))
@@ -166,10 +167,10 @@ def test_what_is_missing_or_damaged_is_named_and_drawn_again(
     assert np.array_equal(gathered(workspace), images)
     other = with_sample(four, seed=9)
     found = gather.waiting(workspace, recipe(other, workspace), plan.shards(other.sample))
-    assert found.count("(of other settings)") == 4
+    assert found.count("(different settings)") == 4
 
 
-def test_other_settings_begun_leave_no_manifest_of_the_old_ones(
+def test_starting_other_settings_removes_the_old_manifest(
     config: Config, workspace: Workspace, images: np.ndarray
 ) -> None:
     two = with_sample(config, shards=2)
@@ -180,11 +181,11 @@ def test_other_settings_begun_leave_no_manifest_of_the_old_ones(
     assert np.array_equal(gathered(workspace), images)
 
 
-def test_images_of_other_settings_are_never_listed_as_ours(
+def test_images_of_other_settings_are_never_listed(
     config: Config, workspace: Workspace, images: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another sample draws and gathers its own while this one writes its pictures."""
-    with_pictures, other = with_sample(config, png=True), with_sample(config, seed=9)
+    """Another `ddpm sample` draws and gathers while this one writes its PNGs."""
+    with_png, other = with_sample(config, png=True), with_sample(config, seed=9)
     write = LocalStorage.write
 
     def slow(storage: LocalStorage, key: str, data: bytes) -> None:
@@ -194,15 +195,17 @@ def test_images_of_other_settings_are_never_listed_as_ours(
         write(storage, key, data)
 
     monkeypatch.setattr(LocalStorage, "write", slow)
-    with pytest.raises(UserError, match=r"\(of other settings\). Another `ddpm sample` is at work"):
-        sample(with_pictures, workspace, ALONE)
+    with pytest.raises(
+        UserError, match=r"\(different settings\). Another `ddpm sample` is running"
+    ):
+        sample(with_png, workspace, ALONE)
     assert gather.open_samples(workspace, STEP).evidence["seed"] == 9
     assert not np.array_equal(gathered(workspace), images)
-    sample(with_pictures, workspace, ALONE)
+    sample(with_png, workspace, ALONE)
     assert np.array_equal(gathered(workspace), images)
 
 
-def test_a_shard_replaced_at_the_last_moment_is_not_taken_for_ours(
+def test_shard_replaced_at_the_last_moment_is_detected(
     config: Config, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = gather._write_manifest
@@ -218,7 +221,7 @@ def test_a_shard_replaced_at_the_last_moment_is_not_taken_for_ours(
         gather.open_samples(workspace, STEP)
 
 
-def test_a_manifest_that_names_other_settings_than_its_fingerprint_is_not_believed(
+def test_manifest_with_changed_settings_is_rejected(
     config: Config, workspace: Workspace, images: np.ndarray
 ) -> None:
     sample(config, workspace, ALONE)
@@ -226,7 +229,7 @@ def test_a_manifest_that_names_other_settings_than_its_fingerprint_is_not_believ
     written = manifest.read_text()
     for change in ({"seed": 7}, {"sampler": {**json.loads(written)["sampler"], "steps": 50}}):
         manifest.write_text(json.dumps({**json.loads(written), **change}))
-        with pytest.raises(Corrupt, match="its fingerprint is not of the settings that it names"):
+        with pytest.raises(Corrupt, match="its fingerprint does not match its settings"):
             gather.open_samples(workspace, STEP)
         assert not gather.complete(workspace, recipe(config, workspace))
     sample(config, workspace, ALONE)
@@ -234,19 +237,17 @@ def test_a_manifest_that_names_other_settings_than_its_fingerprint_is_not_believ
     assert np.array_equal(gathered(workspace), images)
 
 
-def test_a_grid_that_was_cut_is_made_again(config: Config, workspace: Workspace) -> None:
+def test_truncated_grid_is_rebuilt(config: Config, workspace: Workspace) -> None:
     sample(config, workspace, ALONE)
-    picture = folder(workspace) / "grid.png"
-    whole = picture.read_bytes()
-    picture.write_bytes(whole[: len(whole) // 2])
-    assert "still to be gathered" in str(stale(config, workspace))
+    file = folder(workspace) / "grid.png"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert "the shards are complete, but not gathered" in str(stale(config, workspace))
     sample(config, workspace, ALONE)
-    assert picture.read_bytes() == whole
+    assert file.read_bytes() == whole
 
 
-def test_what_the_sampler_does_not_use_draws_nothing_again(
-    config: Config, workspace: Workspace
-) -> None:
+def test_unused_sampler_settings_redraw_nothing(config: Config, workspace: Workspace) -> None:
     fingerprints = [
         recipe(with_sample(config, **changes), workspace)["samples_fingerprint"]
         for changes in (
@@ -259,7 +260,7 @@ def test_what_the_sampler_does_not_use_draws_nothing_again(
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
-def test_a_checkpoint_that_training_removes_meanwhile_is_left_out_of_all(
+def test_checkpoint_removed_while_sampling_is_skipped(
     config: Config,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -280,17 +281,15 @@ def test_a_checkpoint_that_training_removes_meanwhile_is_left_out_of_all(
 
     monkeypatch.setattr(Drawer, "draw", pruned)
     sample(every, workspace, ALONE)
-    told = "The checkpoint of step 4 was removed while it was sampled"
-    assert told in capsys.readouterr().err.replace("\n", " ")
+    message = "The checkpoint of step 4 was removed while it was sampled"
+    assert message in capsys.readouterr().err.replace("\n", " ")
     assert gather.open_samples(workspace, 8)
     write_checkpoint(workspace.path(snapshot_key(4)), step=4)
-    with pytest.raises(UserError, match=f"{told}: run `ddpm sample` again"):
+    with pytest.raises(UserError, match=f"{message}. Run `ddpm sample` again"):
         sample(with_sample(every, checkpoints=(4, 8)), workspace, ALONE)
 
 
-def test_what_a_killed_sample_or_evaluate_left_goes_with_the_next(
-    config: Config, workspace: Workspace
-) -> None:
+def test_leftovers_of_a_killed_verb_are_removed(config: Config, workspace: Workspace) -> None:
     for verb, place in ((sample, "samples"), (evaluate, "evaluation")):
         left = workspace.path(f"{place}/.reference.0123abcd.ddpm-staged")
         left.mkdir(parents=True)
@@ -303,32 +302,30 @@ def test_what_a_killed_sample_or_evaluate_left_goes_with_the_next(
         assert not left.exists()
 
 
-def test_a_batch_that_memory_can_not_hold_names_what_to_change(
-    config: Config, workspace: Workspace
-) -> None:
+def test_out_of_memory_names_the_setting_to_change(config: Config, workspace: Workspace) -> None:
     with pytest.raises(UserError, match=f"Out of memory with sample.batch_size {2**50}: lower it"):
         sample(with_sample(config, batch_size=2**50), workspace, ALONE)
 
 
-def test_a_prompt_that_is_cut_is_named(
+def test_truncated_prompts_are_reported(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace = Workspace.open(str(tmp_path))
     write_checkpoint(workspace.path(snapshot_key(4)), "text")
     given = with_sample(config, count=2, batch_size=2, prompts=("a three", "é" * 33))
     sample(given, workspace, ALONE)
-    told = capsys.readouterr().err.replace("\n", " ")
-    assert f"sample.prompts: '{'é' * 33}' is longer than 64 bytes" in told
-    assert told.count("longer than") == 1
+    output = capsys.readouterr().err.replace("\n", " ")
+    assert f"sample.prompts: '{'é' * 33}' is longer than 64 bytes" in output
+    assert output.count("longer than") == 1
 
 
-def test_guidance_is_refused_where_it_leads_nowhere() -> None:
+def test_guidance_without_effect_is_rejected() -> None:
     guided = Sample(guidance=3.0, steps=4)
-    for conditioning, drop, told in (
-        ("none", 0.1, "3 given; the checkpoint was trained with model.conditioning none: give 1"),
-        ("class", 0.0, "3 given; the checkpoint was trained with train.label_drop 0"),
+    for conditioning, drop, message in (
+        ("none", 0.1, "trained with model.conditioning none"),
+        ("class", 0.0, "trained with train.label_drop 0"),
     ):
-        with pytest.raises(UserError, match=f"sample.guidance: {told}"):
+        with pytest.raises(UserError, match=f"sample.guidance: got 3; must be 1, .*{message}"):
             plan.must_suit(guided, conditioning, 50, drop)
         plan.must_suit(Sample(steps=4), conditioning, 50, drop)
     plan.must_suit(guided, "text", 50, 0.1)
