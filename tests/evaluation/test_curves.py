@@ -32,8 +32,8 @@ def test_every_plot_is_written_whatever_was_measured() -> None:
     for drawn in drawings:
         assert len(drawn) == 6
         for name, data in drawn.items():
-            with Image.open(io.BytesIO(data)) as picture:
-                assert picture.format == "PNG" and picture.size == (960, 576), name
+            with Image.open(io.BytesIO(data)) as image:
+                assert image.format == "PNG" and image.size == (960, 576), name
     assert plots.draw(list(RUN)) == drawings[0]
 
 
@@ -41,10 +41,10 @@ def test_kid_without_deviation_has_no_band_but_a_note(tmp_path: Path) -> None:
     rows = [row(200, 30.0, kid_std=None), row(400, 12.0, kid_std=None)]
     name, drawn = "KID_vs_TrainingSteps.png", []
     for some in (rows, [r.model_copy(update={"kid_std": 0.0}) for r in rows]):
-        with Image.open(io.BytesIO(plots.draw(some)[name])) as picture:
-            drawn.append(np.asarray(picture.convert("L")))
+        with Image.open(io.BytesIO(plots.draw(some)[name])) as image:
+            drawn.append(np.asarray(image.convert("L")))
     differing = np.flatnonzero((drawn[0] != drawn[1]).any(0))
-    assert len(differing) > 0 and differing.max() < 60  # the caption, and nothing of the curve
+    assert len(differing) > 0 and differing.max() < 60  # the axis label, but not the curve
     assert "KID with 500 images has no deviation" in " ".join(caveats(results(rows)))
     assert "KID with" not in " ".join(caveats(results(RUN)))
     lines = list(csv.DictReader(io.StringIO(results_csv(rows))))
@@ -98,7 +98,7 @@ def test_chart_keeps_its_lines_inside() -> None:
 def test_axis_labels_fit_into_the_chart(
     values: tuple[float, float], steps: tuple[int, int]
 ) -> None:
-    """In the widest of usual fonts, at the size of a narrow page."""
+    """Measured in the widest common font, at the size of a narrow page."""
     font = ImageFont.truetype(findfont("DejaVu Sans"), 14.5)
     drawn = chart(Curve("fd", "", [Line("a", list(zip(steps, values, strict=True)))]))
     for _, text in drawn.y_ticks:

@@ -54,7 +54,7 @@ def test_without_classes_it_learns_rotations(classes: tuple[str, ...], tmp_path:
     assert found.facts["task"] == "rotations" and found.facts["outputs"] == 4
     assert found.facts["accuracy"] > 0.6  # 0.25 by chance
     features, logits = found.extractor("x", CPU)(few())
-    assert features.shape == (3, 128) and logits is None  # turns say nothing of an image's class
+    assert features.shape == (3, 128) and logits is None  # rotations have no class logits
 
 
 @pytest.mark.parametrize("size", [4, 7, 28, 100])
@@ -134,7 +134,7 @@ def noisy(images: Pixels, deviation: float) -> Pixels:
 
 @functools.cache
 def judge(seed: int) -> tuple[Extractor, Moments]:
-    """A classifier, fully trained for the first seed, and the training digits in its features."""
+    """Return a classifier, fully trained for seed 0 only, and the training digits' moments."""
     found = trained(seed, 60) if seed else trained()
     return with_moments(found.extractor("x", CPU))
 
@@ -144,7 +144,7 @@ def with_moments(extractor: Extractor) -> tuple[Extractor, Moments]:
 
 
 def distances(judge: tuple[Extractor, Moments], sets: list[Pixels]) -> list[float]:
-    """From the training digits to each set, of 170 images each."""
+    """Return the distances of the training digits to each set, with 170 images each."""
     extractor, real = judge
     return [
         frechet_distance(real, moments(extractor(torch.from_numpy(some[:170]))[0])) for some in sets
@@ -152,7 +152,7 @@ def distances(judge: tuple[Extractor, Moments], sets: list[Pixels]) -> list[floa
 
 
 def worse_and_worse() -> dict[str, list[Pixels]]:
-    """Held-out digits, then the same with more and more of one fault."""
+    """Return held-out digits, then the same with more and more of one fault."""
     images, labels = digits()
     real, classes = images[:600], labels[:600]
     return {

@@ -35,7 +35,7 @@ from ddpm_core.storage.workspace import Workspace
 
 
 class Bare(FeatureExtractorInceptionV3):
-    """torch-fidelity's network as it is before its weights are loaded."""
+    """torch-fidelity's network before its weights are loaded."""
 
     def load_state_dict(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
         return None
@@ -43,7 +43,7 @@ class Bare(FeatureExtractorInceptionV3):
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights of the right layout, in torch's own file format."""
+    """Random weights with the correct names and shapes, in a .pth file."""
     stream = io.BytesIO()
     torch.save({}, stream)
     stream.seek(0)
@@ -90,7 +90,7 @@ def test_inception_scores_have_a_name_and_a_checksum(weights: Path, tmp_path: Pa
     put_snapshot(workspace, 100)
     put_samples(workspace, 100, digits(8)[0][8:12], data)
     (row,) = evaluate(config, workspace)
-    assert row["score_name"] == "kid_inception_4" and row["is_mean"] is None  # of so few
+    assert row["score_name"] == "kid_inception_4" and row["is_mean"] is None  # too few images
     assert row["evidence"]["extractor_fingerprint"] == sha256_of(weights)[:16]
     facts = workspace.read_json("evaluation/results.json")["extractor"]
     assert facts["sha256"] == sha256_of(weights) and facts["standard"] is False
@@ -119,7 +119,7 @@ def test_code_in_a_weights_file_is_never_run(
         open_inception(tmp_path / "evil.pth", CPU)
     assert str(caught.value).endswith(
         "it is corrupt, or contains more than tensors. Fetch torch-fidelity's file again."
-    )  # and no advice of torch's to run it
+    )  # without torch's advice to load it unsafely
     assert not (tmp_path / "unpickled").exists()
 
 
@@ -157,7 +157,7 @@ def test_unsuitable_weights_are_an_error(content: Any, sentence: str, tmp_path: 
 
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
-    """A web server with weights.pth, and the paths it was asked for."""
+    """A web server with weights.pth, and the paths of its requests."""
     folder, asked = tmp_path / "web", []
     folder.mkdir()
     (folder / "weights.pth").write_bytes(b"weights")
@@ -213,7 +213,9 @@ def test_a_wrong_download_is_not_kept(
     served.write_bytes(b"right")
     for _ in range(2):
         assert locate(right, workspace).read_bytes() == b"right"
-    assert len(web[1]) == (4 if checked else 5)  # TRIES for the wrong one
+    assert len(web[1]) == (
+        4 if checked else 5
+    )  # storage.fetch_whole tries a wrong file three times
 
 
 def test_weights_damaged_in_transit_are_downloaded_again(

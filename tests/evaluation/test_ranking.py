@@ -64,7 +64,7 @@ def test_different_metrics_of_the_same_evidence_do_not_compare() -> None:
 
 
 def test_of_equally_large_sets_more_images_are_ranked() -> None:
-    # A list of checkpoints with 1,000 images each, and 5,000 of the latest.
+    # Two checkpoints with 1,000 images each, and the latest with 5,000.
     rows = [row(200, 9.0, count=1000), row(400, 8.0, count=1000), row(600, 5.0, count=5000)]
     assert best(rows).step == 400  # type: ignore[union-attr]
     assert best(rows[1:]).step == 600  # type: ignore[union-attr]
@@ -81,11 +81,11 @@ def test_of_equally_large_sets_more_images_are_ranked() -> None:
 def test_rows_sampled_with_current_settings_are_ranked(
     field: str, value: Any, settings: dict[str, Any]
 ) -> None:
-    # The best of three is sampled otherwise: it doesn't make the second best the best.
+    # One of three checkpoints is sampled with different settings.
     rows = [row(10, 990.0), row(20, 950.0), row(30, 970.0, **{field: value})]
     assert [r.step for r in ranked(rows, sampled(**settings))] == [30]
     assert [r.step for r in ranked(rows, sampled())] == [10, 20]
-    assert [r.step for r in ranked(rows, sampled(count=7))] == [10, 20]  # nothing is of these
+    assert [r.step for r in ranked(rows, sampled(count=7))] == [10, 20]  # no row matches
     found = results(rows, sample=sampled(**settings))
     assert verdict.judge(found).headline == "Step 30 is not comparable with any other checkpoint."
     assert "Step 10, 20: measured with a different" in " ".join(caveats(found))

@@ -69,14 +69,14 @@ def test_unscored_checkpoints_are_in_caveats_and_page(tmp_path: Path) -> None:
         Unscored.because(900, "Its samples are damaged."),
         Unscored.because(1000, "It has none."),
     ]
-    told = caveats(results([*RUN, *lacking]))[0]
-    assert told == "Steps 900, 1,000 could not be scored. Step 900: Its samples are damaged."
+    note = caveats(results([*RUN, *lacking]))[0]
+    assert note == "Steps 900, 1,000 could not be scored. Step 900: Its samples are damaged."
     one = caveats(results([*RUN, lacking[1]]))[0]
     assert one == "Step 1,000 could not be scored: It has none."
     many = [Unscored.because(1000 + i, "It has none.") for i in range(25)]
     assert "1,009 and 15 more could not" in caveats(results([*RUN, *many]))[0]
     assert not any("could not be scored" in text for text in caveats(results(RUN)))
-    assert told in page(tmp_path, results([*RUN, *lacking])).text
+    assert note in page(tmp_path, results([*RUN, *lacking])).text
 
 
 def test_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_hostile_names_are_escaped(name: str, tmp_path: Path) -> None:
     found = page(tmp_path / "hostile", results(rows, (name, "b")))
     assert len(found.all("img")) == len(plain.all("img"))
     assert not [a for _, attributes in found.tags for a in attributes if a.startswith("on")]
-    assert found.text.count(masking.shown(name)) >= 2  # as class and as problem, as it was given
+    assert found.text.count(masking.shown(name)) >= 2  # as class and as problem, unchanged
 
 
 def test_near_copies_are_shown_with_the_number_examined(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_every_image_has_an_alternative_text(tmp_path: Path) -> None:
 
 
 def test_pairs_of_an_earlier_evaluation_are_not_shown(tmp_path: Path) -> None:
-    """Pictures of an earlier one, of other samples or data, may lie there still."""
+    """Image files of an evaluation with other samples or data may still exist."""
     found = results([row(200, 6.0, memorisation=None)], straddling=None)
     assert "Nearest training images" not in page(tmp_path / "none", found).text
     held_out = "The held-out real images nearest"

@@ -63,14 +63,14 @@ def test_second_run_on_a_data_set_uses_the_first_extractor(
 def test_extractor_is_published_once_mlflow_is_available(
     tmp_path: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    away = make_config(tmp_path, tracking={"uri": "http://127.0.0.1:1"})
-    back = make_config(tmp_path, tracking={"uri": store, "experiment": "away"})
+    unavailable = make_config(tmp_path, tracking={"uri": "http://127.0.0.1:1"})
+    available = make_config(tmp_path, tracking={"uri": store, "experiment": "unavailable"})
     workspace = small_workspace(tmp_path / "run")
     put_extractor(workspace)
-    mine = open_in_domain(away, workspace, *splits(workspace), CPU)
+    mine = open_in_domain(unavailable, workspace, *splits(workspace), CPU)
     assert "the connection was refused" in capsys.readouterr().err
     assert workspace.read_json(SHARED) == {}
-    open_in_domain(back, workspace, *splits(workspace), CPU)
+    open_in_domain(available, workspace, *splits(workspace), CPU)
     assert workspace.read_json(SHARED)["uri"] == store
     second = small_workspace(tmp_path / "second")
     assert open_in_domain(back, second, *splits(second), CPU).fingerprint == mine.fingerprint
@@ -89,7 +89,7 @@ def test_mlflows_extractor_replaces_a_local_one(tmp_path: Path, store: str) -> N
 
 
 def test_extractors_have_their_own_experiment(tmp_path: Path) -> None:
-    """Those that an earlier version put among the training runs are still used."""
+    """Extractors that an earlier version published among training runs are still used."""
     place = put_store(tmp_path / "mlflow.db")
     config = make_config(tmp_path, tracking={"uri": place, "experiment": "digits"})
     first, second = small_workspace(tmp_path / "first"), small_workspace(tmp_path / "second")

@@ -30,7 +30,7 @@ HOSTILE = (
 
 
 def row(step: int, score: float, **changes: Any) -> Row:
-    """A scored checkpoint; `changes` to its evidence, or to itself where it has such a key."""
+    """Return a scored row; `changes` replace its fields, or those of its evidence."""
     scores = {
         "fd": score,
         "fd_pixel_pca": score / 2,
@@ -122,23 +122,23 @@ def results(rows: list[AnyRow], classes: tuple[str, ...] = ("a", "b"), **changes
 
 
 def workspace_of(root: Path, found: Results, side: int = 60) -> Workspace:
-    """A workspace with results and a picture of noise for everything that has one."""
+    """Return a workspace with results, and noise for each image of the report."""
     workspace = Workspace.open(str(root))
     workspace.write_json("evaluation/results.json", found.plain())
-    picture = png(np.random.default_rng(0).integers(0, 256, (side, side, 1)).astype(np.uint8))
+    image = png(np.random.default_rng(0).integers(0, 256, (side, side, 1)).astype(np.uint8))
     names = [f"{kind}-{r.step:08d}" for r in found.rows for kind in ("grid", "neighbours")]
     for name in [*names, "real", "neighbours-held-out"]:
-        workspace.storage.write(f"{FOLDER}/{name}.png", picture)
+        workspace.storage.write(f"{FOLDER}/{name}.png", image)
     return workspace
 
 
 def curve(*scores: float, first: int = 200, every: int = 200) -> list[Row]:
-    """Checkpoints `every` so many steps."""
+    """Return rows with these scores, one for `every` so many steps."""
     return [row(first + every * i, score) for i, score in enumerate(scores)]
 
 
 def sampled(**settings: Any) -> dict[str, Any]:
-    """The settings of `sample` as results.json has them; by default those of `row`."""
+    """Return settings of `sample` as in results.json; by default those of `row`."""
     given = {"count": 500, "precision": "fp32", **settings}
     return Sample.model_validate(given).model_dump(mode="json")
 

@@ -1,4 +1,4 @@
-"""A row of scores as evaluate writes it, with the evidence that the gate and the card ask for."""
+"""A scored row with the evidence that the gate and the model card need."""
 
 from __future__ import annotations
 
