@@ -73,7 +73,7 @@ def test_extractor_is_published_once_mlflow_is_available(
     open_in_domain(available, workspace, *splits(workspace), CPU)
     assert workspace.read_json(SHARED)["uri"] == store
     second = small_workspace(tmp_path / "second")
-    assert open_in_domain(back, second, *splits(second), CPU).fingerprint == mine.fingerprint
+    assert open_in_domain(available, second, *splits(second), CPU).fingerprint == mine.fingerprint
 
 
 def test_mlflows_extractor_replaces_a_local_one(tmp_path: Path, store: str) -> None:
