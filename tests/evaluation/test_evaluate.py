@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -432,3 +434,9 @@ def test_other_sampler_settings_get_their_own_mlflow_run(tmp_path: Path) -> None
         assert "evaluation/report.html" in {
             file.path for file in client.list_artifacts(run_id, "evaluation")
         }
+
+
+def test_freshness_is_imported_without_torch() -> None:
+    """Jobs that wait for scores stay small."""
+    code = "import ddpm_core.evaluation.freshness, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

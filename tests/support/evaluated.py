@@ -1,4 +1,4 @@
-"""A workspace of digits with samples of several checkpoints."""
+"""A workspace of digits with samples of several checkpoints, to be evaluated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.digits_workspace import (
 
 
 class Run:
-    """A workspace of 8x8 digits; its samples are digits with noise."""
+    """A workspace of 8x8 digits whose checkpoints draw ever cleaner ones."""
 
     def __init__(self, root: Path, **sections: Any) -> None:
         self.config = make_config(root, prepare={"image_size": 8}, **sections)

@@ -1,4 +1,4 @@
-"""A scored row with the evidence that the gate and the model card need."""
+"""A row of scores as evaluate writes it, with the evidence that the gate and the card ask for."""
 
 from __future__ import annotations
 
