@@ -74,7 +74,7 @@ def test_dense_checkpoints_show_the_trend_of_the_whole_curve(
         (
             memory("copies", 9, verbatim=4),
             "bad",
-            "training image (4 of them except for noise)",
+            "training image (4 of them identical except for noise)",
         ),
         ({"verdict": "unknown", "count": 3}, "unknown", "no held-out images"),
         (None, "unknown", "was not measured"),
