@@ -211,7 +211,7 @@ def test_with_other_evidence_the_champion_is_sampled_and_scored_as_evaluate_does
     anew = json.loads(old.tags["rescored"])
     assert anew["score"] == pytest.approx(champion["score"], rel=1e-6)
     assert anew["evidence"]["weights"] == champion["evidence"]["weights"]
-    assert not differences(anew, champion)
+    assert not differences(Row.model_validate(anew), champion)
 
 
 @pytest.mark.parametrize(("first", "second"), [("fid", "kid"), ("kid", "fid")])
