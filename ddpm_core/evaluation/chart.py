@@ -67,6 +67,7 @@ def chart(curve: Curve) -> Chart:
     steps = [step for line in lines for step, _ in line.points]
     first, last = min(steps), max(steps)
     y_labels = tick_labels(y_ticks)
+    # The page may use any font, so the margin fits the labels in the widest one.
     left = max(LEFT, 8 + math.ceil(CHARACTER * max(map(len, y_labels))))
 
     def x(step: float) -> float:

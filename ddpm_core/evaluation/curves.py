@@ -128,6 +128,7 @@ def ticks(low: float, high: float) -> list[float]:
     """Return evenly spaced round numbers, from at most `low` to at least `high`."""
     span = max(high - low, 1e-9 * max(1.0, abs(high)))
     power = 10.0 ** math.floor(math.log10(span / 4))
+    # The smallest round step that divides the span into at most four parts.
     step = next(power * m for m in (1, 2, 2.5, 5, 10, 20) if span / (power * m) <= 4)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, max(last, first + 1) + 1)]

@@ -98,6 +98,7 @@ def _evaluated(config: Config, workspace: Workspace) -> list[AnyRow]:
         row: AnyRow | None = _kept(scorer, workspace, step)
         if row is None:
             row = _measure(scorer, workspace, step)
+            # Written at once, so that an interrupted run does not measure it again.
             workspace.write_json(f"{ROWS}/{step_name(step)}.json", row.plain())
             new += [row] if is_scored(row) else []
         rows.append(row)

@@ -78,6 +78,7 @@ def extract(
     """
     accumulator, kept, logits, count = Accumulator(), [], [], 0
     for pixels in batches:
+        # Copy: memory-mapped arrays are read-only, which torch does not support.
         features, scores = extractor(torch.from_numpy(np.array(pixels)))
         accumulator.add(features)
         kept.append(features[: max(0, KEPT - count)])

@@ -151,6 +151,7 @@ def train_extractor(
     key = rng.key(Purpose.EVALUATE, seed)
     _initialise(network, key)
     steps = steps or steps_for(len(train))
+    # The CPU, even if there is a GPU: the same data give the same weights on every machine.
     with _one_thread():
         _fit(network, train, rotated, steps, key)
         _standardise(network, train, key)

@@ -75,6 +75,7 @@ def _neighbours(
     """Find the nearest of `images`. With `other`, query i is image i and skips itself."""
     if not len(queries):
         return Neighbours(np.empty(0), np.empty(0, np.int64), np.empty(0, np.bool_))
+    # Queries and their mirror images are searched together, in one pass over the training images.
     both = torch.cat([_flat(queries), _flat(queries[:, :, ::-1])])
     found = _search(both, images, device or torch.device("cpu"), other)
     straight, mirrored = _distances(both, images, found).reshape(2, -1) / _contrast(queries)
@@ -89,6 +90,7 @@ def _search(
 ) -> NDArray[np.int64]:
     """Return the index of the nearest image of each row (n, P); `other` as in `_neighbours`."""
     queries = queries.to(device)
+    # With `other`, rows i and n + i are image i and its mirror image; both skip image i.
     own = torch.arange(len(queries), device=device) % len(images)
     best = torch.full((len(queries),), torch.inf, device=device)
     where = torch.zeros(len(queries), dtype=torch.int64, device=device)
@@ -118,6 +120,7 @@ def _distances(queries: Tensor, images: Images, index: NDArray[np.int64]) -> Any
 
 def _contrast(images: Pixels) -> Any:
     """Return the deviation (n,) float64 of each image's pixels around their channel's mean."""
+    # Flat rows hold one channel after the other.
     rows, count = _flat(images).double(), images.shape[3]
     channels = rows.view(len(rows), count, rows.shape[1] // count)
     return channels.var(2, correction=0).mean(1).sqrt().clamp(min=LEAST_CONTRAST).numpy()

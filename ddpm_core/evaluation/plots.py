@@ -77,7 +77,7 @@ def _draw_lines(axes: Any, curve: Curve) -> None:
     paired = len(curve.references) > 1
     for i, reference in enumerate(curve.references):
         color = colors[i] if paired else GRAY
-        dashes = (i * DASH, (DASH, DASH))
+        dashes = (i * DASH, (DASH, DASH)) if paired else "--"
         text = f"{reference.name}: {label(reference.value)}"
         axes.axhline(reference.value, color=color, linestyle=dashes, linewidth=1.2, label=text)
     if curve.equal_count:

@@ -97,6 +97,7 @@ def _compress(data: bytes) -> tuple[str, int, int, bytes]:
 
 def render(results: Results, images: Images) -> str:
     """Return the page. It loads nothing from elsewhere, and escapes names from other sources."""
+    # Mask secrets and escape control characters in every text before it reaches the template.
     results = Results.model_validate(throughout(shown, results.plain()))
     jinja2 = require("jinja2", "eval")
     environment = jinja2.Environment(

@@ -106,6 +106,8 @@ class Scorer:
         spaces = [self.reference.extractor, self.pixels.extractor]
         with progress(f"evaluate: {name}", len(spaces) * count, "images") as advance:
             features, pixels = [extract(space, in_batches(arrays), advance) for space in spaces]
+        # The bias of most scores depends on the count, so samples and held-out images are also
+        # compared at the count that both have.
         n = min(count, len(self.reference.holdout.kept), KEPT)
         scores = self._measure(features, pixels)
         return {

@@ -65,11 +65,13 @@ def open_in_domain(
     """
     own = _own(workspace, train.fingerprint)
     uri = config.tracking.uri
+    # Ask MLflow once per server and extractor; SHARED records that this was done.
     if not own or (uri and throughout(masked, workspace.read_json(SHARED)) != _record(uri, own)):
         found, unavailable = _fetch_into(config, workspace, train.fingerprint)
         if not found and not own:
             with workspace.storage.new_folder(EXTRACTOR) as folder:
                 save_extractor(in_domain.train_extractor(train, holdout), folder)
+        # Another run may have published first, so look again after publishing.
         if not found and not unavailable and _publish(config, workspace, train.fingerprint):
             _fetch_into(config, workspace, train.fingerprint)
     trained, fingerprint = load_extractor(workspace.path(EXTRACTOR))

@@ -149,7 +149,9 @@ def _memorisation(facts: Memorisation | None) -> Answer:
         f"{percent(0.99)} of held-out images; by chance it would be {percent(expected)}."
     )
     if facts.verdict == "copies":
-        verbatim = f" ({facts.verbatim:,} of them except for noise)" if facts.verbatim else ""
+        verbatim = (
+            f" ({facts.verbatim:,} of them identical except for noise)" if facts.verbatim else ""
+        )
         detail = (
             f"{percent(facts.copies / count)} of {count:,} samples are nearly the same as a "
             f"training image{verbatim}. Among held-out images it is "

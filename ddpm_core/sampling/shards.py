@@ -74,16 +74,19 @@ class ShardStore:
         return self._problem(shard, self._record(shard))
 
     def listed(self, shard: Shard) -> dict[str, Any]:
-        """Return the size and checksum of a shard. Raises Corrupt if it is not up to date."""
+        """Return size and checksum of a shard that has no `problem`.
+
+        Raises Corrupt if its record or size has changed since; its content is not hashed again.
+        """
         record = self._record(shard)
-        if problem := self._problem(shard, record):
+        if problem := self._problem(shard, record, content=False):
             raise Corrupt(f"{self.key}/{shard.name}: {problem}.")
         return {name: record[name] for name in ("size", "sha256")}
 
     def _record(self, shard: Shard) -> dict[str, Any]:
         return self._workspace.read_json(f"{self.key}/{shard.name}.json", Record)
 
-    def _problem(self, shard: Shard, record: dict[str, Any]) -> str:
+    def _problem(self, shard: Shard, record: dict[str, Any], content: bool = True) -> str:
         key = f"{self.key}/{shard.name}"
         if not record:
             return "missing"
@@ -92,9 +95,12 @@ class ShardStore:
         there = (record["start"], record["stop"], record["size"])
         if there != (shard.start, shard.stop, self._size(shard)):
             return "different images"
-        if self._storage.size(f"{key}.npy") is None:
+        size = self._storage.size(f"{key}.npy")
+        if size is None:
             return "missing"
-        if self._storage.checksum(f"{key}.npy") != record["sha256"]:
+        if size != record["size"]:
+            return "damaged"
+        if content and self._storage.checksum(f"{key}.npy") != record["sha256"]:
             return "damaged"
         return ""
 

@@ -1,4 +1,4 @@
-"""The best checkpoint is the best of one list, and stays it when the same command runs again."""
+"""The best checkpoint does not change when the same command runs again."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ STEPS = (4, 8, 12)
 
 
 class Run:
-    """A workspace of 8x8 digits with checkpoints of three steps, none of them trained."""
+    """A workspace of 8x8 digits with three untrained checkpoints."""
 
     def __init__(self, root: Path, store: Path) -> None:
         self.workspace = Workspace.open(str(root / "run"))
-        self.store = store  # MLflow's, of all that have begun together
+        self.store = store  # MLflow's, shared by all runs of the fixture
 
     def fill(self) -> None:
         images, labels = digits(8)
@@ -39,7 +39,7 @@ class Run:
             write_checkpoint(folder, seed=10 * step, step=step, fingerprint=data, **classes)
 
     def go(self, *, name: str = "best-by-tests", **given: Any) -> list[str]:
-        """Sample, score and register what is not up to date, as `ddpm run`; what was not."""
+        """Run the verbs that are not up to date, as `ddpm run` does, and return their names."""
         settings = {"count": 37, "batch_size": 20, "steps": 4, "seed": 5, **given}
         config = make_config(
             self.workspace.path("").parent,
@@ -72,7 +72,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All three checkpoints scored and the best registered."""
+    """A run with three scored checkpoints, the best of which is registered."""
     root = tmp_path_factory.mktemp("begun")
     put_store(root / "mlflow.db")
     run = Run(root, root / "mlflow.db")
@@ -98,7 +98,7 @@ def test_best_stays_best_when_sampled_with_other_settings(run: Run, change: dict
     assert run.results()["best"]["step"] == run.registered() == best
     assert f"Step {best} is not comparable with any other checkpoint." in run.report()
     assert run.go(checkpoints="best", name=name, **change) == []
-    assert run.go() == ["sample", "evaluate", "register"]  # all three by one recipe again
+    assert run.go() == ["sample", "evaluate", "register"]  # all three with one recipe again
     assert run.registered() == best and f"Step {best} is the best of 3" in run.report()
 
 

@@ -1,4 +1,4 @@
-"""Samples that repeat one another are found, in the row, the report and the gate."""
+"""Row, report and gate show samples that repeat one another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> Scorer:
 
 
 def real(count: int = 180) -> Pixels:
-    """Digits that were held out."""
+    """Return held-out digits."""
     return digits(8)[0][:count]
 
 

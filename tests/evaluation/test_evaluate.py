@@ -1,10 +1,12 @@
-"""The verb evaluate, on samples and data as they lie in a workspace."""
+"""The verb evaluate, with samples and data in a workspace."""
 
 from __future__ import annotations
 
 import csv
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from ddpm_core.errors import UserError
 from ddpm_core.evaluation import in_domain
 from ddpm_core.storage.workspace import METRICS, RUN, samples_key, snapshot_key
 
-PICTURES = (
+PLOTS = (
     "FID_vs_TrainingSteps.png",
     "FID_vs_TrainingSteps_First25.png",
     "IS_vs_TrainingSteps.png",
@@ -43,7 +45,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Classifiers of two steps, where nothing rests on how good they are."""
+    """Train classifiers for two steps, where their quality does not matter."""
     monkeypatch.setattr(in_domain, "STEPS", (2, 2))
 
 
@@ -55,9 +57,9 @@ def run(scored: Path, tmp_path: Path) -> Run:
 
 def test_every_promised_file_is_written(run: Run) -> None:
     folder = run.workspace.path("evaluation")
-    for name in PICTURES:
-        with Image.open(folder / name) as picture:
-            assert picture.size == (960, 576)
+    for name in PLOTS:
+        with Image.open(folder / name) as image:
+            assert image.size == (960, 576)
     lines = list(csv.DictReader((folder / "evaluation_results.csv").open()))
     assert [line["step"] for line in lines] == ["200", "400", "600"]
     assert {line["score_name"] for line in lines} == {"fd_in_domain_100"}
@@ -315,7 +317,7 @@ def test_new_data_give_a_new_reference_and_extractor(tmp_path: Path) -> None:
     assert second["evidence"]["data"] != first["evidence"]["data"]
     assert second["evidence"]["extractor_fingerprint"] != first["evidence"]["extractor_fingerprint"]
     names = [p.name.split("-")[0] for p in run.workspace.path("evaluation/reference").iterdir()]
-    assert sorted(names) == ["in_domain", "pixel_pca"]  # nothing of the old data is left
+    assert sorted(names) == ["in_domain", "pixel_pca"]  # the old ones are removed
 
 
 def run_problem(run: Run) -> str:
@@ -328,9 +330,15 @@ def test_unselected_metrics_are_none(run: Run) -> None:
     row = run.evaluate(metrics=("kid",))[600]
     assert row["score_name"] == "kid_in_domain_100" and row["score"] == row["kid_mean"]
     assert row["memorisation"] is None
-    for metric in ("fd", "is_mean", "precision", "density", "kid_std"):  # 100 are too few for it
+    for metric in (
+        "fd",
+        "is_mean",
+        "precision",
+        "density",
+        "kid_std",
+    ):  # 100 samples give no deviation
         assert row[metric] is None, metric
-    for name in PICTURES:  # dvc expects them all
+    for name in PLOTS:  # DVC expects all of them
         assert run.workspace.path(f"evaluation/{name}").stat().st_size > 1000
 
 
@@ -343,7 +351,7 @@ def test_colour_images_of_one_class_without_held_out_images(tmp_path: Path) -> N
     run.images = run.images[:50].repeat(20, axis=0)
     run.put_samples(200, 20, count=40)
     row = run.evaluate()[200]
-    assert row["score"] > 0 and row["is_mean"] is None  # it learned turns, not classes
+    assert row["score"] > 0 and row["is_mean"] is None  # it learned rotations, not classes
     assert row["floor"] is None and row["memorisation"]["verdict"] == "unknown"
     assert row["evidence"]["extractor_accuracy"] is None
     report = run.workspace.path("evaluation/report.html").read_text()
@@ -426,3 +434,9 @@ def test_other_sampler_settings_get_their_own_mlflow_run(tmp_path: Path) -> None
         assert "evaluation/report.html" in {
             file.path for file in client.list_artifacts(run_id, "evaluation")
         }
+
+
+def test_freshness_is_imported_without_torch() -> None:
+    """Jobs that wait for scores stay small."""
+    code = "import ddpm_core.evaluation.freshness, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Copies of training images are found, mirrored ones too, and held-out images are not accused."""
+"""Copies of training images are found, mirrored ones too; held-out images are no copies."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_uniform_image_is_not_near_every_uniform_image(tmp_path: Path) -> None:
         bird[number % 12 : number % 12 + 4, number // 3 : number // 3 + 4] = 60
     put_data(workspace, np.concatenate([birds, sky]), np.zeros(60, np.int64), 30, ())
     data = open_dataset(workspace)
-    # To a pixel's eye a bird in the sky is nearly the sky; to its own contrast it is not at all.
+    # The pixels of a bird in the sky are nearly those of the sky, but not relative to its contrast.
     assert nearest(birds, data).distance.min() == pytest.approx(1.0, abs=0.05)
     assert np.abs(birds[0] / 255 - sky[0] / 255).mean() < 0.03
 
@@ -141,8 +141,10 @@ def test_noise_is_not_memorisation(train: PackedDataset) -> None:
 VERBATIM, ALL_BUT_VERBATIM, TWIN_LIKE = 0.0, 0.05, 0.25  # times the median distance
 
 
-def said_to_copy(samples: int, held_out: int, rates: tuple[float, float], kind: float) -> float:
-    """The share of 300 models and data sets, of whose images these rates are (near-)copies."""
+def share_of_copies_verdicts(
+    samples: int, held_out: int, rates: tuple[float, float], kind: float
+) -> float:
+    """Return the share of `copies` verdicts for 300 random models with these rates of copies."""
     generator = np.random.default_rng(samples + held_out)
 
     def distances(count: int, rate: float) -> np.ndarray:
@@ -160,7 +162,7 @@ def said_to_copy(samples: int, held_out: int, rates: tuple[float, float], kind: 
 def test_as_many_twins_as_held_out_images_are_no_copies(
     samples: int, held_out: int, rate: float
 ) -> None:
-    assert said_to_copy(samples, held_out, (rate, rate), TWIN_LIKE) <= 0.02
+    assert share_of_copies_verdicts(samples, held_out, (rate, rate), TWIN_LIKE) <= 0.02
 
 
 @pytest.mark.parametrize(
@@ -177,12 +179,12 @@ def test_as_many_twins_as_held_out_images_are_no_copies(
 def test_copies_are_found_as_often_as_documented(
     samples: int, held_out: int, rate: float, kind: float, least: float
 ) -> None:
-    assert said_to_copy(samples, held_out, (rate, 0.0), kind) >= least
+    assert share_of_copies_verdicts(samples, held_out, (rate, 0.0), kind) >= least
 
 
 def test_verbatim_twins_of_held_out_images_are_no_copies() -> None:
-    assert said_to_copy(500, 500, (0.01, 0.01), ALL_BUT_VERBATIM) <= 0.03
-    assert said_to_copy(180, 180, (0.01, 0.01), ALL_BUT_VERBATIM) <= 0.07
+    assert share_of_copies_verdicts(500, 500, (0.01, 0.01), ALL_BUT_VERBATIM) <= 0.03
+    assert share_of_copies_verdicts(180, 180, (0.01, 0.01), ALL_BUT_VERBATIM) <= 0.07
 
 
 def test_three_verbatim_copies_are_a_verdict_but_two_are_not() -> None:
@@ -294,7 +296,9 @@ def test_sixteen_closest_pairs_are_written_as_a_grid(
 
     copies = train.take(np.arange(20))[:, :, ::-1]
     write_neighbours(workspace, "test", copies, nearest(copies, train), train)
-    with Image.open(workspace.path("evaluation/pictures/neighbours-test.png")) as picture:
-        pixels = np.asarray(picture)
+    with Image.open(workspace.path("evaluation/pictures/neighbours-test.png")) as image:
+        pixels = np.asarray(image)
     assert pixels.shape == (4 * (16 + 2) + 2, 4 * (32 + 2) + 2)
-    np.testing.assert_array_equal(pixels[2:18, 2:18], pixels[2:18, 18:34])  # a copy, as compared
+    np.testing.assert_array_equal(
+        pixels[2:18, 2:18], pixels[2:18, 18:34]
+    )  # mirrored, as it was compared

@@ -1,4 +1,4 @@
-"""Scores equal their definitions, and each number's name says features and N."""
+"""Metrics equal their definitions, and their names contain feature space and count."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_kernel_distance_equals_its_formula() -> None:
     within = kernel(x, x)[off_diagonal].mean() + kernel(y, y)[off_diagonal].mean()
     mean, deviation = kernel_distance(x, y)
     assert mean == pytest.approx(float(within - 2 * kernel(x, y).mean()))
-    assert deviation is None  # all subsets are the whole
+    assert deviation is None  # every subset contains all rows
 
 
 def test_kernel_distance_takes_subsets_that_fit_the_smaller_set() -> None:
@@ -110,7 +110,7 @@ def _generator() -> torch.Generator:
 
 
 def by_hand(samples: Tensor, real: Tensor, k: int) -> tuple[float, float, float, float]:
-    """The four from a full matrix of distances, row by row."""
+    """Return precision, recall, density and coverage from a full distance matrix."""
     x, y = samples.double().numpy(), real.double().numpy()
 
     def radii(rows: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a score is of, and when it is believed: counts, held-out images, damage, trouble."""
+"""Scores depend on the right images, and edits, damage and failures do not go unnoticed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELD_OUT, TRAINED = 20, 60
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Classifiers of two steps: nothing here rests on how good they are."""
+    """Train classifiers for two steps: their quality does not matter here."""
     monkeypatch.setattr(in_domain, "STEPS", (2, 2))
 
 
@@ -116,8 +116,8 @@ def test_accuracy_is_measured_on_the_current_held_out_images(run: Run) -> None:
     assert run.workspace.path(ACCURACY).stat().st_mtime_ns == kept
 
 
-class Away(LocalStorage):
-    """A storage that does not give out the samples of step 400."""
+class Failing(LocalStorage):
+    """A storage that fails to return the samples of step 400."""
 
     error: OSError
 
@@ -133,13 +133,13 @@ class Away(LocalStorage):
 def test_storage_errors_end_the_run_and_keep_the_ranking(run: Run, error: OSError) -> None:
     before = run.results()
     run.workspace.storage.remove("evaluation/rows/step-00000400.json")
-    away = Away(Path(run.config.workspace))
-    away.error = error
-    there, run.workspace = run.workspace, Workspace(away)
+    failing = Failing(Path(run.config.workspace))
+    failing.error = error
+    intact, run.workspace = run.workspace, Workspace(failing)
     with pytest.raises(type(error)) as caught:
         run.evaluate()
-    assert caught.value is error and there.read_json(RESULTS) == before
-    run.workspace = there
+    assert caught.value is error and intact.read_json(RESULTS) == before
+    run.workspace = intact
     assert run.evaluate()[400].plain() == before["rows"][1]
 
 
@@ -194,7 +194,7 @@ def test_identical_training_images_are_an_error(
     capsys.readouterr()
     with pytest.raises(UserError, match="The training images are all the same"):
         run.evaluate()
-    assert "classifier" not in capsys.readouterr().err  # no minute of training comes first
+    assert "classifier" not in capsys.readouterr().err  # the error comes before any training
     scorer = Scorer(run.config, run.workspace)
     scorer.__dict__["extractor"] = Extractor("x", "x", "x", lambda x: (flatten(x, 8), None))
     scores = scorer.score([run.images[100:130]])

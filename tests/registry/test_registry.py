@@ -210,7 +210,7 @@ def test_a_champion_with_other_evidence_is_scored_like_evaluate(
     rescored = json.loads(old.tags["rescored"])
     assert rescored["score"] == pytest.approx(champion["score"], rel=1e-6)
     assert rescored["evidence"]["weights"] == champion["evidence"]["weights"]
-    assert not differences(rescored, champion)
+    assert not differences(Row.model_validate(rescored), champion)
 
 
 @pytest.mark.parametrize(("first", "second"), [("fid", "kid"), ("kid", "fid")])
