@@ -32,7 +32,7 @@ from support.pictures import (
 )
 
 from ddpm_core.data import pack, workers
-from ddpm_core.data.dataset import data_fingerprint, open_dataset
+from ddpm_core.data.dataset import DataManifest, data_fingerprint, open_dataset
 from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.data.sources.open import open_source
 from ddpm_core.data.split import hold_out
@@ -48,8 +48,8 @@ def workspace(tmp_path: Path) -> Workspace:
     return Workspace.open(str(tmp_path / "workspace"))
 
 
-def fingerprints(manifest: dict[str, Any]) -> tuple[str, str]:
-    return manifest["fingerprint"], manifest["holdout_fingerprint"]
+def fingerprints(manifest: DataManifest) -> tuple[str, str]:
+    return manifest.fingerprint, manifest.holdout_fingerprint
 
 
 def left_in(workspace: Workspace) -> set[str]:
@@ -70,7 +70,7 @@ def test_result_does_not_depend_on_the_number_of_workers(
     settings = {"holdout": 0.3, "max_rejected": 0.5}
     one = prepared(tmp_path / "1", root, workers=1, **settings)
     three = prepared(tmp_path / "3", root, workers=3, **settings)
-    assert one.manifest["files"] == three.manifest["files"]
+    assert one.manifest.files == three.manifest.files
     assert rejected(tmp_path / "1/workspace") == rejected(tmp_path / "3/workspace")
 
 
@@ -143,7 +143,7 @@ def test_copies_are_reported_and_in_one_split(
     for path in (root / "b").iterdir():  # the same pixels in another format
         write(path, Image.open(path), kind="BMP")
     train = prepared(tmp_path, root, holdout=0.3)
-    assert train.manifest["duplicates"] == {
+    assert train.manifest.duplicates == {
         "copies": 40,
         "pictures_with_copies": 40,
         "in_both_splits": 0,
@@ -160,7 +160,7 @@ def test_copies_across_given_splits_are_a_warning(
 ) -> None:
     root = write_classes(tmp_path / "raw/train", ["a"]).parent
     shutil.copytree(root / "train", root / "test")
-    assert prepared(tmp_path, root).manifest["duplicates"]["in_both_splits"] == 3
+    assert prepared(tmp_path, root).manifest.duplicates["in_both_splits"] == 3
     assert "3 held-out images are also among the training images" in capsys.readouterr().err
 
 

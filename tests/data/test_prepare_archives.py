@@ -62,7 +62,7 @@ def test_archive_gives_the_same_data_as_its_folder(
     found = prepared(tmp_path / "b", archive)
     assert found.fingerprint == expected.fingerprint
     assert found.classes == ["cat", "dog"]
-    assert found.manifest["source"]["sha256"]
+    assert found.manifest.source["sha256"]
     assert rejected(tmp_path / "b/workspace") == {}
 
 

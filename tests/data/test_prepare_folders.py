@@ -23,9 +23,9 @@ from ddpm_core.errors import UserError
 def counts(tmp_path: Path, root: Path, **settings: object) -> tuple[dict[str, int], dict[str, int]]:
     """Return the number of images by class, for training and held out."""
     manifest = prepared(tmp_path, root, **settings).manifest  # type: ignore[arg-type]
-    names = manifest["classes"]
-    train = dict(zip(names, manifest["class_counts"], strict=True))
-    return train, dict(zip(names, manifest["holdout_class_counts"], strict=True))
+    names = manifest.classes
+    train = dict(zip(names, manifest.class_counts, strict=True))
+    return train, dict(zip(names, manifest.holdout_class_counts, strict=True))
 
 
 # Classes
@@ -241,14 +241,14 @@ def test_val_and_test_are_both_held_out(tmp_path: Path) -> None:
 def test_splits_without_classes_are_splits(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw", ["train", "test"])
     data = prepared(tmp_path, tmp_path / "raw")
-    assert (len(data), data.manifest["holdout_count"], data.classes) == (3, 3, [])
+    assert (len(data), data.manifest.holdout_count, data.classes) == (3, 3, [])
 
 
 def test_image_beside_splits_without_classes_is_for_training(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw", ["train", "test"])
     write(tmp_path / "raw/cover.png", noise(99))
     data = prepared(tmp_path, tmp_path / "raw")
-    assert (len(data), data.manifest["holdout_count"], data.classes) == (4, 3, [])
+    assert (len(data), data.manifest.holdout_count, data.classes) == (4, 3, [])
 
 
 @pytest.mark.parametrize("each", [6, 40])
@@ -452,7 +452,7 @@ def test_links_that_stay_inside_are_followed_once(tmp_path: Path) -> None:
     (root / "cat/again.png").symlink_to("000.png")
     (root / "loop").symlink_to(root)
     data = prepared(tmp_path, root, max_rejected=0.0)
-    assert len(data) == 4 and data.manifest["duplicates"]["copies"] == 1
+    assert len(data) == 4 and data.manifest.duplicates["copies"] == 1
 
 
 def test_pipe_named_like_an_image_is_rejected(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_s3_prefix_gives_the_same_data_as_its_folder(
     expected = prepared(tmp_path / "a", root, max_rejected=0.1)
     found = prepared(tmp_path / "b", f"s3://{name}/photos", max_rejected=0.1)
     assert found.fingerprint == expected.fingerprint
-    assert found.manifest["source"]["uri"] == f"s3://{name}/photos"
+    assert found.manifest.source["uri"] == f"s3://{name}/photos"
     assert rejected(tmp_path / "a/workspace") == rejected(tmp_path / "b/workspace")
 
 
@@ -120,7 +120,7 @@ def test_archive_in_s3_is_fetched_and_removed(tmp_path: Path, bucket: tuple[Any,
     client.upload_file(str(tmp_path / "raw.tar.gz"), name, "sets/raw.tar.gz")
     found = prepared(tmp_path / "b", f"s3://{name}/sets/raw.tar.gz")
     assert found.fingerprint == prepared(tmp_path / "a", root).fingerprint
-    assert found.manifest["source"]["etag"]
+    assert found.manifest.source["etag"]
     assert Workspace.open(str(tmp_path / "b/workspace")).storage.names("") == ["data", LEASE]
 
 
@@ -309,8 +309,8 @@ def test_tracked_path_is_fetched_at_its_revision(
         data.fingerprint
         == prepared(tmp_path / "e", write_classes(tmp_path / "raw", ["cat", "dog"])).fingerprint
     )
-    assert data.manifest["source"]["revision"] == commits["v1"]
-    assert data.manifest["source"]["uri"] == f"dvc:{repo}#photos@v1"
+    assert data.manifest.source["revision"] == commits["v1"]
+    assert data.manifest.source["uri"] == f"dvc:{repo}#photos@v1"
 
 
 def test_moved_tag_makes_the_data_stale(
@@ -393,7 +393,7 @@ def test_revision_resolves_as_in_git(
 def test_manifest_has_the_dvc_checksum_of_a_tracked_directory(
     tmp_path: Path, registry: tuple[Path, dict[str, str]]
 ) -> None:
-    found = prepared(tmp_path, registry[0] / "photos").manifest["source"]
+    found = prepared(tmp_path, registry[0] / "photos").manifest.source
     assert found["dvc_md5"].endswith(".dir")
 
 
@@ -439,7 +439,7 @@ def test_cifar_binary_files_are_read(tmp_path: Path, packed: bool) -> None:
             archive.add(source, source.name)
         source = tmp_path / "cifar-10-binary.tar.gz"
     data = prepared(tmp_path, source, image_size=32, holdout=0.5)
-    assert data.images.shape == (20, 32, 32, 3) and data.manifest["holdout_count"] == 4
+    assert data.images.shape == (20, 32, 32, 3) and data.manifest.holdout_count == 4
     found = {
         (data.classes[label], image.tobytes())
         for image, label in zip(data.images[:], data.labels, strict=True)
@@ -528,8 +528,8 @@ def test_known_data_set_is_downloaded_once(
         prepared(tmp_path, "cifar10", image_size=32)
     data = prepared(tmp_path, "cifar10", image_size=32, download=True)
     assert len(data) == 20
-    assert data.manifest["source"]["uri"] == archive.url
-    assert data.manifest["source"]["sha256"] == archive.sha256
+    assert data.manifest.source["uri"] == archive.url
+    assert data.manifest.source["sha256"] == archive.sha256
     (served[0] / "cifar-10-binary.tar.gz").unlink()
     assert len(prepared(tmp_path, "cifar10", image_size=16)) == 20
 
@@ -582,9 +582,9 @@ def test_forged_official_archive_is_refused(
     for use in (check_data, lambda source: prepared(tmp_path, source, image_size=32)):
         with pytest.raises(UserError, match=error):
             use(name)
-    assert prepared(tmp_path, forged, image_size=32).manifest["source"]["sha256"] == found
+    assert prepared(tmp_path, forged, image_size=32).manifest.source["sha256"] == found
     data = prepared(tmp_path, name, image_size=32, download=True)
-    assert data.manifest["source"]["sha256"] == archive.sha256
+    assert data.manifest.source["sha256"] == archive.sha256
     assert hashlib.sha256(forged.read_bytes()).hexdigest() == archive.sha256
     workspace = Workspace.open(str(tmp_path / "workspace"))
     assert stale(config(name, image_size=32, download=True), workspace) is None
