@@ -78,6 +78,7 @@ class PackedArray:
         parts = np.searchsorted(self.starts, wanted, side="right") - 1
         for row, (index, part) in enumerate(zip(wanted.tolist(), parts.tolist(), strict=True)):
             offset = self._heads[part].offset + (index - int(self.starts[part])) * self._row_bytes
+            # pread does not move the file's position, so threads can share the files.
             data = os.pread(self._files[part].fileno(), self._row_bytes, offset)
             if len(data) < self._row_bytes:
                 raise Corrupt(
@@ -89,7 +90,7 @@ class PackedArray:
 
 
 # The facts of a manifest that training and every score depend on. The manifest has a checksum of
-# them, to detect that somebody edited it.
+# them, to detect an edit by hand.
 BOUND = (
     "fingerprint",
     "holdout_fingerprint",

@@ -113,10 +113,12 @@ def _write_data(folder: Path, facts: dict[str, Any], opened: Source, config: Con
     layout = find_layout(listing)
     if settings.classes is not None:
         _select_classes(listing, layout, settings.classes)
+    # Decoding takes long, so find a source that cannot be trained on, or wrong captions, before.
     _refuse_untrainable(layout.held_out, [], settings)
     texts = read_captions(listing, settings.caption_column, layout.notes)
     captions = add_class_captions(texts, layout.classes, settings.caption, layout.notes)
     channels = 1 if settings.channels == 1 else 3
+    # With channels: auto, squares are decoded as RGB and narrowed when all turn out to be gray.
     with closing(Scratch(folder, (size, size, channels))) as scratch:
         decoded = _decode(source, listing.images, settings, scratch)
         rejected = sorted_by_name([*listing.rejected, *decoded.rejected])

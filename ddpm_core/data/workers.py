@@ -186,7 +186,9 @@ def map_chunks(
     if workers == 1:
         yield from (work(*args, chunk) for chunk in chunks)
         return
+    # ProcessPoolExecutor cannot terminate its processes: those that are new here are its own.
     unrelated = set(multiprocessing.active_children())
+    # Not fork: this process may have threads, which hold locks that a copy never releases.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_exit_with_parent)
     try:

@@ -172,6 +172,7 @@ class Tar:
                 # Otherwise memory grows with the archive. Images need no global headers.
                 archive.members.clear()  # type: ignore[attr-defined]
                 archive.pax_headers = {}
+                # Skip what is left of the content, with its limits, before tarfile reads on.
                 stream.seek(archive.offset)
                 stream.begin_headers()
                 ref += 1

@@ -50,6 +50,7 @@ class Prefix:
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
         """Yield contents in order. Threads fetch some ahead, limited in number and in bytes."""
+        # Position, size and future content of the objects being fetched; `held` is their size.
         waiting: deque[tuple[int, int, Future[Payload]]] = deque()
         held = 0
         with ThreadPoolExecutor(CONNECTIONS) as readers:
