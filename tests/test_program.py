@@ -56,8 +56,8 @@ def test_every_verb_tells_a_mistake_in_the_params_in_one_message(tmp_path: Path,
         (["train", "-S", "device=cuda:77"], "device: cuda:77"),
         (["train", "-p", "absent.yaml"], "Cannot read the params file absent.yaml"),
         (["check-data", "absent"], "absent"),
-        (["check-data", "gs://bucket/x"], "'gs://bucket/x' given"),
-        (["check-data", "dvc:x"], "'dvc:x' given"),
+        (["check-data", "gs://bucket/x"], "got 'gs://bucket/x'"),
+        (["check-data", "dvc:x"], "got 'dvc:x'"),
     ],
 )
 def test_what_is_missing_is_said_with_what_to_do(

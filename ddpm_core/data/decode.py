@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, JpegImagePlugin, UnidentifiedImageError
 
-from ddpm_core.data.sources.base import FILE_BYTES
+from ddpm_core.data.sources.base import size_problem
 
 # Formats with a safe decoder: EPS would start Ghostscript, and TGA accepts random bytes.
 _SUPPORTED = "JPEG PNG WEBP BMP DIB GIF TIFF AVIF JPEG2000 PPM ICO"
@@ -129,8 +129,8 @@ def _open(content: bytes | Path) -> IO[bytes]:
     size = len(content) if isinstance(content, bytes) else _size(content)
     if size == 0:
         raise Undecodable("empty: 0 bytes")
-    if size > FILE_BYTES:
-        raise Undecodable(f"{size:,} bytes; at most {FILE_BYTES:,} are read")
+    if problem := size_problem(size):
+        raise Undecodable(problem)
     try:
         return io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
     except OSError as error:
