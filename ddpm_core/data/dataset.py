@@ -267,7 +267,7 @@ def _intact_manifest(workspace: Workspace) -> DataManifest:
     """Return the manifest of the prepared data. Raises UserError."""
     manifest = read_manifest(workspace)
     if manifest is None:
-        raise UserError(f"There are no prepared data in {workspace.uri}. Run `ddpm prepare` first.")
+        raise UserError(f"There are no prepared data in {workspace.uri}: run `ddpm prepare` first.")
     if manifest.was_edited:
         raise Corrupt(
             f"{DATA}/{MANIFEST} was edited after prepare wrote it, so it may not match the arrays. "

@@ -126,20 +126,12 @@ def stored_kind(content: bytes | Path) -> tuple[str, tuple[int, int]]:
 
 
 def _open(content: bytes | Path) -> IO[bytes]:
-    size = len(content) if isinstance(content, bytes) else _size(content)
-    if size == 0:
-        raise Undecodable("empty: 0 bytes")
-    if problem := size_problem(size):
-        raise Undecodable(problem)
+    """Open an encoded image. Raises Undecodable."""
     try:
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        if problem := size_problem(size) if size else "empty: 0 bytes":
+            raise Undecodable(problem)
         return io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
-    except OSError as error:
-        raise Undecodable(f"cannot be read: {error.strerror}") from error
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
     except OSError as error:
         raise Undecodable(f"cannot be read: {error.strerror}") from error
 

@@ -359,7 +359,7 @@ def test_without_samples_or_data_the_next_step_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run `ddpm sample` first"):
         run.evaluate()
     snapshot(run.workspace, 200)
-    with pytest.raises(UserError, match="Run `ddpm prepare` first"):
+    with pytest.raises(UserError, match="run `ddpm prepare` first"):
         run.evaluate()
 
 
