@@ -56,8 +56,8 @@ def test_every_verb_reports_invalid_params(tmp_path: Path, verb: str) -> None:
         (["train", "-S", "device=cuda:77"], "device: cuda:77"),
         (["train", "-p", "absent.yaml"], "Cannot read the params file absent.yaml"),
         (["check-data", "absent"], "absent"),
-        (["check-data", "gs://bucket/x"], "'gs://bucket/x' given"),
-        (["check-data", "dvc:x"], "'dvc:x' given"),
+        (["check-data", "gs://bucket/x"], "got 'gs://bucket/x'"),
+        (["check-data", "dvc:x"], "got 'dvc:x'"),
     ],
 )
 def test_errors_name_the_remedy(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -45,6 +45,7 @@ def read_captions(listing: Listing, column: str, notes: list[str]) -> list[str |
         )
     images = [composed(entry.name) for entry in listing.images]
     found = _beside(listing, images)
+    # Later lists override earlier ones, and texts beside images.
     for file in CAPTION_LISTS:
         lines = _from_lists(listing, file, column, notes)
         unknown = lines.keys() - set(images)
@@ -144,6 +145,7 @@ def _pairs(
     """
     rows = _csv_rows(name, data) if name.endswith(".csv") else _json_rows(name, data, keys)
     for count, (where, row) in enumerate(rows):
+        # Only the first row decides: a key missing in a later row is a mistake in that row.
         if count == 0 and keys != OUR_KEYS and isinstance(row, dict) and not set(keys) <= {*row}:
             notes.append(_missing_keys(name, keys, list(row)))
             return

@@ -252,7 +252,10 @@ def _yaml(value: Any) -> str:
 
 
 def _class_table(report: DataReport) -> list[str]:
-    """Return a table of classes and splits, aligned for scripts with wide letters too."""
+    """Return a table of classes and splits, aligned for scripts with wide letters too.
+
+    rich.Table would need as many lines, and breaks long names at the width of the terminal.
+    """
     splits = list(report.splits)
     width = max([cell_len(name) for name in class_totals(report)] + [8])
     table = ["  " + " " * width + "".join(f"{_HEADINGS[split]:>11}" for split in splits)]

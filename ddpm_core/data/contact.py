@@ -45,12 +45,12 @@ _DEJAVU = "mpl-data/fonts/ttf/DejaVuSans.ttf"
 _NO_LETTER = "\U0010fffd"  # a code point that no font draws
 
 
-def choose(labels: Indices, columns: int = COLUMNS, classes: int = MAX_CLASSES) -> list[Indices]:
+def choose(labels: Indices) -> list[Indices]:
     """Return indices of images for each of the first classes, spread evenly over the class."""
     chosen = []
-    for label in np.unique(labels)[:classes]:
+    for label in np.unique(labels)[:MAX_CLASSES]:
         members = np.flatnonzero(labels == label)
-        spread = np.linspace(0, len(members) - 1, min(columns, len(members)))
+        spread = np.linspace(0, len(members) - 1, min(COLUMNS, len(members)))
         chosen.append(members[np.unique(spread.round().astype(int))])
     return chosen
 

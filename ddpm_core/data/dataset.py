@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, InstanceOf
+from pydantic import ConfigDict, Field, InstanceOf
 
 from ddpm_core.data.captions import CAPTION_BYTES
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.storage import MANIFEST
-from ddpm_core.storage.files import Count, Schema, array_head, must_be_inside
-from ddpm_core.storage.manifest import FileRecord
+from ddpm_core.storage.files import Count, array_head, must_be_inside
+from ddpm_core.storage.manifest import Manifest
 from ddpm_core.storage.workspace import DATA, Workspace
 from ddpm_core.storage.workspace import fingerprint as fingerprint_of
 
@@ -79,6 +79,7 @@ class PackedArray:
         parts = np.searchsorted(self.starts, wanted, side="right") - 1
         for row, (index, part) in enumerate(zip(wanted.tolist(), parts.tolist(), strict=True)):
             offset = self._heads[part].offset + (index - int(self.starts[part])) * self._row_bytes
+            # pread does not move the file's position, so threads can share the files.
             data = os.pread(self._files[part].fileno(), self._row_bytes, offset)
             if len(data) < self._row_bytes:
                 raise Corrupt(
@@ -90,7 +91,7 @@ class PackedArray:
 
 
 # The facts of a manifest that training and every score depend on. The manifest has a checksum of
-# them, to detect that somebody edited it.
+# them, to detect an edit by hand.
 BOUND = (
     "fingerprint",
     "holdout_fingerprint",
@@ -103,8 +104,13 @@ BOUND = (
 )
 
 
-class DataManifest(Schema):
-    """The manifest of prepared data, data/manifest.json."""
+class DataManifest(Manifest):
+    """The manifest of prepared data, data/manifest.json.
+
+    `prepare` are the settings and `source` the facts of the source that the data were made from.
+    """
+
+    model_config = ConfigDict(frozen=True)
 
     fingerprint: str
     holdout_fingerprint: str
@@ -113,11 +119,30 @@ class DataManifest(Schema):
     classes: list[InstanceOf[str]]  # not str: pydantic rejects names that are not valid UTF-8
     class_counts: list[Count]
     holdout_class_counts: list[Count]
-    arrays: dict[str, list[str]]
-    files: dict[str, FileRecord]
+    arrays: dict[str, list[str]]  # the files of each array
     bound: str | None = None  # checksum of BOUND; earlier versions wrote none
     source: dict[str, Any] | None = None
     prepare: dict[str, Any] | None = None
+    # Counts for people, which no code depends on.
+    count: Count | None = None
+    holdout_count: Count | None = None
+    rejected: Count | None = None
+    ignored: dict[InstanceOf[str], Count] = Field(default_factory=dict)
+    duplicates: dict[str, Count] = Field(default_factory=dict)
+
+    @property
+    def was_edited(self) -> bool:
+        """Whether the facts in BOUND differ from those written with the arrays."""
+        facts = {key: getattr(self, key) for key in BOUND}
+        return self.bound not in (None, checksum_of_facts(facts))
+
+    def class_counts_of(self, split: Split) -> list[int]:
+        """Return the number of images of each class in a split; empty without classes."""
+        return self.class_counts if split == "train" else self.holdout_class_counts
+
+    def fingerprint_of(self, split: Split) -> str:
+        """Return the fingerprint of a split."""
+        return self.fingerprint if split == "train" else self.holdout_fingerprint
 
 
 @dataclass(frozen=True)
@@ -132,7 +157,7 @@ class PackedDataset:
     labels: Indices
     captions: NDArray[np.uint8] | None
     split: Split
-    manifest: dict[str, Any]
+    manifest: DataManifest
 
     def __len__(self) -> int:
         return len(self.images)
@@ -143,30 +168,35 @@ class PackedDataset:
 
     @property
     def classes(self) -> list[str]:
-        return list(self.manifest["classes"])
+        return list(self.manifest.classes)
 
     @cached_property
     def class_counts(self) -> list[int]:
-        return list(self.manifest[PREFIX[self.split] + "class_counts"])
+        return list(self.manifest.class_counts_of(self.split))
 
     @property
     def fingerprint(self) -> str:
-        return str(self.manifest[PREFIX[self.split] + "fingerprint"])
+        return self.manifest.fingerprint_of(self.split)
 
     @property
     def image_size(self) -> int:
-        return int(self.manifest["image_size"])
+        return self.manifest.image_size
 
     @property
     def channels(self) -> int:
-        return int(self.manifest["channels"])
+        return self.manifest.channels
+
+    @property
+    def source(self) -> dict[str, Any] | None:
+        """The facts of the source, or None for data of earlier versions."""
+        return self.manifest.source
 
 
 def open_dataset(workspace: Workspace, split: Split = "train") -> PackedDataset:
     """Open a split of the prepared images. Raises UserError if they are missing or damaged."""
-    manifest = _manifest(workspace)
+    manifest = _intact_manifest(workspace)
     folder = workspace.path(DATA)
-    arrays = manifest["arrays"]
+    arrays = manifest.arrays
 
     def array(stem: str, dtype: type, *row: int) -> PackedArray:
         key = PREFIX[split] + stem
@@ -183,7 +213,7 @@ def open_dataset(workspace: Workspace, split: Split = "train") -> PackedDataset:
             )
         return array
 
-    size, channels = manifest["image_size"], manifest["channels"]
+    size, channels = manifest.image_size, manifest.channels
     images = array("images", np.uint8, size, size, channels)
     labels = array("labels", np.int64)[:]
     captions = None
@@ -194,18 +224,17 @@ def open_dataset(workspace: Workspace, split: Split = "train") -> PackedDataset:
 
 
 def _check_consistency(
-    manifest: dict[str, Any], split: Split, count: int, labels: Indices, captions: Any
+    manifest: DataManifest, split: Split, count: int, labels: Indices, captions: Any
 ) -> None:
     """Raise Corrupt if arrays of a split differ in length, or labels or counts are invalid."""
-    classes = max(1, len(manifest["classes"]))
-    counts = manifest[PREFIX[split] + "class_counts"]
+    classes, counts = max(1, len(manifest.classes)), manifest.class_counts_of(split)
     lengths = {count, len(labels)} | ({len(captions)} if captions is not None else set())
     if len(lengths) > 1 or not ((labels >= 0) & (labels < classes)).all():
         raise Corrupt(
             f"The prepared arrays of {split} do not match each other, or have invalid labels. Run "
             "`ddpm prepare` again."
         )
-    if manifest["classes"] and (len(counts) != classes or sum(counts) != count):
+    if manifest.classes and (len(counts) != classes or sum(counts) != count):
         raise Corrupt(
             f"The class counts of {split} in {DATA}/{MANIFEST} are wrong. Run `ddpm prepare` again."
         )
@@ -216,7 +245,13 @@ def data_fingerprint(workspace: Workspace) -> str:
 
     Raises UserError as `open_dataset` does.
     """
-    return str(_manifest(workspace)[PREFIX["train"] + "fingerprint"])
+    return _intact_manifest(workspace).fingerprint
+
+
+def read_manifest(workspace: Workspace) -> DataManifest | None:
+    """Return the manifest of the prepared data, or None if it is missing or damaged."""
+    value = workspace.read_json(f"{DATA}/{MANIFEST}", DataManifest)
+    return DataManifest.model_validate(value) if value else None
 
 
 def checksum_of_facts(facts: dict[str, Any]) -> str:
@@ -224,22 +259,22 @@ def checksum_of_facts(facts: dict[str, Any]) -> str:
     return fingerprint_of({key: facts[key] for key in BOUND})
 
 
-def was_edited(manifest: dict[str, Any]) -> bool:
-    """Return whether the facts in BOUND differ from those written with the arrays."""
-    return manifest.get("bound") not in (None, checksum_of_facts(manifest))
+def missing_file(workspace: Workspace, manifest: DataManifest) -> str:
+    """Return a message about the first file that is missing or has a wrong size, or ""."""
+    return workspace.damage(DATA, manifest.model_dump(include={"files"}))
 
 
-def _manifest(workspace: Workspace) -> dict[str, Any]:
+def _intact_manifest(workspace: Workspace) -> DataManifest:
     """Return the manifest of the prepared data. Raises UserError."""
-    manifest = workspace.read_json(f"{DATA}/{MANIFEST}", DataManifest)
-    if not manifest:
-        raise UserError(f"There are no prepared data in {workspace.uri}. Run `ddpm prepare` first.")
-    if was_edited(manifest):
+    manifest = read_manifest(workspace)
+    if manifest is None:
+        raise UserError(f"There are no prepared data in {workspace.uri}: run `ddpm prepare` first.")
+    if manifest.was_edited:
         raise Corrupt(
             f"{DATA}/{MANIFEST} was edited after prepare wrote it, so it may not match the arrays. "
             "Run `ddpm prepare` again."
         )
-    missing = workspace.damage(DATA, manifest)
+    missing = missing_file(workspace, manifest)
     if missing:
         raise UserError(f"{missing} Run `ddpm prepare` again.")
     return manifest

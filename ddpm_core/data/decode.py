@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, JpegImagePlugin, UnidentifiedImageError
 
-from ddpm_core.data.sources.base import FILE_BYTES
+from ddpm_core.data.sources.base import size_problem
 
 # Formats with a safe decoder: EPS would start Ghostscript, and TGA accepts random bytes.
 _SUPPORTED = "JPEG PNG WEBP BMP DIB GIF TIFF AVIF JPEG2000 PPM ICO"
@@ -126,20 +126,12 @@ def stored_kind(content: bytes | Path) -> tuple[str, tuple[int, int]]:
 
 
 def _open(content: bytes | Path) -> IO[bytes]:
-    size = len(content) if isinstance(content, bytes) else _size(content)
-    if size == 0:
-        raise Undecodable("empty: 0 bytes")
-    if size > FILE_BYTES:
-        raise Undecodable(f"{size:,} bytes; at most {FILE_BYTES:,} are read")
+    """Open an encoded image. Raises Undecodable."""
     try:
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        if problem := size_problem(size) if size else "empty: 0 bytes":
+            raise Undecodable(problem)
         return io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
-    except OSError as error:
-        raise Undecodable(f"cannot be read: {error.strerror}") from error
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
     except OSError as error:
         raise Undecodable(f"cannot be read: {error.strerror}") from error
 

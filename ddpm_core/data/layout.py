@@ -86,6 +86,7 @@ def _drop_rare_classes(layout: Layout) -> None:
 
 def _omit_unlabelled_splits(listing: Listing, layout: Layout, splits: Sequence[str]) -> None:
     """Omit a held-out split without classes if others have them: the test set of a contest."""
+    # A contest publishes the test images without their classes, often flat beside class folders.
     labelled = {split for split, name in zip(splits, layout.classes, strict=True) if name}
     out = {row for row, held in enumerate(layout.held_out) if held and splits[row] not in labelled}
     if not labelled or not out:
@@ -94,6 +95,7 @@ def _omit_unlabelled_splits(listing: Listing, layout: Layout, splits: Sequence[s
     select(listing, layout, rows)
     effect = "They are left out"
     if not any(layout.held_out):
+        # That was the only held-out split: decide by content instead.
         layout.held_out = [None] * len(rows)
         effect += ", and some training images are held out instead"
     where = _first_names(sorted({splits[row] for row in out}))
@@ -122,6 +124,8 @@ class FolderRules:
     def __init__(self, listing: Listing, notes: list[str]) -> None:
         self._archives = {entry.name for entry in listing.archives}
         self._meanings: dict[str, FolderMeaning] = {}
+        # A path consists of wrappers, a split, more wrappers, a class, and folders in the class.
+        # All of them are optional. `outer` and `inner` are the numbers of wrappers.
         folders: Counter[Parts] = Counter()
         for parent, count in Counter(_parent(e.name) for e in listing.images).items():
             folders[self._parts(parent)] += count
@@ -155,6 +159,7 @@ class FolderRules:
         # If there is a train or test folder, all other images are for training.
         if held_out is None and self.splits:
             held_out = False
+        # A train folder without a test folder says nothing: hold out images by their content.
         if self.splits and not any(HELD_OUT[split.lower()] for split in self.splits):
             held_out = None
         below = self._without_split(inside)[self.inner :]
@@ -209,8 +214,10 @@ def _wrappers(folders: Mapping[Parts, int]) -> int:
         tops = {folder[depth] for folder in inside}
         if len(tops) != 1 or tops.pop().lower() in HELD_OUT:
             return depth
+        # If most images are directly in the single folder, it is a class and not a wrapper.
         deeper = sum(count for folder, count in inside.items() if len(folder) > depth + 1)
         if deeper <= sum(inside.values()) / 2:
+            # Images in the folders around this class belong to it: move its level up to them.
             return min(depth, max(0, min(map(len, folders)) - 1))
         depth += 1
 

@@ -93,6 +93,7 @@ def pack(
         f"The class {name} has no images for training. Its held-out images are left out."
         for name in untrained
     ]
+    # Images of a class without training images are in no split. Without classes every label is 0.
     numbers = {name: number for number, name in enumerate(classes)}
     known = np.array([not classes or name in numbers for name in images.classes], dtype=bool)
     labels = np.array([numbers.get(str(name), 0) for name in images.classes], dtype=np.int64)

@@ -15,7 +15,7 @@ from PIL import ImageColor
 from ddpm_core import console
 from ddpm_core.config import Config, Prepare
 from ddpm_core.data.captions import add_class_captions, read_captions
-from ddpm_core.data.dataset import DataManifest, checksum_of_facts, was_edited
+from ddpm_core.data.dataset import checksum_of_facts, missing_file, read_manifest
 from ddpm_core.data.decode import SquareRule
 from ddpm_core.data.layout import Layout, find_layout, select
 from ddpm_core.data.names import one_line
@@ -86,20 +86,20 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     An unavailable source is no reason, because the data were made from it. A setting that did not
     exist when they were made counts as its default.
     """
-    manifest = workspace.read_json(f"{DATA}/{MANIFEST}", DataManifest)
-    if not {"fingerprint", "prepare", "source", "files"} <= set(manifest):
+    manifest = read_manifest(workspace)
+    if manifest is None or manifest.prepare is None or manifest.source is None:
         return "there are no data yet"
-    before = throughout(masked, {**Prepare().model_dump(mode="json"), **manifest["prepare"]})
+    before = throughout(masked, {**Prepare().model_dump(mode="json"), **manifest.prepare})
     # The record is masked, so new credentials for the same source do not count as a change.
     for key, value in config.record()["prepare"].items():
         if key not in _IRRELEVANT and value != before[key]:
             return f"prepare.{key} is {value!r}, it was {before[key]!r}"
-    if was_edited(manifest):
+    if manifest.was_edited:
         return f"{DATA}/{MANIFEST} was edited after prepare wrote it"
-    missing = workspace.damage(DATA, manifest)
+    missing = missing_file(workspace, manifest)
     if missing:
         return missing.rstrip(".")
-    if has_changed(config.prepare, manifest["source"], run_outputs(config, workspace)):
+    if has_changed(config.prepare, manifest.source, run_outputs(config, workspace)):
         return "the source has changed since it was prepared"
     return None
 
@@ -112,10 +112,12 @@ def _write_data(folder: Path, facts: dict[str, Any], opened: Source, config: Con
     layout = find_layout(listing)
     if settings.classes is not None:
         _select_classes(listing, layout, settings.classes)
+    # Decoding takes long, so find a source that cannot be trained on, or wrong captions, before.
     _refuse_untrainable(layout.held_out, [], settings)
     texts = read_captions(listing, settings.caption_column, layout.notes)
     captions = add_class_captions(texts, layout.classes, settings.caption, layout.notes)
     channels = 1 if settings.channels == 1 else 3
+    # With channels: auto, squares are decoded as RGB and narrowed when all turn out to be gray.
     with closing(Scratch(folder, (size, size, channels))) as scratch:
         decoded = _decode(source, listing.images, settings, scratch)
         rejected = sorted_by_name([*listing.rejected, *decoded.rejected])

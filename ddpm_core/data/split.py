@@ -32,6 +32,7 @@ def hold_out(
         dtype=bool,
     )
     trained = {name for name, held in zip(classes, chosen, strict=True) if not held}
+    # Keep copies in other classes too: an image must not be in both splits.
     kept = {
         digest
         for digest, name, split in zip(digests, classes, given, strict=True)

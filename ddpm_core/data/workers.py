@@ -142,20 +142,19 @@ def _inspect_file(position: int, content: bytes | Path) -> Inspected:
     return Inspected(position, *size, stored, digest)
 
 
-def worker_count(workers: int | str) -> int:
-    """Return the number of processes for prepare.workers; auto: one per available processor."""
+def workers_for(entries: Sequence[Entry], workers: int | str) -> int:
+    """Return the number of processes to decode these images with.
+
+    `workers` is prepare.workers; auto means one per available processor. Returns 1 for images that
+    are decoded before other processes could start.
+    """
+    if len(entries) < SINGLE_IMAGES and sum(entry.size for entry in entries) < SINGLE_BYTES:
+        return 1
     if isinstance(workers, int):
         return workers
     if hasattr(os, "sched_getaffinity"):
         return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     return min(MAX_WORKERS, os.cpu_count() or 1)
-
-
-def workers_for(entries: Sequence[Entry], workers: int | str) -> int:
-    """Return 1 for sources that are decoded before other processes start, else `worker_count`."""
-    if len(entries) < SINGLE_IMAGES and sum(entry.size for entry in entries) < SINGLE_BYTES:
-        return 1
-    return worker_count(workers)
 
 
 def chunked(payloads: Iterable[tuple[int, Payload]], result_bytes: int) -> Iterator[Chunk]:
@@ -187,7 +186,9 @@ def map_chunks(
     if workers == 1:
         yield from (work(*args, chunk) for chunk in chunks)
         return
+    # ProcessPoolExecutor cannot terminate its processes: those that are new here are its own.
     unrelated = set(multiprocessing.active_children())
+    # Not fork: this process may have threads, which hold locks that a copy never releases.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_exit_with_parent)
     try:
@@ -220,11 +221,12 @@ def _as_completed(
     pending: dict[Future[Result], int] = {}
     for chunk in chunks:
         size = _bytes_of(chunk)
-        while len(pending) >= ahead or (
-            pending and size + sum(pending.values()) > ahead * AHEAD_BYTES
-        ):
+        while pending and size + sum(pending.values()) > ahead * AHEAD_BYTES:
             yield from _completed(pending)
         pending[_submit(pool, work, args, chunk)] = size
+        # Wait before the next chunk is read: it would be in memory too.
+        while len(pending) >= ahead:
+            yield from _completed(pending)
     while pending:
         yield from _completed(pending)
 

@@ -93,7 +93,7 @@ def _data(scorer: Scorer) -> dict[str, Any]:
         "class_counts": train.class_counts,
         "image_size": train.image_size,
         "channels": train.channels,
-        "source": throughout(masked, train.manifest.get("source")),
+        "source": throughout(masked, train.source),
     }
 
 

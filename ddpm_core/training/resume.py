@@ -172,7 +172,7 @@ def checkpoint_settings(config: Config, data: PackedDataset) -> dict[str, Any]:
             "image_size": data.image_size,
             "channels": data.channels,
             "count": len(data),
-            "source": throughout(masked, data.manifest.get("source", {})),
+            "source": throughout(masked, data.source or {}),
         },
         "train_fingerprint": train_fingerprint(config, data.fingerprint),
         "identity": identity(config, data.fingerprint),

@@ -6,9 +6,6 @@ import errno
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tracemalloc
 import zipfile
 from collections.abc import Iterator
@@ -21,21 +18,17 @@ import pytest
 from PIL import Image
 from support.pictures import (
     config,
-    dies,
     encoded,
-    loaded,
     noise,
     prepared,
-    rejected,
     write,
     write_classes,
 )
 
 from ddpm_core.data import pack, workers
-from ddpm_core.data.dataset import data_fingerprint, open_dataset
+from ddpm_core.data.dataset import DataManifest, data_fingerprint, open_dataset
 from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.data.sources.open import open_source
-from ddpm_core.data.split import hold_out
 from ddpm_core.errors import UserError
 from ddpm_core.storage import verify
 from ddpm_core.storage.lease import LEASE, hold
@@ -48,8 +41,8 @@ def workspace(tmp_path: Path) -> Workspace:
     return Workspace.open(str(tmp_path / "workspace"))
 
 
-def fingerprints(manifest: dict[str, Any]) -> tuple[str, str]:
-    return manifest["fingerprint"], manifest["holdout_fingerprint"]
+def fingerprints(manifest: DataManifest) -> tuple[str, str]:
+    return manifest.fingerprint, manifest.holdout_fingerprint
 
 
 def left_in(workspace: Workspace) -> set[str]:
@@ -58,20 +51,6 @@ def left_in(workspace: Workspace) -> set[str]:
 
 
 # The same images give the same data
-
-
-def test_result_does_not_depend_on_the_number_of_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "SINGLE_IMAGES", 0)
-    monkeypatch.setattr(workers, "CHUNK_IMAGES", 3)
-    root = write_classes(tmp_path / "raw", ["cat", "dog"], each=20)
-    write(root / "cat/broken.png", b"broken")
-    settings = {"holdout": 0.3, "max_rejected": 0.5}
-    one = prepared(tmp_path / "1", root, workers=1, **settings)
-    three = prepared(tmp_path / "3", root, workers=3, **settings)
-    assert one.manifest["files"] == three.manifest["files"]
-    assert rejected(tmp_path / "1/workspace") == rejected(tmp_path / "3/workspace")
 
 
 def test_result_does_not_depend_on_the_order_of_files(tmp_path: Path) -> None:
@@ -96,79 +75,6 @@ def test_fingerprint_covers_pixels_labels_and_captions(tmp_path: Path) -> None:
     (root / "b").rename(root / "c")
     found.add(prepared(tmp_path / "3", root).fingerprint)
     assert len(found) == 4
-
-
-# The split
-
-
-def test_split_is_stable_when_images_are_added(tmp_path: Path) -> None:
-    root = write_classes(tmp_path / "raw", ["a", "b"], each=30)
-    before = held_out(tmp_path / "1", root)
-    write_classes(root, ["a/more", "c"], each=60, seed=500)
-    after = held_out(tmp_path / "2", root)
-    assert before and before < after
-
-
-def held_out(tmp_path: Path, root: Path) -> set[bytes]:
-    data = prepared(tmp_path, root, split="holdout", holdout=0.2)
-    return {image.tobytes() for image in data.images[:]}
-
-
-def test_split_is_the_same_for_every_size_and_resize_mode(tmp_path: Path) -> None:
-    root = write_classes(tmp_path / "raw", ["."], each=40)
-    for number, path in enumerate(sorted(root.iterdir())):  # a caption to identify each
-        write(path.with_suffix(".txt"), f"image {number}")
-
-    def held(place: str, **settings: Any) -> list[bytes]:
-        data = prepared(tmp_path / place, root, split="holdout", holdout=0.3, **settings)
-        assert data.captions is not None
-        return [bytes(row) for row in data.captions]
-
-    first = held("1")
-    assert 0 < len(first) < 40
-    assert held("2", image_size=16, resize="pad", background="red", channels=1) == first
-
-
-def test_held_out_share_is_close_to_the_setting() -> None:
-    digests = [np.random.default_rng(n).bytes(32) for n in range(4000)]
-    chosen = hold_out(digests, ["a"] * 4000, [None] * 4000, 0.1)
-    assert 340 < chosen.sum() < 460
-
-
-def test_copies_are_reported_and_in_one_split(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = write_classes(tmp_path / "raw", ["a"], each=40)
-    shutil.copytree(root / "a", root / "b")
-    for path in (root / "b").iterdir():  # the same pixels in another format
-        write(path, Image.open(path), kind="BMP")
-    train = prepared(tmp_path, root, holdout=0.3)
-    assert train.manifest["duplicates"] == {
-        "copies": 40,
-        "pictures_with_copies": 40,
-        "in_both_splits": 0,
-    }
-    held = open_dataset(Workspace.open(str(tmp_path / "workspace")), "holdout")
-    assert len(held) and not {i.tobytes() for i in train.images[:]} & {
-        i.tobytes() for i in held.images[:]
-    }
-    assert "40 images are exact copies of others" in capsys.readouterr().err
-
-
-def test_copies_across_given_splits_are_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = write_classes(tmp_path / "raw/train", ["a"]).parent
-    shutil.copytree(root / "train", root / "test")
-    assert prepared(tmp_path, root).manifest["duplicates"]["in_both_splits"] == 3
-    assert "3 held-out images are also among the training images" in capsys.readouterr().err
-
-
-def test_class_of_one_image_is_kept_for_training() -> None:
-    low, high = bytes(32), b"\xff" * 32
-    # Its copy in another class is kept too.
-    chosen = hold_out([low, low, high], ["one", "two", "two"], [None] * 3, 0.5)
-    assert chosen.tolist() == [False, False, False]
 
 
 # Staleness
@@ -310,91 +216,6 @@ def test_too_many_rejected_images_fail_and_keep_earlier_data(
     assert prepare(config(root, max_rejected=0.8), workspace)["rejected"] == 25
 
 
-def test_large_images_in_transit_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes may have three chunks of 1,000 bytes each in transit; these have 4,000."""
-    monkeypatch.setattr(workers, "AHEAD_BYTES", 1000)
-    in_transit: list[int] = []
-    finished = 0
-
-    def chunks() -> Iterator[workers.Chunk]:
-        for number in range(6):
-            in_transit.append(number - finished)
-            yield [(number, bytes(4000))]
-
-    for count in workers.map_chunks(len, (), chunks(), 2):
-        assert count == 1
-        finished += 1
-    assert finished == 6 and max(in_transit) == 1
-
-
-SCRIPT = """
-import resource, sys
-from ddpm_core import console
-from ddpm_core.data import workers
-from ddpm_core.data.prepare import prepare
-from ddpm_core.errors import UserError
-from ddpm_core.config.load import validate
-from ddpm_core.storage.workspace import Workspace
-
-console.PLAIN_INTERVAL = 0.0
-workers.SINGLE_IMAGES = workers.SINGLE_BYTES = 0
-workers.CHUNK_IMAGES = 1
-source, target, count, limit = sys.argv[1:]
-if int(limit):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-settings = {"source": source, "image_size": 64, "workers": int(count)}
-config = validate({"prepare": settings, "model": {"attention": [16]}})
-try:
-    prepare(config, Workspace.open(target))
-except UserError as error:
-    sys.exit(str(error))
-print("torch" in sys.modules)
-"""
-
-
-def start(tmp_path: Path, workers: int = 2, limit: int = 0) -> subprocess.Popen[str]:
-    """Start prepare in its own process; it prints its progress after every image."""
-    script = write(tmp_path / "script.py", SCRIPT)
-    target = str(tmp_path / "workspace")
-    arguments = [
-        sys.executable,
-        str(script),
-        str(tmp_path / "raw"),
-        target,
-        str(workers),
-        str(limit),
-    ]
-    return subprocess.Popen(
-        arguments,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def test_workers_do_not_import_the_main_script(tmp_path: Path) -> None:
-    """The script comes from standard input, where no worker could read it again."""
-    write_classes(tmp_path / "raw", ["a"], each=20)
-    arguments = [str(tmp_path / "raw"), str(tmp_path / "workspace"), "2", "0"]
-    done = subprocess.run(
-        [sys.executable, "-", *arguments], input=SCRIPT, capture_output=True, text=True
-    )
-    assert done.stdout == "False\n", done.stderr
-
-
-def test_full_disk_keeps_earlier_data(tmp_path: Path, workspace: Workspace) -> None:
-    root = write_classes(tmp_path / "raw", ["a"], each=40)
-    before = prepare(config(root), workspace)
-    process = start(tmp_path, workers=1, limit=100_000)
-    _, printed = process.communicate(timeout=60)
-    assert process.returncode == 1 and "Traceback" not in printed
-    assert "No space left for the prepared data" in printed
-    assert workspace.read_json("data/manifest.json") == before
-    verify(workspace.path("data"))
-    assert left_in(workspace) == {"data"}
-
-
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
 def test_unwritable_workspace_is_a_user_error(
     tmp_path: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, number: int
@@ -420,18 +241,6 @@ def test_only_leftovers_of_killed_processes_are_removed(
         assert left_in(workspace) == {held.name, "data"}
 
 
-def test_second_prepare_at_the_same_time_is_refused(tmp_path: Path, workspace: Workspace) -> None:
-    """The first prepare in a workspace holds its lease."""
-    write_many(tmp_path / "raw")
-    process = start(tmp_path)
-    wait_for_first_images(process)
-    with pytest.raises(UserError, match=f"in use by process {process.pid} on "):
-        prepare(config(tmp_path / "raw"), workspace)
-    process.kill()
-    process.communicate(timeout=60)
-    assert not workspace.path("data").exists()
-
-
 def test_downloads_are_deleted_after_the_lease(
     tmp_path: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,83 +257,7 @@ def test_downloads_are_deleted_after_the_lease(
     assert prepare(config(root), workspace)["count"] == 3
 
 
-def write_many(root: Path) -> None:
-    """Write images that take seconds to decode: 20, each under 200 names."""
-    for seed in range(20):
-        path = write(root / "a" / f"{seed}.png", noise(seed, (300, 300)))
-        for number in range(200):
-            path.with_name(f"{path.stem}-{number}.png").hardlink_to(path)
-
-
-def wait_for_first_images(process: subprocess.Popen[str]) -> None:
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("prepare: 3/"):
-            return
-    raise AssertionError("prepare ended before its first images")
-
-
-def test_ctrl_c_ends_the_workers_and_leaves_no_files(tmp_path: Path) -> None:
-    write_many(tmp_path / "raw")
-    process = start(tmp_path)
-    wait_for_first_images(process)
-    os.killpg(process.pid, signal.SIGINT)  # to all processes, as a terminal sends it
-    # The workers share the pipes: this returns when the last of them has ended.
-    _, printed = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT
-    assert printed.count("KeyboardInterrupt") == 1
-    assert left_in(Workspace.open(str(tmp_path / "workspace"))) == set()
-
-
-def test_workers_exit_when_their_parent_is_killed(tmp_path: Path) -> None:
-    write_many(tmp_path / "raw")
-    process = start(tmp_path)
-    wait_for_first_images(process)
-    process.kill()
-    # The workers share the pipes: this returns when the last of them has ended.
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
-    assert not (tmp_path / "workspace/data").exists()
-
-
-def test_killed_worker_is_a_user_error() -> None:
-    chunks: list[Any] = [[(0, b"")], [(1, b"")]]
-    with pytest.raises(UserError, match=r"was killed, .* memory.* prepare\.workers"):
-        list(workers.map_chunks(dies, (), chunks, workers=2))
-
-
 # Limited memory, no torch
-
-
-def test_prepare_and_workers_do_not_import_torch(tmp_path: Path) -> None:
-    write_classes(tmp_path / "raw", ["a"])
-    out, errors = start(tmp_path, workers=1).communicate(timeout=60)
-    assert out == "False\n", errors
-    (modules,) = workers.map_chunks(loaded, (), [[(0, b"")]], workers=2)
-    assert "ddpm_core.data.prepare" in modules and "torch" not in modules
-
-
-def test_chunks_in_transit_are_limited() -> None:
-    taken = 0
-
-    def chunks() -> Iterator[Any]:
-        nonlocal taken
-        for number in range(40):
-            taken += 1
-            yield [(number, b"")]
-
-    results = workers.map_chunks(loaded, (), chunks(), workers=2)
-    next(results)
-    assert taken <= 2 * 3 + 1  # and the next one, whose size decides when it is submitted
-    assert len(list(results)) == 39
-
-
-def test_chunks_are_limited_in_images_and_bytes() -> None:
-    payloads: list[Any] = [(n, bytes(2**20)) for n in range(20)]
-    assert max(len(chunk) for chunk in workers.chunked(payloads, 0)) == workers.CHUNK_BYTES // 2**20
-    small: list[Any] = [(n, b"x") for n in range(200)]
-    assert {len(chunk) for chunk in workers.chunked(small, 2**20)} == {4}
-    assert [n for chunk in workers.chunked(small, 0) for n, _ in chunk] == list(range(200))
 
 
 def test_prepare_needs_memory_for_some_blocks(

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from ddpm_core.data import names
 from ddpm_core.data.sources.base import (
-    FILE_BYTES,
     Entry,
     Folder,
     Found,
@@ -24,6 +23,7 @@ from ddpm_core.data.sources.base import (
     Rejection,
     Unreadable,
     make_listing,
+    size_problem,
 )
 from ddpm_core.data.sources.unpacking import Excess, Unpacked, unpacked_file, zip_content
 from ddpm_core.errors import UserError
@@ -123,8 +123,8 @@ def _zip_head(archive: zipfile.ZipFile, member: zipfile.ZipInfo, count: int) -> 
 
 
 def _zip_content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes | Rejection:
-    if member.file_size > FILE_BYTES:
-        return _too_large(member.filename, member.file_size)
+    if problem := size_problem(member.file_size):
+        return Rejection(member.filename, problem)
     try:
         return _zip_head(archive, member, member.file_size)
     except Unreadable as error:
@@ -172,6 +172,7 @@ class Tar:
                 # Otherwise memory grows with the archive. Images need no global headers.
                 archive.members.clear()  # type: ignore[attr-defined]
                 archive.pax_headers = {}
+                # Skip what is left of the content, with its limits, before tarfile reads on.
                 stream.seek(archive.offset)
                 stream.begin_headers()
                 ref += 1
@@ -220,13 +221,9 @@ def _tar_head(stream: Unpacked, member: TarInfo, count: int) -> bytes:
 
 
 def _tar_content(stream: Unpacked, member: TarInfo) -> bytes | Rejection:
-    if member.size > FILE_BYTES:
-        return _too_large(member.name, member.size)
+    if problem := size_problem(member.size):
+        return Rejection(member.name, problem)
     return _tar_head(stream, member, member.size)
-
-
-def _too_large(name: str, size: int) -> Rejection:
-    return Rejection(name, f"{size:,} bytes; at most {FILE_BYTES:,} are read")
 
 
 def _item(

@@ -63,6 +63,11 @@ class Listing:
     hidden: set[str] = field(default_factory=set)  # files and folders that were skipped
 
 
+def size_problem(size: int) -> str:
+    """Return why a file of `size` bytes is not read, or an empty string."""
+    return f"{size:,} bytes; at most {FILE_BYTES:,} are read" if size > FILE_BYTES else ""
+
+
 class Source(Protocol):
     """Images from one place. `facts` identify it in the manifest and beside every score."""
 

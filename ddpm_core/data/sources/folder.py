@@ -36,8 +36,8 @@ class Directory:
     """All files below a directory, except those at the paths in `excluded`.
 
     Links are followed even out of the directory, because the caches of DVC and Hugging Face
-    consist of links. A user who can create a link can also read its target, so this reveals
-    nothing.
+    consist of links. So whoever can write into a source is trusted: a link there can name any
+    file that this process can read.
     """
 
     def __init__(self, root: Path, uri: str, excluded: Sequence[str] = ()) -> None:
@@ -110,9 +110,10 @@ def _walk(root: Path, excluded: Sequence[str]) -> Iterator[tuple[Item, int]]:
             if child.path in skipped:
                 continue
             if names.is_clutter(name):
+                # Not looked into; make_listing records it as hidden.
                 yield Folder(name), 0
                 continue
-            item, changed = _item(child, name)
+            item, modified = _item(child, name)
             if isinstance(item, Folder):
                 if not child.is_symlink():
                     waiting.append((child.path, name + "/", roots))
@@ -120,10 +121,11 @@ def _walk(root: Path, excluded: Sequence[str]) -> Iterator[tuple[Item, int]]:
                     waiting.append((str(target), name + "/", (*roots, target)))
                 else:
                     continue
+            # Other broken links may have been folders of images: one note reports them all.
             if item == Rejection(name, _BROKEN_LINK) and not _is_named_like_image(name):
                 broken.append(name)
             elif item is not None:
-                yield item, changed
+                yield item, modified
     if broken:
         more = f" (and {len(broken) - 1:,} more)" if broken[1:] else ""
         yield Note(f"{min(broken)} is {_BROKEN_LINK}{more}. Restore it, or remove the link."), 0

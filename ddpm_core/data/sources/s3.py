@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from ddpm_core import console
 from ddpm_core.data.names import is_archive
 from ddpm_core.data.sources.archive import Tar, Zip, open_archive
 from ddpm_core.data.sources.base import (
-    FILE_BYTES,
     Entry,
     Found,
     Listing,
     Payload,
     Rejection,
     make_listing,
+    size_problem,
 )
 from ddpm_core.errors import UserError
 from ddpm_core.storage import fetch_whole
@@ -30,6 +31,15 @@ from ddpm_core.storage.bucket import CONNECTIONS, PAGE, Bucket, connect, split
 
 SETTING = "prepare.source"
 _AHEAD_BYTES = 2**26  # of images that are fetched but not yet used
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """What S3 lists of an object."""
+
+    key: str
+    etag: str
+    size: int
 
 
 class Prefix:
@@ -43,12 +53,13 @@ class Prefix:
     def listing(self) -> Listing:
         """Return the objects; reads the first bytes of those without an image's extension."""
         return make_listing(
-            Found(name, facts["Size"], ref, partial(self._head, facts["Key"]))
-            for ref, (name, facts) in enumerate(self._objects.items())
+            Found(name, item.size, ref, partial(self._head, item.key))
+            for ref, (name, item) in enumerate(self._objects.items())
         )
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
         """Yield contents in order. Threads fetch some ahead, limited in number and in bytes."""
+        # Position, size and future content of the objects being fetched; `held` is their size.
         waiting: deque[tuple[int, int, Future[Payload]]] = deque()
         held = 0
         with ThreadPoolExecutor(CONNECTIONS) as readers:
@@ -63,17 +74,18 @@ class Prefix:
                 yield first, future.result()
 
     def _content(self, entry: Entry) -> Payload:
-        if entry.size > FILE_BYTES:
-            return Rejection(entry.name, f"{entry.size:,} bytes; at most {FILE_BYTES:,} are read")
-        facts = self._objects[entry.name]
-        return self._get(facts["Key"], IfMatch=facts["ETag"])
+        if problem := size_problem(entry.size):
+            return Rejection(entry.name, problem)
+        listed = self._objects[entry.name]
+        # Fails if the object has changed since it was listed.
+        return self._get(listed.key, IfMatch=listed.etag)
 
     def _head(self, key: str, count: int) -> bytes:
         return self._get(key, Range=f"bytes=0-{count - 1}")
 
-    def _get(self, key: str, **how: str) -> bytes:
+    def _get(self, key: str, **options: str) -> bytes:
         with _user_errors(self._bucket, key):
-            return self._bucket.get_response(key, **how)[1]
+            return self._bucket.get_response(key, **options)[1]
 
 
 def open_s3(
@@ -113,19 +125,16 @@ def _bucket(uri: str, anonymous: bool) -> tuple[Bucket, str]:
     return Bucket(connect(anonymous=anonymous), name), key
 
 
-def _state(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    lines = sorted(
-        f"{facts['Key']}\0{facts['ETag']}\0{facts['Size']}" for facts in objects.values()
-    )
+def _state(objects: dict[str, _Object]) -> dict[str, Any]:
+    lines = sorted(f"{found.key}\0{found.etag}\0{found.size}" for found in objects.values())
     checksum = hashlib.sha256("\0\0".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
     return {"objects": len(lines), "sha256": checksum}
 
 
-def _objects(bucket: Bucket, key: str, excluded: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the metadata of the objects below a prefix, by their name relative to it.
+def _objects(bucket: Bucket, key: str, excluded: Sequence[str]) -> dict[str, _Object]:
+    """Return the objects below a prefix, by their name relative to it, or only the archive.
 
-    A prefix is a folder: `photos` does not include `photos-old/1.jpg`. For an archive, returns its
-    own metadata.
+    A prefix is a folder: `photos` does not include `photos-old/1.jpg`.
     """
     skipped = tuple(
         place.rstrip("/").removeprefix(f"s3://{bucket.name}/") + "/" for place in excluded
@@ -133,19 +142,24 @@ def _objects(bucket: Bucket, key: str, excluded: Sequence[str]) -> dict[str, dic
     if is_archive(key):  # a public bucket may allow no listing
         with _user_errors(bucket, key):
             head = bucket.client.head_object(Bucket=bucket.name, Key=key)
-        return {key: {"Key": key, "ETag": head["ETag"], "Size": head["ContentLength"]}}
+        return {key: _Object(key, head["ETag"], head["ContentLength"])}
     prefix = key if not key or key.endswith("/") else key + "/"
     with _user_errors(bucket, key):
         pages = bucket.client.get_paginator("list_objects_v2").paginate(
             Bucket=bucket.name, Prefix=prefix, PaginationConfig={"PageSize": PAGE}
         )
-        found = {facts["Key"]: facts for page in pages for facts in page.get("Contents", ())}
+        found = [
+            _Object(facts["Key"], facts["ETag"], facts["Size"])
+            for page in pages
+            for facts in page.get("Contents", ())
+        ]
     named = {
-        name.removeprefix(prefix).lstrip("/"): facts
-        for name, facts in found.items()
-        if not name.startswith(skipped)
+        item.key.removeprefix(prefix).lstrip("/"): item
+        for item in found
+        if not item.key.startswith(skipped)
     }
-    return {name: facts for name, facts in named.items() if name and not name.endswith("/")}
+    # Consoles create empty objects whose names end with / to show folders.
+    return {name: item for name, item in named.items() if name and not name.endswith("/")}
 
 
 @contextmanager

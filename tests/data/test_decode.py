@@ -274,7 +274,7 @@ def test_unusable_files_are_listed_with_their_reasons(tmp_path: Path) -> None:
     assert list(reasons) == sorted(files)
     for name, (_, expected) in files.items():
         assert any(part in reasons[name] for part in expected.split("|")), (name, reasons[name])
-    assert data.manifest["rejected"] == len(files)
+    assert data.manifest.rejected == len(files)
 
 
 FOREIGN = {

@@ -61,7 +61,6 @@ def test_contact_sheet_needs_memory_for_one_class(tmp_path: Path) -> None:
 def test_hidden_classes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     titles: list[Any] = []
     monkeypatch.setattr(contact, "MAX_CLASSES", 2)
-    monkeypatch.setattr(contact.choose, "__defaults__", (COLUMNS, 2))
     monkeypatch.setattr(contact, "drawable", lambda t, fonts: titles.append(t) or (t, fonts[0]))
     for number in range(5):
         write(tmp_path / f"raw/{number}/0.png", Image.new("RGB", (8, 8), (number, 0, 0)))

@@ -23,9 +23,9 @@ from ddpm_core.errors import UserError
 def counts(tmp_path: Path, root: Path, **settings: object) -> tuple[dict[str, int], dict[str, int]]:
     """Return the number of images by class, for training and held out."""
     manifest = prepared(tmp_path, root, **settings).manifest  # type: ignore[arg-type]
-    names = manifest["classes"]
-    train = dict(zip(names, manifest["class_counts"], strict=True))
-    return train, dict(zip(names, manifest["holdout_class_counts"], strict=True))
+    names = manifest.classes
+    train = dict(zip(names, manifest.class_counts, strict=True))
+    return train, dict(zip(names, manifest.holdout_class_counts, strict=True))
 
 
 # Classes
@@ -38,14 +38,37 @@ def test_folders_are_classes(tmp_path: Path) -> None:
     assert data.class_counts == [3, 3]
 
 
-def test_deeper_folders_belong_to_their_class(tmp_path: Path) -> None:
-    write_classes(tmp_path / "raw", ["cat", "cat/old/2001", "dog/new"])
-    assert counts(tmp_path, tmp_path / "raw")[0] == {"cat": 6, "dog": 3}
+LAYOUTS = {
+    "deeper folders belong to their class": (
+        ["cat", "cat/old/2001", "dog/new"],
+        {"cat": 6, "dog": 3},
+        {"cat": 0, "dog": 0},
+    ),
+    "wrapper folders are not classes": (
+        ["dataset/images/cat", "dataset/images/dog"],
+        {"cat": 3, "dog": 3},
+        {"cat": 0, "dog": 0},
+    ),
+    "a single class includes its subfolders": (["cat", "cat/old"], {"cat": 6}, {"cat": 0}),
+    "val and test are both held out": (
+        ["train/cat", "val/cat", "test/cat"],
+        {"cat": 3},
+        {"cat": 6},
+    ),
+    "splits may be in wrapper folders": (
+        [f"set/{split}/images/{name}" for split in ("train", "test") for name in ("cat", "dog")],
+        {"cat": 3, "dog": 3},
+        {"cat": 3, "dog": 3},
+    ),
+}
 
 
-def test_wrapper_folders_are_not_classes(tmp_path: Path) -> None:
-    write_classes(tmp_path / "raw/dataset/images", ["cat", "dog"])
-    assert counts(tmp_path, tmp_path / "raw")[0] == {"cat": 3, "dog": 3}
+@pytest.mark.parametrize(("folders", "train", "held_out"), LAYOUTS.values(), ids=LAYOUTS)
+def test_folders_define_classes_and_splits(
+    tmp_path: Path, folders: list[str], train: dict[str, int], held_out: dict[str, int]
+) -> None:
+    write_classes(tmp_path / "raw", folders)
+    assert counts(tmp_path, tmp_path / "raw", max_rejected=0.0) == (train, held_out)
 
 
 def test_flat_directory_has_no_classes(tmp_path: Path) -> None:
@@ -96,12 +119,6 @@ def test_stray_image_beside_wrapped_splits_is_rejected(tmp_path: Path) -> None:
     assert found == ({"cat": 3, "dog": 3}, {"cat": 3, "dog": 3})
     strays = {"ds/preview.png", "ds/train/imgs/last.png"}
     assert set(rejected(tmp_path / "workspace")) == strays
-
-
-def test_single_class_includes_images_of_subfolders(tmp_path: Path) -> None:
-    write_classes(tmp_path / "raw", ["cat"], each=2)
-    write_classes(tmp_path / "raw", ["cat/old"], each=3, seed=50)
-    assert counts(tmp_path, tmp_path / "raw", max_rejected=0.0)[0] == {"cat": 5}
 
 
 def test_only_selected_classes_are_used(tmp_path: Path) -> None:
@@ -232,23 +249,17 @@ def test_top_folders_with_split_names_are_splits(tmp_path: Path, train: str, hel
     assert found == ({"cat": 3, "dog": 3}, {"cat": 2, "dog": 2})
 
 
-def test_val_and_test_are_both_held_out(tmp_path: Path) -> None:
-    for seed, split in enumerate(["train", "val", "test"]):
-        write_classes(tmp_path / "raw" / split, ["cat"], seed=10 * seed)
-    assert counts(tmp_path, tmp_path / "raw") == ({"cat": 3}, {"cat": 6})
-
-
 def test_splits_without_classes_are_splits(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw", ["train", "test"])
     data = prepared(tmp_path, tmp_path / "raw")
-    assert (len(data), data.manifest["holdout_count"], data.classes) == (3, 3, [])
+    assert (len(data), data.manifest.holdout_count, data.classes) == (3, 3, [])
 
 
 def test_image_beside_splits_without_classes_is_for_training(tmp_path: Path) -> None:
     write_classes(tmp_path / "raw", ["train", "test"])
     write(tmp_path / "raw/cover.png", noise(99))
     data = prepared(tmp_path, tmp_path / "raw")
-    assert (len(data), data.manifest["holdout_count"], data.classes) == (4, 3, [])
+    assert (len(data), data.manifest.holdout_count, data.classes) == (4, 3, [])
 
 
 @pytest.mark.parametrize("each", [6, 40])
@@ -274,12 +285,6 @@ def test_unlabelled_split_beside_a_labelled_is_left_out(
     found = counts(tmp_path, tmp_path / "raw", max_rejected=0.0)
     assert found == ({"cat": 3, "dog": 3}, {"cat": 3, "dog": 3})
     assert "The 9 images in test have no classes" in capsys.readouterr().err
-
-
-def test_splits_in_a_wrapper_folder_are_splits(tmp_path: Path) -> None:
-    write_classes(tmp_path / "raw/set/train/images", ["cat", "dog"])
-    write_classes(tmp_path / "raw/set/test/images", ["cat", "dog"], seed=50)
-    assert counts(tmp_path, tmp_path / "raw") == ({"cat": 3, "dog": 3}, {"cat": 3, "dog": 3})
 
 
 def test_single_train_folder_is_split_by_content(tmp_path: Path) -> None:
@@ -452,7 +457,7 @@ def test_links_that_stay_inside_are_followed_once(tmp_path: Path) -> None:
     (root / "cat/again.png").symlink_to("000.png")
     (root / "loop").symlink_to(root)
     data = prepared(tmp_path, root, max_rejected=0.0)
-    assert len(data) == 4 and data.manifest["duplicates"]["copies"] == 1
+    assert len(data) == 4 and data.manifest.duplicates["copies"] == 1
 
 
 def test_pipe_named_like_an_image_is_rejected(tmp_path: Path) -> None:

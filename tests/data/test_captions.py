@@ -89,7 +89,7 @@ def test_unrelated_metadata_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().err
     start = "so no captions are read from it. Its columns are"
     assert f"metadata.csv has no file_name and text, {start} id, breed." in printed
-    hint = "file_name, label; to use one as captions, set prepare.caption_column."
+    hint = "file_name, label; to use one for captions, set prepare.caption_column."
     assert f"metadata.jsonl has no text, {start} {hint}" in printed
 
 

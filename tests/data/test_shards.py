@@ -54,8 +54,8 @@ def test_img2dataset_shards_are_images_with_captions(
     data = prepared(tmp_path, root, max_rejected=0.0)
     assert (len(data), data.classes) == (12, [])
     assert texts(data.captions)[3:5] == ["image 000000003", "image 000010000"]
-    assert data.manifest["ignored"] == {"parquet": 3, "json": 15}
-    assert len(data.manifest["source"]["archives_sha256"]) == 64
+    assert data.manifest.ignored == {"parquet": 3, "json": 15}
+    assert len(data.manifest.source["archives_sha256"]) == 64
     assert "Reading 3 archives as one source" in capsys.readouterr().err
     workspace = Workspace.open(str(tmp_path / "workspace"))
     assert stale(config(root), workspace) is None
@@ -79,7 +79,7 @@ def test_webdataset_shards_have_splits_and_classes(tmp_path: Path, form: str) ->
         tar(tmp_path / "raw/data" / form.replace("{}", split), files)
     data = prepared(tmp_path, tmp_path / "raw", max_rejected=0.0)
     assert data.classes == ["0", "1"] and data.labels.tolist() == [0, 1, 0, 1]
-    assert data.manifest["holdout_class_counts"] == [2, 2]
+    assert data.manifest.holdout_class_counts == [2, 2]
 
 
 def test_class_folders_in_archives_are_classes(tmp_path: Path) -> None:
@@ -105,4 +105,4 @@ def test_archives_beside_images_are_ignored(tmp_path: Path) -> None:
     root = write_classes(tmp_path / "raw", ["cat"])
     tar(root / "old.tar", {"x.png": encoded(noise(99))})
     data = prepared(tmp_path, root, max_rejected=0.0)
-    assert len(data) == 3 and data.manifest["ignored"] == {"tar": 1}
+    assert len(data) == 3 and data.manifest.ignored == {"tar": 1}
