@@ -21,7 +21,7 @@ from rich.progress import (
 from ddpm_core.config.durations import in_words
 from ddpm_core.errors import Interrupted, UserError
 from ddpm_core.masking import masked, shown
-from ddpm_core.runtime import memory
+from ddpm_core.runtime import log_records, memory
 
 WIDE = 70  # columns of a terminal that has room for more than what is done and the time left
 PLAIN_INTERVAL = 10.0  # seconds between the first lines where there is no terminal
@@ -74,11 +74,16 @@ def telling(who: str) -> Iterator[None]:
     What the process prints is masked from then on.
     """
     guard()
+
+    def report(message: str) -> None:
+        say(f"{who}: {message}")
+        log_records.write_error(message)
+
     try:
         with memory.translate_errors():
             yield
     except UserError as error:
-        say(f"{who}: {error}")
+        report(str(error))
         raise SystemExit(1) from None
     except Interrupted as stop:
         say(str(stop))
@@ -90,7 +95,7 @@ def telling(who: str) -> Iterator[None]:
         at = error.filename2 or error.filename
         place = f": {at}" if at else ""
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-        say(f"{who}: {error.strerror or error}{place}.{notes}")
+        report(f"{error.strerror or error}{place}.{notes}")
         raise SystemExit(1) from None
 
 
@@ -172,6 +177,7 @@ def _plain(description: str, total: int, unit: str, done: int) -> Callable[..., 
         left = "" if unknown else f", {in_words((total - pace.count) / rate)} left"
         after = f", {last}" if last else ""
         say(f"{description}: {pace.count}/{total} {unit}, {digits(rate)}/s{left}{after}")
+        log_records.write_progress(description, pace.count)
 
     return advance
 

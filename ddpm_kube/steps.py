@@ -150,11 +150,11 @@ def clean_up(backend: str, run_id: str) -> str:
     """Remove the PyTorchJob of a run if it is still there; what was removed, as a sentence."""
     if backend != "pytorchjob":
         return ""
+    from ddpm_kube.cluster import locate
     from ddpm_kube.gc import remove_run
-    from ddpm_kube.here import find
 
     try:
-        names = remove_run(find(os.environ).cluster, run_id)
+        names = remove_run(locate(os.environ).cluster, run_id)
     except UserError as error:
         return f"Whether a PyTorchJob is left could not be found out. {error}"
     return f"Removed the PyTorchJob {', '.join(names)}." if names else ""

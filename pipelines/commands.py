@@ -125,7 +125,7 @@ def submit(
     from submission import Server, follow
 
     with telling("submit"):
-        inputs = given(p, s, w, source, worst, options.of_file(job))
+        inputs = given(p, s, w, source, worst, options.read_file(job))
         inputs |= {"tracking": tracking, "backend": backend}
         check(inputs)
         logging.disable()  # of each attempt at a server that does not answer, with a traceback

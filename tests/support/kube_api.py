@@ -1,4 +1,4 @@
-"""A small API server: one namespace with one PyTorchJob, its pods and no events, over HTTP."""
+"""A small API server over HTTP: a namespace with one PyTorchJob, its pod and no events."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Plain = dict[str, Any]
 
 
 class Api(ThreadingHTTPServer):
-    """`job` is what was made, `asked` counts the questions, such as `watch pods`.
+    """`job` is the created job, `asked` counts the requests by kind, such as "watch pods".
 
-    `status(question, number)` says how the n-th of its kind is answered: 200, or a refusal.
-    `state` is the condition of the job; `slow` the seconds that making one takes.
+    `status(request, number)` returns the HTTP status for the n-th request of a kind. `state` is the
+    condition of the job; `slow` is how many seconds it takes to create one.
     """
 
     daemon_threads = True
@@ -33,10 +33,10 @@ class Api(ThreadingHTTPServer):
         self.job: Plain | None = None
         self.state, self.message, self.slow = "Running", "It runs.", 0.0
         self.asked: Counter[str] = Counter()
-        self.status: Callable[[str, int], int] = lambda question, number: 200
+        self.status: Callable[[str, int], int] = lambda request, number: 200
 
     def handle_error(self, *_: object) -> None:
-        """A client that has gone is told to nobody."""
+        """Ignore clients that have disconnected."""
 
     def make(self, job: Plain) -> Plain:
         job["metadata"] |= {"uid": "u-1", "resourceVersion": "1", "creationTimestamp": CREATED}
@@ -52,7 +52,7 @@ class Api(ThreadingHTTPServer):
 
 
 def worker(job: str) -> Plain:
-    """A pod that runs."""
+    """Return a running pod."""
     status = {"name": "pytorch", "state": {"running": {}}}
     return {
         "metadata": {"name": f"{job}-worker-0", "uid": "p-1", "resourceVersion": "1"},
@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Silence."""
+        """Log nothing."""
 
     def do_POST(self) -> None:
         body = json.loads(self._body())
@@ -94,15 +94,15 @@ class _Handler(BaseHTTPRequestHandler):
             items = [] if "none%3Dnone" in query else self.server.listed(kind)
             self._answer(200, {"metadata": {"resourceVersion": "1"}, "items": items})
 
-    def _allowed(self, question: str) -> bool:
-        self.server.asked[question] += 1
-        status = self.server.status(question, self.server.asked[question])
+    def _allowed(self, request: str) -> bool:
+        self.server.asked[request] += 1
+        status = self.server.status(request, self.server.asked[request])
         if status != 200:
-            self._answer(status, {"message": f"{question}: no"})
+            self._answer(status, {"message": f"{request}: no"})
         return status == 200
 
     def _watched(self, kind: str) -> None:
-        """A watch that tells at its end how all stands then."""
+        """Answer a watch, which sends the present state at its end."""
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def api_server(kubeconfig: Path) -> Iterator[Api]:
-    """The server, and a kubeconfig that names it."""
+    """Run the server, and write a kubeconfig for it."""
     with Api() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
