@@ -60,7 +60,7 @@ def test_a_request_is_retried_for_a_minute_with_growing_pauses(clock: Clock) -> 
     assert RETRY_FOR - 8.0 < clock.now <= RETRY_FOR
 
 
-def test_the_minute_starts_with_the_first_failure_of_each_request(clock: Clock) -> None:
+def test_the_minute_starts_with_a_requests_first_failure(clock: Clock) -> None:
     retry = Retry()
     for _ in range(3):
         errors = iter([UNAVAILABLE])

@@ -83,7 +83,7 @@ def test_a_lasting_refusal_ends_the_launcher_not_the_job(
 
 
 @pytest.mark.parametrize("request_", ["list pods", "watch pods"])
-def test_an_initial_refusal_is_reported_at_once_and_leaves_no_job(api: Api, request_: str) -> None:
+def test_an_initial_refusal_is_reported_and_leaves_no_job(api: Api, request_: str) -> None:
     api.status = lambda request, _: 403 if request == request_ else 200
     with pytest.raises(
         UserError, match=r"^Not allowed to watch pods: .* to the Role ddpm-launcher"
