@@ -1,9 +1,9 @@
-"""The pipeline's components: a file each, a few lines around a function of the library.
+"""The pipeline's components: one file each, a few lines around a function of the library.
 
-KFP takes the source of each function and runs it in a pod of the image, where ddpm_core and
-ddpm_kube are installed; so a function imports what it needs by itself. What it hands on are small
-files (ddpm_kube.artifacts) and `settings`, the whole configuration as text, which prepare makes.
+KFP runs the source of each function in a pod of the image, which contains ddpm_core and ddpm_kube.
+So each function imports what it needs. Components pass on small files (ddpm_kube.artifacts) and
+`settings`, the complete configuration as text, which `prepare` writes.
 """
 
-# The image of every component, here alone; `pipelines/ddpm.py compile --image` sets another one.
+# The image of every component; `pipelines/ddpm.py compile --image` overrides it.
 IMAGE = "ddpm:dev"

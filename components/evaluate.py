@@ -1,4 +1,4 @@
-"""Scores of every sampled checkpoint, the report, and whether the best may be registered."""
+"""Score every sampled checkpoint, and decide whether the best one may be registered."""
 
 from kfp import dsl
 from kfp.dsl import HTML, Dataset, Input, Markdown, Metrics, Output
@@ -15,10 +15,10 @@ def evaluate(
     table: Output[Markdown],
     metrics: Output[Metrics],
 ) -> str:
-    """Score what is not scored yet; `pass`, or why nothing is to be registered.
+    """Score new samples and write the report; return `pass`, or why nothing is registered.
 
     Args:
-        worst: The score above which the best checkpoint is not registered; 0: no limit.
+        worst: The highest score that may be registered; 0: no limit.
     """
     from ddpm_core.console import telling
     from ddpm_core.evaluation.evaluate import evaluate
@@ -26,13 +26,13 @@ def evaluate(
     from ddpm_kube import artifacts, steps
 
     with telling("evaluate"):
-        config, place = steps.opened(settings)
-        evaluate(config, place)
-        facts, numbers, rows = artifacts.scores(place)
-        page = place.storage.read(REPORT).decode()
+        config, workspace = steps.open_settings(settings)
+        evaluate(config, workspace)
+        facts, numbers, rows = artifacts.scores(workspace)
+        page = workspace.storage.read(REPORT).decode()
         artifacts.put(report, page, facts)
         artifacts.put(table, rows, facts)
-        artifacts.put_metrics(metrics, numbers, place)
-        verdict = steps.gate(place.read_json(RESULTS), worst)
+        artifacts.put_metrics(metrics, numbers, workspace)
+        verdict = steps.gate(workspace.read_json(RESULTS), worst)
     print(verdict)
     return verdict

@@ -1,4 +1,4 @@
-"""The end of every run, however it went: cleans up, and says what happened."""
+"""Clean up and summarize a run, whether it succeeded or failed."""
 
 from kfp import dsl
 from kfp.dsl import Markdown, Output, PipelineTaskFinalStatus
@@ -18,19 +18,19 @@ def finish(
     run_id: str,
     summary: Output[Markdown],
 ) -> None:
-    """Remove the PyTorchJob that this run may have left, and sum the run up.
+    """Delete the PyTorchJob that this run may have left, and write a summary.
 
     Args:
-        status: What KFP says of the run so far.
-        backend: pytorchjob, or process: then there is nothing to remove.
-        run_id: KFP's id of the run, by which its PyTorchJob is found.
+        status: The state of the run, from KFP.
+        backend: pytorchjob, or process, which leaves nothing to delete.
+        run_id: KFP's id of the run, after which its PyTorchJob is named.
     """
     from ddpm_core.console import telling
     from ddpm_kube import artifacts, steps
 
     with telling("finish"):
-        told = steps.clean_up(backend, run_id)
+        cleaned = steps.clean_up(backend, run_id)
         inputs = (params, overrides, workspace, source, tracking)
-        text = steps.ending(status.state, status.error_message or "", inputs, told)
+        text = steps.summary(status.state, status.error_message or "", inputs, cleaned)
         artifacts.put(summary, text, {"workspace": workspace, "state": status.state})
     print(text)

@@ -1,4 +1,4 @@
-"""What the sampling pods are to do: checkpoints times shards."""
+"""List the work of the sampling pods: checkpoints times shards."""
 
 from kfp import dsl
 from kfp.dsl import Input, Model
@@ -8,11 +8,11 @@ from components import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def plan(settings: str, model: Input[Model]) -> list:
-    """One `STEP:I/N` a pod: all shards that lack, and one part of each checkpoint that has all."""
+    """Return `STEP:I/N` for each pod: every missing shard, and one part of complete checkpoints."""
     from ddpm_core.console import telling
     from ddpm_kube import steps
 
     with telling("plan"):
-        listed = steps.parts(*steps.opened(settings))
-    print(f"{len(listed)} parts: {', '.join(listed)}")
-    return listed
+        parts = steps.list_parts(*steps.open_settings(settings))
+    print(f"{len(parts)} parts: {', '.join(parts)}")
+    return parts

@@ -1,4 +1,4 @@
-"""The source as packed arrays; and the settings, checked before anything else is started."""
+"""Check the settings and prepare the images as packed arrays, before anything else starts."""
 
 from kfp import dsl
 from kfp.dsl import HTML, Dataset, Output
@@ -16,14 +16,14 @@ def prepare(
     data: Output[Dataset],
     contact: Output[HTML],
 ) -> str:
-    """Make data/ of the source, unless it is up to date; the settings of all later steps.
+    """Prepare data/ unless it is up to date; return the settings of all later components.
 
     Args:
         workspace: A directory of the mounted volume, or s3://bucket/prefix.
-        params: The text of a params file; empty: the ConfigMap ddpm-params, else the digits.
-        overrides: `section.key=value`, which win over all.
-        source: prepare.source, for example dvc:REPO#PATH@REV; empty: that of the params.
-        tracking: The URI of MLflow; empty: that of the params.
+        params: The content of a params file; empty: the ConfigMap ddpm-params, else the digits.
+        overrides: `section.key=value`, with priority over everything else.
+        source: prepare.source, for example dvc:REPO#PATH@REV; empty: as in the params.
+        tracking: The URI of MLflow; empty: as in the params.
     """
     from ddpm_core.console import telling
     from ddpm_core.data.prepare import prepare
@@ -31,11 +31,12 @@ def prepare(
     from ddpm_kube import artifacts, steps
 
     with telling("prepare"):
-        config = steps.settings(params, overrides, workspace, source, tracking)
-        place = Workspace.open(config.workspace)
-        manifest = prepare(config, place)
-        facts = artifacts.data_facts(place, manifest)
+        config = steps.make_config(params, overrides, workspace, source, tracking)
+        opened = Workspace.open(config.workspace)
+        manifest = prepare(config, opened)
+        facts = artifacts.data_facts(opened, manifest)
         artifacts.put_json(data, manifest, facts)
-        sheet = artifacts.picture(place, CONTACT)
-        artifacts.put_page(contact, "Prepared images", facts, [("Some of every class", sheet)])
-    return steps.text_of(config)
+        sheet = artifacts.read_image(opened, CONTACT)
+        images = [("Some images of every class", sheet)]
+        artifacts.put_page(contact, "Prepared images", facts, images)
+    return steps.to_text(config)

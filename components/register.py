@@ -1,4 +1,4 @@
-"""The best checkpoint as a version of the registered model."""
+"""Register the best checkpoint as a version of the model."""
 
 from kfp import dsl
 from kfp.dsl import Markdown, Model, Output
@@ -8,15 +8,15 @@ from components import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def register(settings: str, registered: Output[Model], decision: Output[Markdown]) -> str:
-    """Make a version, and champion of it if it beats the last; `models:/NAME/VERSION`."""
+    """Register a version, promote it if it beats the champion, return `models:/NAME/VERSION`."""
     from ddpm_core.console import telling
     from ddpm_core.registry.register import register
     from ddpm_kube import artifacts, steps
 
     with telling("register"):
-        config, place = steps.opened(settings)
-        record = register(config, place).model_dump()
-        facts = {**artifacts.model_facts(place, record["step"]), **record}
+        config, workspace = steps.open_settings(settings)
+        record = register(config, workspace).model_dump()
+        facts = {**artifacts.model_facts(workspace, record["step"]), **record}
         artifacts.put_json(registered, record, facts)
         name = f"models:/{record['name']}/{record['version']}"
         artifacts.put(decision, f"**{name}**, step {record['step']}. {record['why']}\n", facts)

@@ -1,4 +1,4 @@
-"""Training: as an elastic PyTorchJob that this pod starts and follows, or in this pod."""
+"""Train in an elastic PyTorchJob that this pod starts and follows, or in this pod."""
 
 from kfp import dsl
 from kfp.dsl import HTML, Dataset, Input, Metrics, Model, Output
@@ -17,24 +17,25 @@ def train(
     metrics: Output[Metrics],
     preview: Output[HTML],
 ) -> int:
-    """Train to train.steps, or go on from the newest whole snapshot; the last step.
+    """Train to train.steps, from the newest complete snapshot if any; return the last step.
 
     Args:
         backend: pytorchjob, or process: in this pod.
-        job: What the PyTorchJob is to be like, as ddpm_kube.options names it; empty: its defaults.
-        run_id: KFP's id of the run: the job is named after it.
+        job: Options of the PyTorchJob (docs/launcher.md); empty: the defaults.
+        run_id: KFP's id of the run, after which the job is named.
     """
     from ddpm_core.console import telling
     from ddpm_core.storage.workspace import GRID, snapshot_key
     from ddpm_kube import artifacts, steps
 
     with telling("train"):
-        config, place = steps.opened(settings)
+        config, workspace = steps.open_settings(settings)
         steps.train(config, backend, job, run_id)
         step = config.train.steps
-        facts = artifacts.model_facts(place, step)
+        facts = artifacts.model_facts(workspace, step)
         artifacts.put_json(model, facts, facts)
-        artifacts.put_metrics(metrics, artifacts.last_row(place), place)
-        drawn = artifacts.picture(place, f"{snapshot_key(step)}/{GRID}")
-        artifacts.put_page(preview, f"Training, step {step}", facts, [("Its average", drawn)])
+        artifacts.put_metrics(metrics, artifacts.last_row(workspace), workspace)
+        image = artifacts.read_image(workspace, f"{snapshot_key(step)}/{GRID}")
+        images = [("Samples of the averaged weights", image)]
+        artifacts.put_page(preview, f"Training, step {step}", facts, images)
     return step

@@ -20,7 +20,7 @@ from rich.progress import (
 
 from ddpm_core.config.durations import in_words
 from ddpm_core.errors import Interrupted, UserError
-from ddpm_core.runtime import memory
+from ddpm_core.runtime import log_records, memory
 from ddpm_core.text import masked, shown
 
 WIDE = 70  # columns from which on the bar also shows the rate and a note
@@ -75,11 +75,16 @@ def telling(who: str) -> Iterator[None]:
     Everything that the process prints is masked from then on.
     """
     guard()
+
+    def report(message: str) -> None:
+        say(f"{who}: {message}")
+        log_records.write_error(message)
+
     try:
         with memory.translate_errors():
             yield
     except UserError as error:
-        say(f"{who}: {error}")
+        report(str(error))
         raise SystemExit(1) from None
     except Interrupted as stop:
         say(str(stop))
@@ -90,7 +95,7 @@ def telling(who: str) -> Iterator[None]:
         at = error.filename2 or error.filename  # the target of a copy or a rename
         place = f": {at}" if at else ""
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-        say(f"{who}: {error.strerror or error}{place}.{notes}")
+        report(f"{error.strerror or error}{place}.{notes}")
         raise SystemExit(1) from None
 
 
@@ -174,6 +179,7 @@ def _lines(description: str, total: int, unit: str, done: int) -> Callable[..., 
         if pace.count < total and rate:
             parts.append(f"{in_words((total - pace.count) / rate)} left")
         say(", ".join([*parts, last] if last else parts))
+        log_records.write_progress(description, pace.count)
 
     return advance
 

@@ -1,5 +1,5 @@
-"""Training as an elastic PyTorchJob: what it is made of, its launcher, and who cleans up.
+"""Training as an elastic PyTorchJob: the job, its launcher, and the cleanup of leftover jobs.
 
-Needs the extra `pipeline`. `ddpm_core` knows nothing of this package: its commands (`ddpm jobs`)
+Requires the extra `pipeline`. `ddpm_core` does not import this package: its commands (`ddpm jobs`)
 join the program through the entry point group `ddpm.commands`.
 """

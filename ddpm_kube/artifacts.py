@@ -1,7 +1,7 @@
-"""What the pipeline's artifacts hold: small files with the workspace and fingerprints as metadata.
+"""The pipeline's artifacts: small files, with workspace and fingerprints as metadata.
 
-KFP downloads every input artifact into each pod and fails one whose URI is not its own, so images
-and weights stay in the workspace, and artifacts say where they are and what they are of.
+KFP downloads every input artifact into each pod, and fails if a component changes its URI. So
+images and weights stay in the workspace, and artifacts refer to them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ddpm_core.storage.workspace import (
 from ddpm_core.text import masked, shown, throughout
 
 Facts = dict[str, Any]
-Pictures = Iterable[tuple[str, bytes | None]]  # each with its caption; None: absent
+Images = Iterable[tuple[str, bytes | None]]  # captions and PNG files; None: missing
 
 _STYLE = (
     "body{font:15px system-ui,sans-serif;margin:1.5em;color:#222}"
@@ -36,7 +36,7 @@ _STYLE = (
 
 
 class Artifact(Protocol):
-    """What is used of KFP's artifacts."""
+    """The part of KFP's artifacts that this module uses."""
 
     metadata: dict[str, Any]
 
@@ -45,30 +45,31 @@ class Artifact(Protocol):
 
 
 def put(artifact: Artifact, content: str, facts: Mapping[str, Any]) -> None:
-    """Write the file, and the facts as metadata; a fact that is not known is left out."""
+    """Write the artifact's file, and the facts that are not None as its metadata."""
     Path(artifact.path).write_text(masked(content), encoding="utf-8")
-    given = throughout(shown, facts)
-    artifact.metadata.update({key: value for key, value in given.items() if value is not None})
+    safe = throughout(shown, facts)
+    artifact.metadata.update({key: value for key, value in safe.items() if value is not None})
 
 
 def put_json(artifact: Artifact, content: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Write a JSON file, and the facts as metadata."""
     put(artifact, json.dumps(content, indent=1, sort_keys=True) + "\n", facts)
 
 
 def put_metrics(artifact: Artifact, values: Mapping[str, Any], workspace: Workspace) -> None:
-    """Numbers, as KFP's Metrics show them. A file is written too: without one nothing is cached."""
+    """Write the numbers of `values` as metadata, which KFP shows, and to the artifact's file."""
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
     put_json(artifact, numbers, {**numbers, "workspace": workspace.uri})
 
 
-def put_page(artifact: Artifact, title: str, facts: Facts, pictures: Pictures) -> None:
-    """A page of HTML that fetches nothing: a table of the facts, and the pictures."""
+def put_page(artifact: Artifact, title: str, facts: Facts, images: Images) -> None:
+    """Write a self-contained HTML page: a table of the facts, and the images."""
     rows = "".join(
         f"<tr><th>{html.escape(key)}</th><td>{html.escape(str(value))}</td></tr>"
         for key, value in throughout(shown, facts).items()
         if value is not None
     )
-    figures = "".join(_figure(caption, data) for caption, data in pictures if data)
+    figures = "".join(_figure(caption, data) for caption, data in images if data)
     name = html.escape(title)
     put(
         artifact,
@@ -84,8 +85,8 @@ def _figure(caption: str, data: bytes) -> str:
     return f'<figure><img src="{uri}" alt="{text}"><figcaption>{text}</figcaption></figure>'
 
 
-def picture(workspace: Workspace, key: str) -> bytes | None:
-    """A picture of the workspace, where there is one."""
+def read_image(workspace: Workspace, key: str) -> bytes | None:
+    """Return an image file of the workspace; None if it does not exist."""
     try:
         return workspace.storage.read(key)
     except (FileNotFoundError, NotADirectoryError):
@@ -93,7 +94,7 @@ def picture(workspace: Workspace, key: str) -> bytes | None:
 
 
 def data_facts(workspace: Workspace, manifest: Facts) -> Facts:
-    """Which data a step works on. `revision` is the commit of a source that DVC tracks."""
+    """Return the facts of prepared data; `revision` is the commit of a source in DVC."""
     source = manifest.get("source") or {}
     return {
         "workspace": workspace.uri,
@@ -106,7 +107,7 @@ def data_facts(workspace: Workspace, manifest: Facts) -> Facts:
 
 
 def model_facts(workspace: Workspace, step: int) -> Facts:
-    """A checkpoint: where it lies, what its weights are, and what they were made of."""
+    """Return the facts of a checkpoint: its snapshot, its weights, and the data behind them."""
     from ddpm_core.checkpoint import look_at_checkpoint
 
     checkpoint = look_at_checkpoint(workspace, step)
@@ -120,7 +121,7 @@ def model_facts(workspace: Workspace, step: int) -> Facts:
 
 
 def last_row(workspace: Workspace) -> dict[str, float]:
-    """The numbers of the last row of log.jsonl; without a log none."""
+    """Return the numbers of the last row of log.jsonl; empty without a log."""
     from ddpm_core.tracking.tracker import Log
 
     rows, _ = Log(workspace.path(LOG)).peek(limit=2**62)
@@ -128,7 +129,7 @@ def last_row(workspace: Workspace) -> dict[str, float]:
 
 
 def samples_facts(workspace: Workspace, step: int, part: str) -> Facts:
-    """The samples of a checkpoint: with their manifest's facts once all shards are there."""
+    """Return the facts of a checkpoint's samples; more of them once all shards are complete."""
     key = samples_key(step)
     manifest = workspace.read_json(f"{key}/manifest.json")
     facts = {
@@ -143,7 +144,7 @@ def samples_facts(workspace: Workspace, step: int, part: str) -> Facts:
 
 
 def scores(workspace: Workspace) -> tuple[Facts, Facts, str]:
-    """Of an evaluation: its facts, metrics.json, and a table of its rows in Markdown."""
+    """Return the facts of an evaluation, metrics.json, and its rows as a Markdown table."""
     results = throughout(shown, workspace.read_json(RESULTS))
     rows, best = results["rows"], results["best"]
     facts = {

@@ -1,4 +1,4 @@
-"""`ddpm jobs`: training as a PyTorchJob, and the jobs that are there. Joins the program `ddpm`."""
+"""The commands `ddpm jobs train`, `list` and `gc`, which join the program `ddpm`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from ddpm_core.cli.command import ParamsOption, SetOption, WorkspaceOption, load, verb
 from ddpm_core.config import yaml_text
-from ddpm_core.config.durations import duration
+from ddpm_core.config.durations import duration, in_words
+from ddpm_core.console import printable
 from ddpm_core.errors import UserError, require
 from ddpm_core.text import counted
 
@@ -26,7 +30,7 @@ command = functools.partial(verb, to=jobs)
 
 NamespaceOption = Annotated[
     str | None,
-    typer.Option("--namespace", "-n", help="Default: the pod's own, or that of KUBECONFIG."),
+    typer.Option("--namespace", "-n", help="Default: the pod's own, or that of the kubeconfig."),
 ]
 
 
@@ -36,40 +40,40 @@ def train(
     w: WorkspaceOption = None,
     s: SetOption = None,
     min_replicas: Annotated[
-        int | None, typer.Option("--min", help="Workers with which training goes on.")
+        int | None, typer.Option("--min", help="Training continues while this many workers run.")
     ] = None,
-    max_replicas: Annotated[int | None, typer.Option("--max", help="Workers asked for.")] = None,
-    image: Annotated[str | None, typer.Option(help="Default: that of this pod.")] = None,
+    max_replicas: Annotated[int | None, typer.Option("--max", help="Workers requested.")] = None,
+    image: Annotated[str | None, typer.Option(help="Default: the image of this pod.")] = None,
     volume: Annotated[
-        list[str] | None, typer.Option(metavar="CLAIM:PATH", help="A claim that workers mount.")
+        list[str] | None, typer.Option(metavar="CLAIM:PATH", help="A claim that the workers mount.")
     ] = None,
     k: Annotated[
         list[str] | None,
         typer.Option("--job", "-K", metavar="OPTION=VALUE", help="An option of docs/launcher.md."),
     ] = None,
     options: Annotated[
-        Path | None, typer.Option(help="A YAML file of such options; those above win.")
+        Path | None,
+        typer.Option(help="A YAML file of options; -K and flags override it."),
     ] = None,
     run_id: Annotated[
-        str | None, typer.Option(help="Names the job; default: made of the workspace.")
+        str | None, typer.Option(help="Names the job. Default: the workspace.")
     ] = None,
     namespace: NamespaceOption = None,
     patience: Annotated[
-        str, typer.Option(help="How long workers may lack room, quota or image.")
+        str, typer.Option(help="How long workers may be without a node, quota or image.")
     ] = "30s",
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the job when it has ended.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job, and stop.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the job after it has ended.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job and exit.")] = False,
 ) -> None:
-    """Train in a PyTorchJob, and follow it to its end.
+    """Train in a PyTorchJob and follow it to its end.
 
-    It tells why the job failed, if it does, and leaves nothing behind.
+    Prints the cause if the job fails, and deletes the job.
     """
     given = {"min_replicas": min_replicas, "max_replicas": max_replicas, "image": image}
-    wanted = gathered(options, {**given, "volumes": volume}, k or [])
+    wanted = merge_options(options, {**given, "volumes": volume}, k or [])
     config = load(p, w, s)
-    waits = seconds(patience)
+    seconds = parse_duration(patience)
     require("kubernetes", "pipeline")
-    require("kubeflow.training", "pipeline")
     from ddpm_kube.launch import preview, train
     from ddpm_kube.options import read
 
@@ -77,79 +81,75 @@ def train(
     if dry_run:
         typer.echo(yaml.safe_dump(preview(config, chosen, run, os.environ, namespace)))
         return
-    train(config, chosen, run, os.environ, namespace, patience=waits, keep=keep)
+    train(config, chosen, run, os.environ, namespace, patience=seconds, keep=keep)
 
 
 @command
 def list_(namespace: NamespaceOption = None) -> None:
-    """The jobs that launchers made, and what became of them."""
+    """List the jobs that launchers created, and their states."""
     require("kubernetes", "pipeline")
+    from ddpm_kube.cluster import locate
     from ddpm_kube.gc import jobs
-    from ddpm_kube.here import find
 
-    found = list(jobs(find(os.environ, namespace).cluster))
+    found = list(jobs(locate(os.environ, namespace).cluster))
     if not found:
         typer.echo("No jobs.")
+        return
+    table = Table("job", "state", "workers", "age", "run", "launcher", box=None, pad_edge=False)
     for one in found:
-        typer.echo(
-            f"{one.name}  {one.state}, {one.workers} workers, {ago(one.age)} old, "
-            f"run {one.run_id}, launcher {one.launcher}"
-        )
+        cells = (one.name, one.state, str(one.workers), in_words(one.age), one.run_id, one.launcher)
+        table.add_row(*(escape(printable(cell)) for cell in cells))
+    Console(width=10_000).print(table)  # nobody can copy a name that is wrapped or cut
 
 
 @command
 def gc(
-    older_than: Annotated[str, typer.Option(help="Such as 30m, 1h or 2d.")] = "1h",
+    older_than: Annotated[str, typer.Option(help="For example 30m, 1h or 2d.")] = "1h",
     namespace: NamespaceOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only name them.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list them.")] = False,
 ) -> None:
-    """Delete jobs that ended, or lost their launcher, long ago."""
-    limit = seconds(older_than)
+    """Delete jobs that finished, or lost their launcher, some time ago."""
+    limit = parse_duration(older_than)
     require("kubernetes", "pipeline")
+    from ddpm_kube.cluster import locate
     from ddpm_kube.gc import collect
-    from ddpm_kube.here import find
 
-    gone = collect(find(os.environ, namespace).cluster, limit, dry_run)
-    for one in gone:
+    leftover = collect(locate(os.environ, namespace).cluster, limit, dry_run)
+    for one in leftover:
         typer.echo(f"{'would delete' if dry_run else 'deleted'} {one.name} ({one.state})")
-    typer.echo(counted(len(gone), "job") + (" would be deleted." if dry_run else " deleted."))
+    typer.echo(counted(len(leftover), "job") + (" would be deleted." if dry_run else " deleted."))
 
 
-def gathered(file: Path | None, flags: dict[str, Any], settings: list[str]) -> dict[str, Any]:
-    """The options of a file, of flags and of `-K name=value`, as plain data. Raises UserError."""
-    from ddpm_kube.options import of_file
+def merge_options(file: Path | None, flags: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+    """Return the options of a file, overridden by flags, and by `-K name=value`; not validated."""
+    from ddpm_kube.options import read_file
 
-    given = of_file(file)
-    volumes = [_claim(text) for text in flags.pop("volumes", None) or []]
-    given |= {name: value for name, value in flags.items() if value is not None}
-    given |= {"volumes": volumes} if volumes else {}
+    merged = read_file(file)
+    volumes = [_parse_volume(text) for text in flags.pop("volumes", None) or []]
+    merged |= {name: value for name, value in flags.items() if value is not None}
+    merged |= {"volumes": volumes} if volumes else {}
     for item in settings:
         name, equals, text = item.partition("=")
         if not equals or not name:
-            raise UserError(f"-K {item}: option=value is needed, as in -K memory=4Gi")
+            raise UserError(f"-K {item}: must be OPTION=VALUE, for example -K memory=4Gi")
         try:
-            given[name] = yaml_text.value(text)
+            merged[name] = yaml_text.value(text)
         except ValueError as error:
             raise UserError(f"-K {item}: {error}") from error
-    return given
+    return merged
 
 
-def seconds(text: str) -> float:
-    """A time such as 90s, 30m, 1h or 2d: with its unit, and whole. Raises UserError."""
+def parse_duration(text: str) -> float:
+    """Return the seconds of 90s, 30m, 1h or 2d. Raises UserError, also without a unit."""
     if not re.fullmatch(r"\d+[smhd]", text):
-        raise UserError(f"{text!r} is no time; one such as 90s, 30m, 1h or 2d is needed.")
+        raise UserError(f"Invalid duration {text!r}; must be one such as 90s, 30m, 1h or 2d.")
     return duration(text)
 
 
-def ago(age: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
-        if age >= 2 * size:
-            return f"{age / size:.0f}{unit}"
-    return f"{age:.0f}s"
-
-
-def _claim(text: str) -> dict[str, str]:
+def _parse_volume(text: str) -> dict[str, str]:
     claim, colon, path = text.partition(":")
     if not colon:
-        raise UserError(f"--volume {text}: CLAIM:PATH is needed, as in ddpm-workspace:/workspace")
+        raise UserError(
+            f"--volume {text}: must be CLAIM:PATH, for example ddpm-workspace:/workspace"
+        )
     return {"claim": claim, "path": path}

@@ -1,24 +1,180 @@
-"""What is asked of the API server: everything as plain data, and errors as sentences."""
+"""Requests to the Kubernetes API server: as JSON, retried, and with errors for people.
+
+Also where the launcher itself runs: its namespace, and its own pod if it runs in one.
+"""
 
 from __future__ import annotations
 
+import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+import tenacity
+import urllib3
 import yaml
 from kubernetes import client, config
+from kubernetes.client.exceptions import ApiException
 
-from ddpm_core.console import warn
+from ddpm_core.console import Outage, warn
 from ddpm_core.errors import UserError
-from ddpm_kube.answers import Exists, Missing, asked, plain
 from ddpm_kube.job import GROUP, PLURAL, VERSION
 
-TIMES = (5, 30)  # seconds to connect, and to wait for an answer
+T = TypeVar("T")
+Json = dict[str, Any]
+Call = Callable[..., Json]
 
-Call = Callable[..., dict[str, Any]]
+ERRORS = (ApiException, urllib3.exceptions.HTTPError, OSError, ValueError)  # of a request
+TRANSIENT = (0, None, 429, 500, 502, 503, 504)  # HTTP statuses worth a retry
+EXPIRED = 410  # the resource version of a watch is too old: list again
+REFUSED = (401, 403)  # API servers also send these for a while after a restart
+RETRY_FOR = 60.0  # seconds from the first failure
+PAUSES = (0.5, 8.0)  # seconds: the first pause, which doubles up to the longest
+TIMEOUTS = (5, 30)  # seconds: to connect, and to read
+INSTALL_OPERATOR = (
+    "kubectl apply --server-side -k "
+    '"github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.4"'
+)
+
+_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+# KFP sets the first in its tasks' pods, users set the second with the downward API, and the host
+# name of a pod is its name.
+_POD_NAMES = ("KFP_POD_NAME", "POD_NAME", "HOSTNAME")
+
+
+class AlreadyExists(Exception):
+    """An object with this name exists, or it is not the object that was meant (409)."""
+
+
+class NotFound(UserError):
+    """The object does not exist (404)."""
+
+
+# Retries
+
+
+class Retry:
+    """The retry policy of every request: for RETRY_FOR seconds from the first failure.
+
+    With `doing`, such as "list pods", an outage is reported once when it starts and once when it is
+    over. `stopped` ends the retries early. Set `permitted` once a request was served: then refusals
+    are retried too, because an API server that restarts refuses everybody for a while.
+    """
+
+    def __init__(self, doing: str = "", stopped: threading.Event | None = None) -> None:
+        self.permitted = False
+        self._doing, self._stopped = doing, stopped
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        """Return the result of `call`, or raise its last error."""
+        outage, deadline = Outage(), 0.0
+
+        def is_over(state: tenacity.RetryCallState) -> bool:
+            # Not tenacity's own limit, which includes the first attempt: that may take a minute.
+            nonlocal deadline
+            failed_at = state.outcome_timestamp or 0.0
+            deadline = failed_at + RETRY_FOR if state.attempt_number == 1 else deadline
+            stopped = self._stopped is not None and self._stopped.is_set()
+            return stopped or failed_at + state.upcoming_sleep > deadline
+
+        def report(state: tenacity.RetryCallState) -> None:
+            if self._doing and state.outcome and (error := state.outcome.exception()):
+                message = error_message(error)
+                outage.begins(f"Cannot {self._doing} at present: {message}. Retrying.")
+
+        policy = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(self._is_worth_it),
+            wait=tenacity.wait_exponential(multiplier=PAUSES[0], max=PAUSES[1]),
+            stop=is_over,
+            before_sleep=report,
+            sleep=self._sleep,
+            reraise=True,
+        )
+        result = policy(call)
+        outage.ends("The API server responds again.")
+        return result
+
+    def _sleep(self, seconds: float) -> None:
+        if self._stopped is None:
+            time.sleep(seconds)
+        else:
+            self._stopped.wait(seconds)
+
+    def _is_worth_it(self, error: BaseException) -> bool:
+        return is_transient(error) or (self.permitted and _status(error) in REFUSED)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether the same request may succeed a moment later."""
+    return isinstance(error, ERRORS) and _status(error) in TRANSIENT
+
+
+def request(call: Callable[[], T], doing: str) -> T:
+    """Return the result of a request, with retries.
+
+    Raises:
+        AlreadyExists, NotFound, UserError: with the API server's message.
+    """
+    try:
+        return Retry(doing)(call)
+    except ERRORS as error:
+        raise explained(error, doing) from error
+
+
+def parse(response: Any) -> Json:
+    """Return the JSON object of a response that the client did not deserialize."""
+    loaded: Json = json.loads(response.data)
+    return loaded
+
+
+def error_message(error: BaseException) -> str:
+    """Return the message of the API server, or of the connection, in one line."""
+    if not isinstance(error, ApiException):
+        return " ".join(str(error).split()) or type(error).__name__
+    try:
+        message = json.loads(error.body or "")["message"]
+    except (ValueError, KeyError, TypeError):
+        message = f"{error.status} {error.body or error.reason or ''}"
+    return " ".join(str(message).split()).rstrip(".")
+
+
+def explained(error: Exception, doing: str) -> Exception:
+    """Return the exception for people of an error that a retry does not solve."""
+    status, message = _status(error), error_message(error)
+    if status == 409:
+        return AlreadyExists(message)
+    if status == 404 and ("page not found" in message or "could not find the requested" in message):
+        return UserError(
+            "This cluster has no resource PyTorchJob: Kubeflow's Training Operator is not "
+            f"installed. Install it with\n  {INSTALL_OPERATOR}"
+        )
+    if status == 404:
+        return NotFound(f"Cannot {doing}: {message}.")
+    if status == 403 and "exceeded quota" in message:
+        return UserError(f"Cannot {doing}: the namespace's quota is exceeded: {message}.")
+    if status in REFUSED:
+        return UserError(
+            f"Not allowed to {doing}: {message}. Bind the launcher's ServiceAccount to the Role "
+            "ddpm-launcher (manifests/10-access.yaml)."
+        )
+    if "failed calling webhook" in message:
+        return UserError(
+            f"Cannot {doing}: {message}. The Training Operator's pod does not respond; check "
+            "`kubectl -n kubeflow get pods`."
+        )
+    return UserError(f"Cannot {doing}: {message}.")
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status; None of an error without a response."""
+    return error.status if isinstance(error, ApiException) else None
+
+
+# PyTorchJobs and pods
 
 
 @dataclass(frozen=True)
@@ -29,63 +185,97 @@ class Cluster:
     jobs: client.CustomObjectsApi
     core: client.CoreV1Api
 
-    def create(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Raises Exists, or UserError.
+    def create(self, job: Json) -> Json:
+        """Create a job, and return it as the API server has it. Raises AlreadyExists, UserError.
 
-        Whoever is told to stop meanwhile learns first whether the job is made: else it might be a
-        moment after it was looked for to be deleted.
+        The request runs in a thread, so that a signal cannot interrupt it: the exception of the
+        signal is raised once the response is there. Otherwise the job could come into being after
+        the launcher has looked for it to delete it.
         """
 
-        def call(*given: Any, **more: Any) -> Any:
-            with ThreadPoolExecutor(1) as alone:  # at its end the answer is there
-                made = alone.submit(self.jobs.create_namespaced_custom_object, *given, **more)
-                return made.result()
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with ThreadPoolExecutor(1) as executor:  # its end waits for the response
+                create = self.jobs.create_namespaced_custom_object
+                return executor.submit(create, *args, **kwargs).result()
 
-        return self._ask("create the PyTorchJob", call, *self._kind, body=job)
+        return self._request("create the PyTorchJob", call, *self._kind, body=job)
 
-    def job(self, name: str) -> dict[str, Any] | None:
+    def job(self, name: str) -> Json | None:
+        """Return a job; None if it does not exist."""
         call = self.jobs.get_namespaced_custom_object
-        return self._found("read the PyTorchJob", call, *self._kind, name)
+        return self._find("read the PyTorchJob", call, *self._kind, name)
 
-    def all_jobs(self, labels: str = "") -> list[dict[str, Any]]:
-        """Those with these labels. Raises UserError, with the command that installs the operator
-        where the cluster knows no PyTorchJob."""
+    def all_jobs(self, labels: str = "") -> list[Json]:
+        """Return the jobs with these labels.
+
+        Raises UserError; without the Training Operator, with the command that installs it.
+        """
         call = self.jobs.list_namespaced_custom_object
-        found = self._ask("list PyTorchJobs", call, *self._kind, label_selector=labels)
+        found = self._request("list PyTorchJobs", call, *self._kind, label_selector=labels)
         return list(found["items"])
 
-    def own(self, name: str, owner: dict[str, Any]) -> dict[str, Any] | None:
-        """Make the job go with another pod than the one that made it; None where it is gone."""
+    def own(self, name: str, owner: Json) -> Json | None:
+        """Make `owner`, a pod, the owner of a job, and return the job; None if it is gone."""
         call = self.jobs.patch_namespaced_custom_object
         body = {"metadata": {"ownerReferences": [owner]}}
-        return self._found("patch the PyTorchJob", call, *self._kind, name, body)
+        return self._find("patch the PyTorchJob", call, *self._kind, name, body)
 
-    def delete(self, job: dict[str, Any]) -> None:
-        """Delete this very job, its pods first; one that is gone is fine."""
+    def delete(self, job: Json) -> None:
+        """Delete this job, its pods first; not one that was created with its name since."""
         call = self.jobs.delete_namespaced_custom_object
         name, uid = job["metadata"]["name"], job["metadata"].get("uid")
-        body: dict[str, Any] = {"propagationPolicy": "Foreground"}
+        body: Json = {"propagationPolicy": "Foreground"}
         if uid:
             body["preconditions"] = {"uid": uid}
         try:
-            self._found("delete the PyTorchJob", call, *self._kind, name, body=body)
-        except Exists:  # there is another one of that name, which is not ours
+            self._find("delete the PyTorchJob", call, *self._kind, name, body=body)
+        except AlreadyExists:  # the precondition failed
             return
 
-    def pod(self, name: str) -> dict[str, Any] | None:
-        def call(*given: Any, **more: Any) -> dict[str, Any]:
-            return plain(self.core.read_namespaced_pod(*given, **more, _preload_content=False))
+    def remove(self, job: Json) -> bool:
+        """Delete a job and wait until it and its pods are gone; see `wait_until_gone`."""
+        self.delete(job)
+        return self.wait_until_gone(job)
 
-        return self._found("read the pod", call, name, self.namespace)
+    def wait_until_gone(self, job: Json) -> bool:
+        """Wait until a job that is being deleted, and its pods, are gone.
 
-    def _ask(self, doing: str, call: Call, *given: Any, **more: Any) -> dict[str, Any]:
-        return asked(lambda: call(*given, **more, _request_timeout=TIMES), doing)
+        Return False, with a warning, if that takes a minute longer than the pods' grace period: a
+        finalizer or a node that is down can keep them for ever.
+        """
+        name, uid = job["metadata"]["name"], job["metadata"].get("uid")
+        worker = job["spec"]["pytorchReplicaSpecs"].get("Worker", {})
+        pod = worker.get("template", {}).get("spec", {})
+        limit = float(pod.get("terminationGracePeriodSeconds", 30)) + 60.0
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            left = self.job(name)
+            if left is None or left["metadata"]["uid"] != uid:
+                return True
+            time.sleep(1.0)
+        warn(
+            f"The PyTorchJob {name} is still being deleted after {limit:.0f} s. To see what blocks "
+            f"it: kubectl -n {self.namespace} get pytorchjob {name} "
+            "-o jsonpath={.metadata.finalizers}"
+        )
+        return False
 
-    def _found(self, doing: str, call: Call, *given: Any, **more: Any) -> dict[str, Any] | None:
-        """The answer; None where what is asked for is not there."""
+    def pod(self, name: str) -> Json | None:
+        """Return a pod; None if it does not exist."""
+
+        def call(*args: Any, **kwargs: Any) -> Json:
+            return parse(self.core.read_namespaced_pod(*args, **kwargs, _preload_content=False))
+
+        return self._find("read the pod", call, name, self.namespace)
+
+    def _request(self, doing: str, call: Call, *args: Any, **kwargs: Any) -> Json:
+        return request(lambda: call(*args, **kwargs, _request_timeout=TIMEOUTS), doing)
+
+    def _find(self, doing: str, call: Call, *args: Any, **kwargs: Any) -> Json | None:
+        """Return the response; None if the object does not exist."""
         try:
-            return self._ask(doing, call, *given, **more)
-        except Missing:
+            return self._request(doing, call, *args, **kwargs)
+        except NotFound:
             return None
 
     @property
@@ -93,58 +283,85 @@ class Cluster:
         return GROUP, VERSION, self.namespace, PLURAL
 
 
-def connect(namespace: str | None, own: str | None) -> Cluster:
-    """The cluster around this pod (in namespace `own`), or that of the kubeconfig."""
+def connect(namespace: str | None, pod_namespace: str | None) -> Cluster:
+    """Return the cluster of this pod, if `pod_namespace` is given, else that of the kubeconfig.
+
+    Raises UserError without a cluster, and for an invalid kubeconfig.
+    """
     current = ""
     try:
-        if own is not None:
+        if pod_namespace is not None:
             config.load_incluster_config()
         else:
             config.load_kube_config()
             current = config.list_kube_config_contexts()[1]["context"].get("namespace", "")
     except (config.ConfigException, OSError) as error:
         raise UserError(
-            f"No Kubernetes cluster is known here: {str(error).rstrip('.')}. Set KUBECONFIG, or "
-            "run in a pod whose ServiceAccount token is mounted."
+            f"No Kubernetes cluster is configured: {str(error).rstrip('.')}. Set KUBECONFIG, or "
+            "run in a pod with a mounted ServiceAccount token."
         ) from error
-    except (yaml.YAMLError, ValueError, TypeError) as error:  # of a file that is something else
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         raise UserError(
-            f"{config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION} is no kubeconfig: "
-            f"{' '.join(str(error).split())}. Set KUBECONFIG to one."
+            f"{config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION} is not a valid kubeconfig: "
+            f"{' '.join(str(error).split())}. Set KUBECONFIG to a valid one."
         ) from error
     settings = client.Configuration.get_default_copy()
-    settings.retries = False  # `asked` does that, and tells
+    settings.retries = False  # Retry does that, and reports it
     api = client.ApiClient(settings)
     return Cluster(
-        namespace or own or current or "default",
+        namespace or pod_namespace or current or "default",
         client.CustomObjectsApi(api),
         client.CoreV1Api(api),
     )
 
 
-def remove(cluster: Cluster, job: dict[str, Any]) -> bool:
-    """Delete a job, and wait until it and its pods are gone; whether they are."""
-    cluster.delete(job)
-    return await_end(cluster, job)
+# The launcher's own place
 
 
-def await_end(cluster: Cluster, job: dict[str, Any]) -> bool:
-    """Wait until a job that is being deleted, and its pods, are gone.
+@dataclass(frozen=True)
+class Location:
+    """The cluster of the launcher, and its own pod.
 
-    False, with a warning, a minute after the pods' grace period: a finalizer or a dead node may
-    keep them for ever.
+    `pod` is None on a person's machine, and for jobs in another namespace than the pod's.
     """
-    name, uid = job["metadata"]["name"], job["metadata"].get("uid")
-    pods = job["spec"]["pytorchReplicaSpecs"].get("Worker", {}).get("template", {}).get("spec", {})
-    limit = float(pods.get("terminationGracePeriodSeconds", 30)) + 60.0
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        left = cluster.job(name)
-        if left is None or left["metadata"]["uid"] != uid:
-            return True
-        time.sleep(1.0)
-    warn(
-        f"The PyTorchJob {name} is still being deleted after {limit:.0f} s. What it waits for: "
-        f"kubectl -n {cluster.namespace} get pytorchjob {name} -o jsonpath={{.metadata.finalizers}}"
-    )
-    return False
+
+    cluster: Cluster
+    pod: Json | None
+
+    @property
+    def image(self) -> str:
+        """Return the image of the pod's main container; empty without a pod."""
+        containers = self.pod["spec"]["containers"] if self.pod else []
+        # KFP adds containers to the pods of its tasks and calls ours "main".
+        chosen = [c for c in containers if c["name"] in ("main", "launcher")] or containers[:1]
+        return str(chosen[0]["image"]) if chosen else ""
+
+    @property
+    def owner(self) -> Json | None:
+        """Return the owner reference with which a job is deleted together with the pod."""
+        if self.pod is None:
+            return None
+        metadata = self.pod["metadata"]
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "name": metadata["name"],
+            "uid": metadata["uid"],
+        }
+
+
+def locate(environment: Mapping[str, str], namespace: str | None = None) -> Location:
+    """Find the cluster and the launcher's own pod. Raises UserError without a cluster."""
+    in_pod = "KUBERNETES_SERVICE_HOST" in environment and _NAMESPACE.exists()
+    pod_namespace = _NAMESPACE.read_text().strip() if in_pod else None
+    cluster = connect(namespace, pod_namespace)
+    if pod_namespace is None or pod_namespace != cluster.namespace:
+        return Location(cluster, None)
+    name = next((environment[key] for key in _POD_NAMES if environment.get(key)), "")
+    pod = cluster.pod(name) if name else None
+    if pod is None:
+        raise UserError(
+            f"The launcher's own pod, {name!r}, is not in the namespace {pod_namespace}. Set "
+            "POD_NAME to its name (downward API, metadata.name)."
+        )
+    return Location(cluster, pod)

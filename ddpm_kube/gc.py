@@ -1,4 +1,4 @@
-"""The launcher's jobs in a namespace, and the deletion of those that nobody looks after."""
+"""The launcher's jobs in a namespace, and the deletion of those that were left behind."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from ddpm_kube.cluster import Cluster, await_end
-from ddpm_kube.job import MANAGER, RUN
-from ddpm_kube.names import label_value
-from ddpm_kube.reasons import condition, finished
+from ddpm_kube.cluster import Cluster
+from ddpm_kube.diagnose import condition, is_finished
+from ddpm_kube.job import MANAGED, RUN_ID
+from ddpm_kube.spec import label_value
 
-_LABELS = ",".join(f"{key}={value}" for key, value in MANAGER.items())
+Json = dict[str, Any]
+
+_LABELS = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A job as people see it. `idle`: seconds since it finished or lost its launcher; None: not."""
+class ListedJob:
+    """A job as `ddpm jobs list` shows it.
+
+    `age` is in seconds; so is `idle`, since the job finished or lost its launcher; None: neither.
+    """
 
     name: str
     run_id: str
@@ -26,61 +31,60 @@ class Listed:
     age: float
     launcher: str
     idle: float | None
-    job: dict[str, Any]
+    job: Json
 
 
-def jobs(cluster: Cluster) -> Iterator[Listed]:
-    """Every job that a launcher made, the oldest first."""
+def jobs(cluster: Cluster) -> Iterator[ListedJob]:
+    """Yield every job that a launcher created, the oldest first."""
     now = datetime.now(UTC)
     found = cluster.all_jobs(_LABELS)
     for job in sorted(found, key=lambda one: str(one["metadata"]["creationTimestamp"])):
         metadata = job["metadata"]
-        launcher, gone_since = _launcher(cluster, job)
-        ends = [end for end in (_finished_at(job), gone_since) if end]
+        launcher, lost_at = _launcher(cluster, job)
+        ends = [end for end in (_finished_at(job), lost_at) if end]
         status = job.get("status", {}).get("replicaStatuses", {}).get("Worker", {})
-        yield Listed(
+        yield ListedJob(
             name=metadata["name"],
-            run_id=metadata["labels"].get(RUN, ""),
+            run_id=metadata["labels"].get(RUN_ID, ""),
             state=condition(job)[0] or "New",
             workers=status.get("active", 0),
-            age=_seconds(metadata["creationTimestamp"], now),
+            age=_seconds_between(metadata["creationTimestamp"], now),
             launcher=launcher,
-            idle=_seconds(min(ends), now) if ends else None,
+            idle=_seconds_between(min(ends), now) if ends else None,
             job=job,
         )
 
 
-def collect(cluster: Cluster, older_than: float, dry_run: bool) -> list[Listed]:
-    """Delete the jobs that finished, or whose launcher has ended, `older_than` seconds ago.
+def collect(cluster: Cluster, older_than: float, dry_run: bool) -> list[ListedJob]:
+    """Delete and return the jobs that finished, or lost their launcher, `older_than` seconds ago.
 
-    One that was started from a person's machine has no launcher's pod, and is left to finish.
+    A job that was started from a person's machine has no launcher pod, and may finish.
     """
-    doomed = [one for one in jobs(cluster) if one.idle is not None and one.idle >= older_than]
-    for one in doomed:
+    leftover = [one for one in jobs(cluster) if one.idle is not None and one.idle >= older_than]
+    for one in leftover:
         if not dry_run:
             cluster.delete(one.job)
-    return doomed
+    return leftover
 
 
 def remove_run(cluster: Cluster, run_id: str) -> list[str]:
-    """Delete what a run has left, whatever its state; the names of what is gone then."""
-    labels = f"{_LABELS},{RUN}={label_value(run_id)}"
-    found = cluster.all_jobs(labels)
+    """Delete the jobs of a run in any state; return the names of those that are gone then."""
+    found = cluster.all_jobs(f"{_LABELS},{RUN_ID}={label_value(run_id)}")
     for job in found:
         cluster.delete(job)
-    return [str(job["metadata"]["name"]) for job in found if await_end(cluster, job)]
+    return [str(job["metadata"]["name"]) for job in found if cluster.wait_until_gone(job)]
 
 
-def _finished_at(job: dict[str, Any]) -> str | None:
-    if not finished(job):
+def _finished_at(job: Json) -> str | None:
+    if not is_finished(job):
         return None
     status = job["status"]
     held = [c for c in status["conditions"] if c["type"] in ("Succeeded", "Failed")]
     return str(status.get("completionTime") or held[-1]["lastTransitionTime"])
 
 
-def _launcher(cluster: Cluster, job: dict[str, Any]) -> tuple[str, str | None]:
-    """The launcher's pod, in words, and since when it looks after nothing."""
+def _launcher(cluster: Cluster, job: Json) -> tuple[str, str | None]:
+    """Return the launcher's pod for people, and when it ended; None while it is running."""
     owners = [o for o in job["metadata"].get("ownerReferences", []) if o["kind"] == "Pod"]
     if not owners:
         return "none", None
@@ -98,5 +102,5 @@ def _launcher(cluster: Cluster, job: dict[str, Any]) -> tuple[str, str | None]:
     return f"{owners[0]['name']} ({phase})", str(last)
 
 
-def _seconds(moment: str, now: datetime) -> float:
+def _seconds_between(moment: str, now: datetime) -> float:
     return (now - datetime.fromisoformat(moment.replace("Z", "+00:00"))).total_seconds()

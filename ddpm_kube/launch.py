@@ -1,8 +1,8 @@
-"""The story of a job: made or found, followed to its end, explained if that is bad, cleaned up.
+"""The launcher: creates or finds a job, follows it to its end, explains a failure, cleans up.
 
-The launcher is a pod that may be started again, or told to go. So the job's name follows from run
-and stage; one that is at work with the same spec is followed instead of made; a finished one is
-replaced, since `ddpm train` itself knows what is left to do; and SIGTERM deletes the job first.
+The launcher runs in a pod that may be restarted or told to stop. So the name of the job follows
+from run and stage; a running job with the same spec is followed instead of created; a finished one
+is replaced, because `ddpm train` itself knows what is left to do; and SIGTERM deletes the job.
 """
 
 from __future__ import annotations
@@ -11,27 +11,58 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import Interrupted, UserError
-from ddpm_kube.answers import Exists
-from ddpm_kube.cluster import Cluster, remove
-from ddpm_kube.feed import Feed, LostSight, View
-from ddpm_kube.here import Here, find
-from ddpm_kube.job import build
-from ddpm_kube.judge import LONGEST, Judge, differs
+from ddpm_core.storage.workspace import LOG, SNAPSHOTS, Workspace
+from ddpm_core.training.log import read_rows
+from ddpm_kube.cluster import AlreadyExists, Cluster, Location, locate
+from ddpm_kube.diagnose import (
+    MAX_EVENT,
+    Diagnosis,
+    condition,
+    event_message,
+    event_object,
+    is_finished,
+    pod_state,
+)
+from ddpm_kube.job import SPEC_HASH, build
 from ddpm_kube.logs import Logs, short
 from ddpm_kube.options import Options
-from ddpm_kube.outcome import Outcome, outcome
-from ddpm_kube.reasons import condition, ended, finished, said, whose
 from ddpm_kube.spec import JobSpec
+from ddpm_kube.watch import JobWatch, View, WatchLost
 
-PATIENCE = 30.0  # seconds that a worker may have no room, no quota or no image
-LOOK = 1.0  # seconds between two looks at a job that does not change
+PATIENCE = 30.0  # seconds that a worker may be without a node, quota or image
+LOOK_INTERVAL = 1.0  # seconds between two looks at a job that does not change
 
-Plain = dict[str, Any]
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a successful job has left. `step` is None if the workspace cannot be read from here.
+
+    `world_sizes` are the numbers of processes that wrote the rows of the log, in order.
+    """
+
+    job: str
+    seconds: float
+    step: int | None = None
+    snapshots: tuple[int, ...] = ()
+    world_sizes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"The job {self.job} succeeded after {self.seconds:.0f} s"
+        if self.step is None:
+            return f"{text}."
+        return (
+            f"{text}, at step {self.step}. "
+            f"Processes: {', then '.join(map(str, self.world_sizes))}. "
+            f"Snapshots: {', '.join(map(str, self.snapshots))}."
+        )
 
 
 def train(
@@ -43,33 +74,35 @@ def train(
     patience: float = PATIENCE,
     keep: bool = False,
 ) -> Outcome:
-    """Train in a PyTorchJob, of which nothing is left afterwards unless `keep`.
+    """Train in a PyTorchJob, and delete it afterwards unless `keep`.
 
-    Raises UserError with the cause if it fails, and Interrupted after SIGTERM or Ctrl-C, the job
-    being deleted.
+    Raises:
+        UserError: the job failed, with the cause. WatchLost: it may still be running.
+        Interrupted: after SIGTERM or Ctrl-C; the job is deleted.
     """
-    with told_to_stop():
-        here = find(environment, namespace)
-        here.cluster.all_jobs("none=none")  # whether there are PyTorchJobs here, and for us
-        spec = specify(config, options, run_id, here)
-        began, job = time.monotonic(), build(spec, here.owner)
+    with interrupted_by_signals():
+        location = locate(environment, namespace)
+        cluster = location.cluster
+        cluster.all_jobs("none=none")  # fails without the operator, or without permission
+        spec = make_spec(config, options, run_id, location)
+        started, job = time.monotonic(), build(spec, location.owner)
         try:
-            job = make_or_find(here, job)
-            follow(here.cluster, spec, patience)
+            job = create_or_find(location, job)
+            follow(cluster, spec, patience)
         except Interrupted:
-            cancel(here.cluster, job)
+            cancel(cluster, job)
             raise
-        except LostSight:
+        except WatchLost:
             raise
         except UserError:
             if not keep and "uid" in job["metadata"]:
-                clean_up(here.cluster, job)
+                clean_up(cluster, job)
             raise
-        told = outcome(spec.name, time.monotonic() - began, config.workspace)
-        say(str(told))
+        outcome = read_outcome(spec.name, time.monotonic() - started, config.workspace)
+        say(str(outcome))
         if not keep:
-            clean_up(here.cluster, job)
-        return told
+            clean_up(cluster, job)
+        return outcome
 
 
 def preview(
@@ -78,30 +111,30 @@ def preview(
     run_id: str,
     environment: Mapping[str, str],
     namespace: str | None = None,
-) -> Plain:
-    """The job that `train` would make."""
-    here = find(environment, namespace)
-    return build(specify(config, options, run_id, here), here.owner)
+) -> Json:
+    """Return the job that `train` would create."""
+    location = locate(environment, namespace)
+    return build(make_spec(config, options, run_id, location), location.owner)
 
 
-def specify(config: Config, options: Options, run_id: str, here: Here) -> JobSpec:
-    image = options.image or here.image
-    return JobSpec(config, options, run_id, here.cluster.namespace, image)
+def make_spec(config: Config, options: Options, run_id: str, location: Location) -> JobSpec:
+    image = options.image or location.image
+    return JobSpec(config, options, run_id, location.cluster.namespace, image)
 
 
 @contextmanager
-def told_to_stop() -> Iterator[None]:
-    """SIGTERM and Ctrl-C raise Interrupted, wherever the launcher is; a second one does nothing."""
+def interrupted_by_signals() -> Iterator[None]:
+    """Raise Interrupted at the first SIGTERM or Ctrl-C, and ignore all further ones."""
 
-    def asked_to(number: int, _: object) -> None:
+    def interrupt(number: int, _: object) -> None:
         for each in previous:
             signal.signal(each, signal.SIG_IGN)
         name = signal.Signals(number).name
-        raise Interrupted(f"{name}: the job is deleted; what was saved stays.", 128 + number)
+        raise Interrupted(f"{name}: deleting the job; saved snapshots stay.", 128 + number)
 
     previous = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     for number in previous:
-        signal.signal(number, asked_to)
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
@@ -109,93 +142,121 @@ def told_to_stop() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def make_or_find(here: Here, job: Plain) -> Plain:
-    """The job as the cluster has it. Raises UserError if another one keeps its name."""
-    cluster, name = here.cluster, job["metadata"]["name"]
+def create_or_find(location: Location, job: Json) -> Json:
+    """Create the job or find the one that is running, and return it as the API server has it.
+
+    Raises UserError if a job with other settings has its name, or a finished one cannot be removed.
+    """
+    cluster, name = location.cluster, job["metadata"]["name"]
     while True:
         try:
-            made = cluster.create(job)
-        except Exists:
+            created = cluster.create(job)
+        except AlreadyExists:
             found = cluster.job(name)
         else:
-            say(f"Made the PyTorchJob {cluster.namespace}/{name}.")
-            return made
+            say(f"Created the PyTorchJob {cluster.namespace}/{name}.")
+            return created
         if found is None:
             continue
-        if "deletionTimestamp" in found["metadata"] or finished(found):
-            say(f"The PyTorchJob {name} of an earlier attempt is removed first.")
-            if not remove(cluster, found):
+        if "deletionTimestamp" in found["metadata"] or is_finished(found):
+            say(f"Removing the PyTorchJob {name} of an earlier attempt first.")
+            if not cluster.remove(found):
                 raise UserError(
-                    f"The PyTorchJob {cluster.namespace}/{name} of an earlier attempt cannot be "
-                    "removed. End what keeps it (a finalizer, a pod on a dead node), or give "
-                    "another run id."
+                    f"Cannot remove the PyTorchJob {cluster.namespace}/{name} of an earlier "
+                    "attempt. Remove what blocks it (a finalizer, a pod on a node that is down), "
+                    "or use another run id."
                 )
             continue
-        if differs(found, job):
+        if is_different(found, job):
             raise UserError(
-                f"The PyTorchJob {cluster.namespace}/{name} is at work with other settings. Wait "
-                "for it, give another run id, or end it: "
+                f"The PyTorchJob {cluster.namespace}/{name} is running with different settings. "
+                "Wait for it, use another run id, or delete it: "
                 f"kubectl -n {cluster.namespace} delete pytorchjob {name}"
             )
-        if here.owner:
-            found = cluster.own(name, here.owner)
+        if location.owner:
+            found = cluster.own(name, location.owner)
             if found is None or "deletionTimestamp" in found["metadata"]:
-                continue  # the launcher before this one has ended it meanwhile
-        say(f"The PyTorchJob {cluster.namespace}/{name} is at work already; following it.")
+                continue  # the previous launcher has deleted it in the meantime
+        say(f"The PyTorchJob {cluster.namespace}/{name} is already running; following it.")
         return found
 
 
+def is_different(job: Json, wanted: Json) -> bool:
+    """Return whether a job was built from another spec."""
+    hashes = {one["metadata"].get("annotations", {}).get(SPEC_HASH) for one in (job, wanted)}
+    return len(hashes) > 1
+
+
 def follow(cluster: Cluster, spec: JobSpec, patience: float) -> None:
-    """Pass on what the job does until it has succeeded. Raises UserError with the cause if not."""
-    judge, seen = Judge(spec, patience), False
-    with Feed(cluster, spec.name) as feed, Logs(cluster) as logs:
+    """Print what the job does until it has succeeded. Raises UserError with the cause if not."""
+    diagnosis, seen = Diagnosis(spec, patience), False
+    with JobWatch(cluster, spec.name) as watch, Logs(cluster) as logs:
         while True:
-            view = feed.wait(LOOK)
+            view = watch.wait(LOOK_INTERVAL)
             seen = seen or view.job is not None
             if seen and (view.job is None or "deletionTimestamp" in view.job["metadata"]):
-                raise UserError(f"The PyTorchJob {spec.name} was deleted by somebody else.")
+                raise UserError(f"Another process deleted the PyTorchJob {spec.name}.")
             logs.follow(view.pods)
-            sentence = judge.verdict(view, logs, time.monotonic())
-            if sentence:
+            failure = diagnosis.failure(view, logs, time.monotonic())
+            if failure:
                 logs.finish(5.0)
                 explain(view, logs)
-                say(f"Giving up: {sentence}")  # cleaning up may take a while
-                raise UserError(sentence)
+                say(f"Giving up: {failure}")  # cleaning up may take a while
+                raise UserError(failure)
             if condition(view.job)[0] == "Succeeded":
                 logs.finish(10.0)
                 return
 
 
 def explain(view: View, logs: Logs) -> None:
-    """All that is known of a failed job, before it is gone."""
-    for name, pod in sorted(view.last.items()):
+    """Print all that is known of a failed job, before it is deleted."""
+    for name, pod in sorted(view.last_seen.items()):
         lines = logs.tail(name)
-        say(f"--- {short(name)}: {ended(pod)}; {'its last lines' if lines else 'it said nothing'}")
+        say(f"--- {short(name)}: {pod_state(pod)}; {'last lines' if lines else 'no output'}")
         for line in lines:
             say(f"    {line}")
     say("--- events:")
     for event in view.events:
         kind, reason = event.get("type", ""), event.get("reason", "")
-        say(f"    {kind} {reason} {whose(event)}: {said(event)[:LONGEST]}")
+        message = event_message(event)[:MAX_EVENT]
+        say(f"    {kind} {reason} {event_object(event)}: {message}")
 
 
-def clean_up(cluster: Cluster, job: Plain) -> None:
-    """Remove a job that has ended; what became of it counts, whether it can be removed or not."""
+def read_outcome(job: str, seconds: float, uri: str) -> Outcome:
+    """Return what a job has left in the workspace, if that can be read from here."""
     try:
-        remove(cluster, job)
+        workspace = Workspace.open(uri)
+        snapshots = workspace.steps(SNAPSHOTS)
+        rows = list(read_rows(workspace.path(LOG))) if snapshots else []
+    except (UserError, OSError):
+        return Outcome(job, seconds)
+    if not snapshots:
+        return Outcome(job, seconds)
+    sizes: list[int] = []
+    for row in rows:
+        size = row.get("world_size")
+        if isinstance(size, int) and sizes[-1:] != [size]:
+            sizes.append(size)
+    return Outcome(job, seconds, snapshots[-1], tuple(snapshots), tuple(sizes))
+
+
+def clean_up(cluster: Cluster, job: Json) -> None:
+    """Delete a job that has ended, or warn: its outcome counts, whether that works or not."""
+    try:
+        cluster.remove(job)
     except UserError as error:
-        space, name = cluster.namespace, job["metadata"]["name"]
+        namespace, name = cluster.namespace, job["metadata"]["name"]
         warn(
-            f"{error} The PyTorchJob {space}/{name} is left for `ddpm jobs gc`; at once it goes by "
-            f"`kubectl -n {space} delete pytorchjob {name}`."
+            f"{error} The PyTorchJob {namespace}/{name} is left for `ddpm jobs gc`; to delete it "
+            f"now: `kubectl -n {namespace} delete pytorchjob {name}`."
         )
 
 
-def cancel(cluster: Cluster, job: Plain) -> None:
-    """Delete the job at once, and wait for nothing: little time is left after SIGTERM."""
-    if "uid" not in job["metadata"]:  # told to stop while it was made, or looked for
+def cancel(cluster: Cluster, job: Json) -> None:
+    """Delete the job without waiting for its end: after SIGTERM there is little time."""
+    if "uid" not in job["metadata"]:  # the signal came while it was created, or looked for
         found = cluster.job(job["metadata"]["name"])
-        if found is None or differs(found, job):
+        if found is None or is_different(found, job):
             return
         job = found
     cluster.delete(job)

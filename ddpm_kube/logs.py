@@ -1,4 +1,7 @@
-"""The workers' logs as they are written, each line with its worker's name, each once."""
+"""The workers' logs while they are written: each line is printed once, with its worker's name.
+
+Also what the records in them (ddpm_core/runtime/log_records.py) say of errors and progress.
+"""
 
 from __future__ import annotations
 
@@ -8,48 +11,54 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from ddpm_core.console import say
-from ddpm_kube.answers import FAILURES, Backoff
-from ddpm_kube.cluster import Cluster
-from ddpm_kube.feed import lines
+from ddpm_core.runtime import log_records
+from ddpm_core.runtime.log_records import Error, Progress
+from ddpm_kube.cluster import ERRORS, PAUSES, Cluster, Retry
 from ddpm_kube.job import CONTAINER
+from ddpm_kube.watch import lines
 
-# A line's moment, and its number among those of that moment: CRI-O gives one to all lines that it
-# read at once.
+# The time of a line, and its number among the lines of that time: CRI-O gives the same time to all
+# lines that it reads at once.
 Place = tuple[str, int]
 
 TAIL = 40  # lines kept of each worker; torchrun's own report takes 20
-AGAIN = 1.0  # seconds after which a log that ended is looked at again, if its container runs
-OURS = "ddpm train: "  # begins the sentence with which our program ends
-SKEW = 300  # seconds that a node's clock may be ahead of the launcher's
-# torchrun says so once when processes of its pod have failed, after what they said themselves.
-FAILED = "] failed (exitcode: "
+REOPEN_AFTER = 1.0  # seconds after a log ended while its container is still running
+CLOCK_SKEW = 300  # seconds that a node's clock may be ahead of the launcher's
 
-_STEPS = re.compile(r"train: (\d+)/\d+ steps")  # our program's progress
-_STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d) ?(.*)", re.S)
+_TIMESTAMPED = re.compile(
+    r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d) ?(.*)", re.S
+)
+
+
+class Failure(NamedTuple):
+    """One end of a worker's processes, however many of them reported the same error."""
+
+    pod: str
+    message: str
+    attempt: str
 
 
 class Logs:
-    """Follows every container of every worker, by a thread each.
+    """Follows every container of every worker, with a thread each.
 
-    Its methods are for one thread, and what they return is nobody else's.
+    Only one thread may call the methods.
     """
 
-    def __init__(self, cluster: Cluster, tell: Callable[[str], None] = say) -> None:
-        self._cluster, self._tell = cluster, tell
-        self._followed: dict[str, threading.Thread] = {}
-        self._running: set[str] = set()
+    def __init__(self, cluster: Cluster, print_line: Callable[[str], None] = say) -> None:
+        self._cluster, self._print = cluster, print_line
+        self._threads: dict[str, threading.Thread] = {}  # by container
+        self._running: set[str] = set()  # containers
         self._stopped = threading.Event()
-        self._lock = threading.Lock()  # of all below, which the threads change
+        self._lock = threading.Lock()  # guards everything below, which the threads change
         self._read_to: dict[str, Place] = defaultdict(lambda: ("", 0))  # the last line, by source
         self._tails: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=TAIL))
-        self._sentences: dict[str, set[str]] = defaultdict(set)  # of processes about to end
-        self._ended: list[tuple[Place, str, str]] = []  # of a pod's processes, with a sentence
-        self._ends: Counter[tuple[str, str]] = Counter()  # the same, counted
-        self._newest: tuple[Place, str] = ("", 0), ""
-        self._furthest, self._advanced = 0, ("", 0)  # the highest step, and where that was said
+        self._furthest_step, self._advanced_at = 0, ("", 0)  # and the line that reported it
+        self._failures: dict[Failure, Place] = {}  # later than that line
+        self._counts: Counter[tuple[str, str]] = Counter()  # of these, by pod and message
+        self._last: tuple[Place, str] = ("", 0), ""  # the latest of them, with its message
 
     def __enter__(self) -> Self:
         return self
@@ -58,143 +67,151 @@ class Logs:
         self._stopped.set()
 
     def follow(self, pods: dict[str, dict[str, Any]]) -> None:
-        """Begin with the containers that have started since the last call."""
+        """Start to follow the containers that have started since the last call."""
         running = set()
         for name, pod in pods.items():
             for status in pod["status"].get("containerStatuses", []):
                 container = status.get("containerID")
-                before = status.get("lastState", {}).get("terminated", {}).get("containerID")
+                previous = status.get("lastState", {}).get("terminated", {}).get("containerID")
                 if status["name"] != CONTAINER:
                     continue
-                if before and before not in self._followed:
-                    self._begin(name, pod, before, previous=True)
-                if container and container != before:
-                    self._begin(name, pod, container, previous=False)
+                if previous and previous not in self._threads:
+                    self._start(name, pod, previous, is_previous=True)
+                if container and container != previous:
+                    self._start(name, pod, container, is_previous=False)
                     if "running" in status["state"]:
                         running.add(container)
         self._running = running
 
     def finish(self, limit: float) -> None:
-        """Wait until everything that was written so far is here."""
+        """Wait until all logs are read to their ends, at most `limit` seconds."""
         deadline = time.monotonic() + limit
-        for thread in self._followed.values():
+        for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def tail(self, pod: str) -> list[str]:
-        """The last lines of a worker."""
+        """Return the last lines of a worker."""
         with self._lock:
             return list(self._tails.get(pod, ()))
 
-    def newest_sentence(self) -> str:
-        """The last one with which a process of any worker ended; empty if none said one, or if
-        training has come further since."""
+    def last_error(self) -> str:
+        """Return the message of the last failure; empty if training has advanced since."""
         with self._lock:
-            place, sentence = self._newest
-            return sentence if place > self._advanced else ""
+            place, message = self._last
+            return message if place > self._advanced_at else ""
 
-    def ends(self) -> dict[tuple[str, str], int]:
-        """How often each (pod, sentence) ended the processes of that pod, however many they are,
-        since training came further than ever before."""
+    def failure_counts(self) -> dict[tuple[str, str], int]:
+        """Return how often each (pod, message) ended the processes of that pod.
+
+        Only failures since training last reached a new step count.
+        """
         with self._lock:
-            return dict(self._ends)
+            return dict(self._counts)
 
-    def _begin(self, name: str, pod: dict[str, Any], container: str, previous: bool) -> None:
-        if container in self._followed:
+    def _start(self, name: str, pod: dict[str, Any], container: str, is_previous: bool) -> None:
+        if container in self._threads:
             return
-        # A thread may run into the log of the next container before it hears that its own has
-        # ended. So all of a pod share how far its log is read, but for one that goes back.
+        # A thread may run into the log of the next container before it learns that its own has
+        # ended. So the threads of a pod share how far its log is read, except for one that goes
+        # back to the previous container.
         source = str(pod["metadata"]["uid"])
-        if previous:
+        if is_previous:
             with self._lock:
                 self._read_to[container] = self._read_to[source]
             source = container
-        thread = threading.Thread(
-            target=self._read, args=(name, container, source, previous), daemon=True
-        )
-        self._followed[container] = thread
+        arguments = (name, container, source, is_previous)
+        thread = threading.Thread(target=self._read, args=arguments, daemon=True)
+        self._threads[container] = thread
         thread.start()
 
-    def _read(self, pod: str, container: str, source: str, previous: bool) -> None:
-        """One container's log to its end; a connection that breaks is taken up where it broke."""
-        backoff = Backoff(self._stopped.wait)
+    def _read(self, pod: str, container: str, source: str, is_previous: bool) -> None:
+        """Read the log of one container to its end; a broken connection is opened again."""
+        retry = Retry(stopped=self._stopped)
         while not self._stopped.is_set():
             try:
-                self._stream(pod, source, previous, backoff)
-            except FAILURES as error:
-                if not backoff.passes(error):
-                    return
-            else:
-                if previous or self._stopped.wait(AGAIN) or container not in self._running:
-                    return
+                response = retry(lambda: self._open(pod, source, is_previous))
+            except ERRORS:
+                return
+            retry.permitted = True
+            try:
+                self._print_new_lines(pod, source, response)
+            except ERRORS:
+                self._stopped.wait(PAUSES[0])
+                continue
+            if is_previous or self._stopped.wait(REOPEN_AFTER) or container not in self._running:
+                return
 
-    def _stream(self, pod: str, source: str, previous: bool, backoff: Backoff) -> None:
-        """Pass on the lines that have not been passed on yet."""
+    def _open(self, pod: str, source: str, is_previous: bool) -> Any:
+        """Start to read a log, from before the last line that was read."""
         with self._lock:
             last, _ = self._read_to[source]
         since = {"since_seconds": _seconds_since(last)} if last else {}
-        response = self._cluster.core.read_namespaced_pod_log(
+        return self._cluster.core.read_namespaced_pod_log(
             pod,
             self._cluster.namespace,
             container=CONTAINER,
-            follow=not previous,
-            previous=previous,
+            follow=not is_previous,
+            previous=is_previous,
             timestamps=True,
             **since,
             _preload_content=False,
             _request_timeout=(5, 300),
         )
-        backoff.over()
+
+    def _print_new_lines(self, pod: str, source: str, response: Any) -> None:
         place: Place = ("", 0)
         for line in lines(response):
-            if self._stopped.is_set():  # the last line is the launcher's own
+            if self._stopped.is_set():  # nothing may follow the launcher's own last line
                 return
-            # What has no time is the kubelet's own, such as that the log is no longer there.
-            if stamped := _STAMPED.fullmatch(line.decode(errors="replace")):
-                moment = _sortable(stamped)
+            # A line without a time is the kubelet's own, such as that the log is gone.
+            if match := _TIMESTAMPED.fullmatch(line.decode(errors="replace")):
+                moment = _sortable(match)
                 place = (moment, place[1] + 1 if moment == place[0] else 1)
-                self._add(pod, source, place, stamped[4].rstrip())
+                self._add(pod, source, place, match[4].rstrip())
 
     def _add(self, pod: str, source: str, place: Place, text: str) -> None:
+        record = log_records.parse(text)
         with self._lock:
             if place <= self._read_to[source]:
                 return
             self._read_to[source] = place
-            self._tails[pod].append(text)
-            self._learn(pod, place, text)
-        self._tell(f"[{short(pod)}] {text}")
+            if record is None:
+                self._tails[pod].append(text)
+            else:
+                self._learn(pod, place, record)
+        if record is None:
+            self._print(f"[{short(pod)}] {text}")
 
-    def _learn(self, pod: str, place: Place, text: str) -> None:
-        """What a line says of ends and progress. Logs are read side by side: their times count."""
-        if text.startswith(OURS):
-            sentence = text.removeprefix(OURS)
-            self._newest = max(self._newest, (place, sentence))
-            self._sentences[pod].add(sentence)
-        elif FAILED in text:
-            self._count([(place, pod, sentence) for sentence in self._sentences.pop(pod, ())])
-        elif (steps := _STEPS.match(text)) and int(steps[1]) > self._furthest:
-            self._furthest, self._advanced = int(steps[1]), max(self._advanced, place)
-            known, self._ended = self._ended, []
-            self._ends.clear()
-            self._count(known)
+    def _learn(self, pod: str, place: Place, record: Error | Progress) -> None:
+        """Count a failure, or forget those that training has left behind.
 
-    def _count(self, ends: list[tuple[Place, str, str]]) -> None:
-        """Add ends, but for those from which training went on."""
-        ends = [end for end in ends if end[0] > self._advanced]
-        self._ended += ends
-        self._ends.update((pod, sentence) for _, pod, sentence in ends)
+        Logs are read side by side, so the times of lines decide, and not when they are read.
+        """
+        if isinstance(record, Error):
+            failure = Failure(pod, record.message, record.attempt)
+            if place > self._advanced_at and failure not in self._failures:
+                self._failures[failure] = place
+                self._counts[pod, record.message] += 1
+            self._last = max(self._last, (place, record.message))
+        elif record.task == "train" and record.done > self._furthest_step:
+            self._furthest_step = record.done
+            self._advanced_at = max(self._advanced_at, place)
+            later = {f: at for f, at in self._failures.items() if at > self._advanced_at}
+            self._failures = later
+            self._counts = Counter((failure.pod, failure.message) for failure in later)
 
 
 def short(pod: str) -> str:
-    """worker-0 of NAME-worker-0."""
+    """Return worker-0 of JOB-worker-0."""
     return "-".join(pod.rsplit("-", 2)[1:])
 
 
-def _sortable(stamped: re.Match[str]) -> str:
-    """An RFC 3339 time with all nine digits, so that times of a node compare as texts do."""
-    return f"{stamped[1]}.{stamped[2] or '':0<9}{stamped[3]}"
+def _sortable(match: re.Match[str]) -> str:
+    """Return an RFC 3339 time with all nine digits, so that times of a node compare as text."""
+    return f"{match[1]}.{match[2] or '':0<9}{match[3]}"
 
 
 def _seconds_since(moment: str) -> int:
-    """More than have passed: what comes twice is passed over, and what does not come is lost."""
+    """Return more seconds than have passed: repeated lines are skipped, missing ones are lost."""
     then = datetime.fromisoformat(moment)
-    return max(1, int((datetime.now(UTC) - then).total_seconds()) + SKEW)
+    return max(1, int((datetime.now(UTC) - then).total_seconds()) + CLOCK_SKEW)

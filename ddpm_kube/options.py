@@ -1,4 +1,4 @@
-"""What a user may choose about the pods of a PyTorchJob: a frozen, validated section."""
+"""The options of a PyTorchJob's pods (docs/launcher.md): a frozen, validated section."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 
 
 def _as_text(value: object) -> object:
-    """YAML reads `cpu: 2` as a number."""
+    """Return a number as text: YAML reads `cpu: 2` as a number."""
     return str(value) if type(value) in (int, float) else value
 
 
@@ -33,7 +33,7 @@ Restarts = Annotated[int, Field(ge=0, le=10**6)]
 
 
 def amount(quantity: str) -> float:
-    """A quantity of Kubernetes, such as 500m or 2Gi, as a number (of cores, of bytes)."""
+    """Return a Kubernetes quantity, such as 500m or 2Gi, as a number of cores or bytes."""
     match = _QUANTITY.fullmatch(quantity)
     if match is None:
         raise ValueError(quantity)
@@ -57,109 +57,117 @@ class Toleration(Section):
 
 
 class Options(Section):
-    """The pods of a job. Unknown keys and wrong types are mistakes; `read` tells all at once."""
+    """The pods of a job. Defaults are those of train.yaml where both mean the same."""
 
-    image: str = Field("", description="empty: that of the launcher's own pod")
+    image: str = Field("", description="empty: the image of the launcher's own pod")
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
     image_pull_secrets: Names = ()
-    min_replicas: Processes = Field(1, description="training goes on while this many workers run")
-    max_replicas: Processes = Field(1, description="how many are asked for, and may ever be")
+    min_replicas: Processes = Field(1, description="training continues while this many workers run")
+    max_replicas: Processes = Field(1, description="workers requested, and the most there can be")
     processes: Processes | None = Field(
-        None, description="in each worker's pod; empty: one a GPU, else train.processes"
+        None, description="per worker pod; empty: one per GPU, else train.processes"
     )
-    cpu: Quantity | None = Field(None, description="empty: 500m, with GPUs 4")
-    cpu_limit: Quantity | None = Field(None, description="empty: as much as cpu")
+    cpu: Quantity | None = Field(None, description="empty: 500m; with GPUs 4")
+    cpu_limit: Quantity | None = Field(None, description="empty: the same as cpu")
     memory: Quantity | None = Field(
-        None, description="request and limit; empty: 2Gi, with GPUs 16Gi"
+        None, description="request and limit; empty: 2Gi; with GPUs 16Gi"
     )
     gpu: Annotated[int, Field(ge=0, le=1000)] = 0
     gpu_resource: str = "nvidia.com/gpu"
     shm: Quantity | None = Field(
-        None, description="of /dev/shm; counts as memory; empty: 128Mi, with several GPUs 1Gi"
+        None, description="/dev/shm, counts as memory; empty: 128Mi; with several GPUs 1Gi"
     )
-    tmp: Quantity = Field("4Gi", description="of /tmp, where the data of an s3:// workspace go")
+    tmp: Quantity = Field("4Gi", description="/tmp, which caches the data of an s3:// workspace")
     runtime_class: Name | None = Field(None, description="empty: the node's default runtime")
     node_selector: Texts = Field({})
     tolerations: Annotated[tuple[Toleration, ...], BeforeValidator(as_tuple)] = ()
     volumes: Annotated[tuple[Claim, ...], BeforeValidator(as_tuple)] = ()
     secrets: Names = Field((), description="Secrets whose keys become environment variables")
-    optional_secrets: Names = Field((), description="the same, where they exist")
-    env: Texts = Field({}, description="nothing secret")
+    optional_secrets: Names = Field((), description="the same, for Secrets that may not exist")
+    env: Texts = Field({}, description="no secrets: everyone who lists jobs can read them")
     labels: Texts = Field({})
     annotations: Texts = Field({})
     service_account: Name = "ddpm"
     max_restarts: Restarts = Field(
-        10, description="of all processes by torchrun, after one of them died"
+        10, description="restarts of all processes by torchrun, after one of them failed"
     )
     backoff_limit: Restarts = Field(
-        10, description="restarts of containers, after torchrun itself ended"
+        10, description="restarts of containers, after torchrun itself failed"
     )
     join_seconds: Seconds = Field(
-        15, description="that workers wait for more of them, once min_replicas are there"
+        15, description="to wait for more workers, once min_replicas are running"
     )
-    shutdown_seconds: Seconds = Field(60, description="that processes have to save after SIGTERM")
-    grace_seconds: Seconds = Field(90, description="that the pod has, torchrun included")
-    deadline_seconds: Seconds = Field(7 * 86400, description="after which the job is ended")
-    queue: Name | None = Field(None, description="of Kueue, which admits the job")
+    shutdown_seconds: Seconds = Field(60, description="for processes to save after SIGTERM")
+    grace_seconds: Seconds = Field(90, description="for the pod to end, torchrun included")
+    deadline_seconds: Seconds = Field(7 * 86400, description="limit of the whole job")
+    queue: Name | None = Field(None, description="the Kueue queue that admits the job")
 
     @property
-    def request_of_cpu(self) -> str:
+    def cpu_request(self) -> str:
         if self.cpu:
             return self.cpu
-        # A process on a GPU compiles its network, and feeds it.
+        # A process with a GPU compiles its network on the CPU, and loads its data.
         usual = "4" if self.gpu else "500m"
         return min(usual, self.cpu_limit or usual, key=amount)
 
     @property
-    def limit_of_cpu(self) -> str:
-        return self.cpu_limit or self.request_of_cpu
+    def max_cpu(self) -> str:
+        """Return the limit of the container."""
+        return self.cpu_limit or self.cpu_request
 
     @property
-    def limit_of_memory(self) -> str:
+    def max_memory(self) -> str:
         return self.memory or ("16Gi" if self.gpu else "2Gi")
 
     @property
-    def limit_of_shm(self) -> str:
-        """NCCL's processes in a pod meet there."""
+    def max_shm(self) -> str:
+        """Return the size of /dev/shm, through which the NCCL processes of a pod communicate."""
         return self.shm or ("1Gi" if self.gpu > 1 else "128Mi")
 
 
-def of_file(path: Path | None) -> dict[str, Any]:
-    """The options in a YAML file, as plain data; none without one. Raises UserError."""
+def read_file(path: Path | None) -> dict[str, Any]:
+    """Return the options in a YAML file, not validated; empty without a file.
+
+    Raises:
+        UserError: the file cannot be read, or is not a YAML mapping.
+    """
     if path is None:
         return {}
     return yaml_text.read(path, "file of options", "lines such as `memory: 4Gi`")
 
 
 def read(given: Mapping[str, Any]) -> Options:
-    """The options of plain data, or a UserError that lists all mistakes, each with its path."""
+    """Validate options. Raises UserError that lists all mistakes, each with its path."""
     try:
-        return Options.model_validate(_whole(dict(given)))
+        return Options.model_validate(_with_integers(dict(given)))
     except ValidationError as error:
-        lines = [_sentence(item) for item in error.errors(include_url=False)]
-    raise refusal(lines)
+        lines = [_describe(item) for item in error.errors(include_url=False)]
+    raise mistakes_error(lines)
 
 
-def _whole(value: Any) -> Any:
-    """KFP hands on the 2 in a dict as 2.0."""
+def mistakes_error(mistakes: list[str]) -> UserError:
+    """Return an error with one line per mistake."""
+    lines = "\n".join(f"  {line}" for line in mistakes)
+    return UserError(f"{counted(len(mistakes), 'mistake')} in the options of the job:\n{lines}")
+
+
+def _with_integers(value: Any) -> Any:
+    """Return `value` with whole floats as integers: KFP passes the 2 in a dict as 2.0."""
     if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
+        return {key: _with_integers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_whole(item) for item in value]
+        return [_with_integers(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def refusal(mistakes: list[str]) -> UserError:
-    lines = "\n".join(f"  {line}" for line in mistakes)
-    return UserError(f"{counted(len(mistakes), 'mistake')} in the settings of the job:\n{lines}")
-
-
-def _sentence(item: Any) -> str:
+def _describe(item: Any) -> str:
+    """Return one of pydantic's errors as `path: got VALUE; must be ...`."""
     path = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        known = ", ".join(Options.model_fields)
-        return f"{path}: unknown; known are {known}"
-    wanted = str(item["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
+        return f"{path}: unknown option; options are {', '.join(Options.model_fields)}"
+    if item["type"] == "missing":
+        return f"{path}: missing (required)"
+    expected = str(item["msg"]).removeprefix("Value error, ").replace("Input should", "must", 1)
     if item["type"] == "string_pattern_mismatch":
-        wanted = f"a text that matches {item['ctx']['pattern']}"
-    return f"{path}: {item['input']!r} given; {wanted[0].lower() + wanted[1:]} is needed"
+        expected = f"must match {item['ctx']['pattern']}"
+    return f"{path}: got {item['input']!r}; {expected}"

@@ -1,7 +1,8 @@
-"""One training as a PyTorchJob: the settings of the training, of its pods, and whether they fit."""
+"""One training as a PyTorchJob: its params, the options of its pods, its name, and their checks."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,19 +13,21 @@ import yaml
 from ddpm_core.config import Config
 from ddpm_core.text import masked
 from ddpm_core.tracking.run import flatten
-from ddpm_kube.names import job_name
-from ddpm_kube.options import Options, amount, refusal
+from ddpm_kube.options import Options, amount, mistakes_error
 
-# Of variables that are usually secret.
+# Names of environment variables that usually hold secrets.
 _SECRET = re.compile(
     r"SECRET|PASSWORD|TOKEN(?!IZ)|CREDENTIAL|API_?KEY|ACCESS_KEY_ID", re.IGNORECASE
 )
-_LARGEST = 200 * 1024  # bytes of params; annotations may have 256 KiB in all
+_MAX_PARAMS = 200 * 1024  # bytes; all annotations of an object together may have 256 KiB
+_RESERVED = ("/tmp", "/dev/shm", "/etc/ddpm")  # mounted by the job itself
+# The operator names pods and services NAME-worker-12; Kubernetes allows 63 characters for those.
+_MAX_NAME = 52
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job that can be built. Raises UserError with every combination that can't work."""
+    """All that a job is built from. Raises UserError with every combination that cannot work."""
 
     config: Config
     options: Options
@@ -33,10 +36,17 @@ class JobSpec:
     image: str
 
     def __post_init__(self) -> None:
-        parts = (_counts, _devices, _sizes, _times, _places, _secrets)
-        mistakes = [mistake for part in parts for mistake in part(self)]
+        checks = (
+            _check_counts,
+            _check_devices,
+            _check_sizes,
+            _check_times,
+            _check_paths,
+            _check_secrets,
+        )
+        mistakes = [mistake for check in checks for mistake in check(self)]
         if mistakes:
-            raise refusal(mistakes)
+            raise mistakes_error(mistakes)
 
     @property
     def name(self) -> str:
@@ -44,16 +54,16 @@ class JobSpec:
 
     @property
     def params(self) -> str:
-        """The params file of the workers: the whole settings, defaults and overrides included."""
+        """Return the params file of the workers, with every default and override."""
         settings = self.config.dump()
         if self.options.gpu and self.config.device == "auto":
-            # A worker that doesn't see its GPU is to say so, and not to train on the CPU.
+            # A worker that cannot see its GPU must fail instead of training on the CPU.
             settings["device"] = "cuda"
         return yaml.safe_dump(settings, sort_keys=False)
 
     @property
     def processes(self) -> int:
-        """In each pod."""
+        """Return the number of training processes in each pod."""
         wanted = self.options.processes or self.options.gpu or self.config.train.processes
         return 1 if wanted == "auto" else int(wanted)
 
@@ -62,109 +72,150 @@ class JobSpec:
         return self.config.tracking.uri.startswith(("http://", "https://"))
 
 
-def _counts(spec: JobSpec) -> Iterator[str]:
+# Names
+
+
+def job_name(run_id: str, stage: str) -> str:
+    """Return a DNS label of at most 52 characters that begins with a letter.
+
+    The same run and stage give the same name, so a restarted launcher finds its job. Where
+    characters had to be replaced or cut, a hash of the input keeps the names of two runs apart.
+    """
+    text = f"{stage}-{run_id}"
+    label = _to_dns_label(text)
+    if label[:1].isdigit():
+        label = f"job-{label}"
+    if label == text and len(label) <= _MAX_NAME:
+        return label
+    return _with_hash(label, text, _MAX_NAME) if label else f"job-{_short_hash(text)}"
+
+
+def label_value(text: str) -> str:
+    """Return `text` as the value of a label: unchanged if allowed, else shortened with a hash."""
+    if re.fullmatch(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?", text):
+        return text
+    return _with_hash(_to_dns_label(text), text, 63).lstrip("-")
+
+
+def _to_dns_label(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _with_hash(label: str, text: str, longest: int) -> str:
+    digest = _short_hash(text)
+    return f"{label[: longest - len(digest) - 1].rstrip('-')}-{digest}"
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+# Checks: each yields a line per mistake
+
+
+def _check_counts(spec: JobSpec) -> Iterator[str]:
     options, batch = spec.options, spec.config.train.batch_size
     if not spec.run_id.strip():
-        yield "run_id: empty; the name of the job follows from it"
+        yield "run_id: empty; required, because the name of the job is derived from it"
     if not spec.image:
-        yield "image: none given, and the launcher is no pod whose own could be used"
+        yield "image: missing; required, because the launcher does not run in a pod with an image"
     if options.min_replicas > options.max_replicas:
         yield (
-            f"min_replicas: {options.min_replicas} is more than max_replicas, "
+            f"min_replicas: got {options.min_replicas}; must be at most max_replicas, "
             f"{options.max_replicas}"
         )
-    most = options.max_replicas * spec.processes
-    if most > batch:
+    total = options.max_replicas * spec.processes
+    if total > batch:
         yield (
-            f"max_replicas: {options.max_replicas} workers of {spec.processes} processes are "
-            f"{most}, more than the {batch} images of a batch (train.batch_size)"
+            f"max_replicas: {options.max_replicas} workers with {spec.processes} processes each "
+            f"are {total} processes; must be at most train.batch_size, {batch}"
         )
 
 
-def _devices(spec: JobSpec) -> Iterator[str]:
+def _check_devices(spec: JobSpec) -> Iterator[str]:
     options, device = spec.options, spec.config.device
     if device == "mps":
-        yield "device: mps given; a pod has none"
+        yield "device: got mps, which pods do not have; set cpu, cuda or auto"
     if device.startswith("cuda") and not options.gpu:
-        yield f"gpu: 0 given with device {device}; give gpu, or device cpu"
+        yield f"gpu: got 0 with device {device}; set gpu, or device cpu"
     if options.gpu and device == "cpu":
-        yield f"gpu: {options.gpu} given with device cpu, which leaves them idle"
+        yield f"gpu: got {options.gpu} with device cpu, which does not use them; set device auto"
     if options.gpu and ":" in device:
-        yield f"device: {device} given; each process has a GPU of its own, so cuda is needed"
+        yield f"device: got {device}; must be cuda, because each process has its own GPU"
     if options.gpu and spec.processes != options.gpu:
         yield (
-            f"processes: {spec.processes} given with gpu {options.gpu}; NCCL needs one GPU for "
-            "each process"
+            f"processes: got {spec.processes} with gpu {options.gpu}; must be equal, because NCCL "
+            "requires one GPU per process"
         )
 
 
-def _sizes(spec: JobSpec) -> Iterator[str]:
+def _check_sizes(spec: JobSpec) -> Iterator[str]:
     options = spec.options
-    cpu, memory, shm = options.request_of_cpu, options.limit_of_memory, options.limit_of_shm
-    if amount(cpu) > amount(options.limit_of_cpu):
-        yield f"cpu: {cpu} is more than cpu_limit, {options.limit_of_cpu}"
+    cpu, memory, shm = options.cpu_request, options.max_memory, options.max_shm
+    if amount(cpu) > amount(options.max_cpu):
+        yield f"cpu: got {cpu}; must be at most cpu_limit, {options.max_cpu}"
     if not amount(cpu):
-        yield f"cpu: {cpu} given; more than 0 is needed"
+        yield f"cpu: got {cpu}; must be more than 0"
     if amount(memory) < 2**26:
-        yield f"memory: {memory} given; Python alone needs 64Mi (is a unit missing?)"
+        yield f"memory: got {memory}; must be at least 64Mi (is the unit missing?)"
     if amount(shm) >= amount(memory):
-        yield f"shm: {shm} is a part of memory, and that is {memory}"
-    if len(spec.params.encode()) > _LARGEST:
-        yield f"params: more than the {_LARGEST // 1024} KiB that travel in an annotation"
+        yield f"shm: got {shm}; must be less than memory, {memory}, which includes it"
+    if len(spec.params.encode()) > _MAX_PARAMS:
+        yield f"params: more than {_MAX_PARAMS // 1024} KiB, the most that fits in an annotation"
 
 
-def _times(spec: JobSpec) -> Iterator[str]:
+def _check_times(spec: JobSpec) -> Iterator[str]:
     options = spec.options
     if options.grace_seconds <= options.shutdown_seconds:
         yield (
-            f"grace_seconds: {options.grace_seconds} given; the pod must have longer than its "
-            f"processes have to save, {options.shutdown_seconds} (shutdown_seconds)"
+            f"grace_seconds: got {options.grace_seconds}; must be more than shutdown_seconds, "
+            f"{options.shutdown_seconds}, or pods are killed while they save"
         )
     if options.deadline_seconds <= options.grace_seconds:
         yield (
-            f"deadline_seconds: {options.deadline_seconds} is no longer than grace_seconds, "
+            f"deadline_seconds: got {options.deadline_seconds}; must be more than grace_seconds, "
             f"{options.grace_seconds}"
         )
 
 
-def _places(spec: JobSpec) -> Iterator[str]:
-    """What training writes must lie where all workers and those that follow find it."""
+def _check_paths(spec: JobSpec) -> Iterator[str]:
+    """Training must write to storage that all workers, and their replacements, can reach."""
     options, config = spec.options, spec.config
     paths = [claim.path for claim in options.volumes]
     for path in sorted({path for path in paths if paths.count(path) > 1}):
         yield f"volumes: {path} is mounted twice"
-    taken = ("/tmp", "/dev/shm", "/etc/ddpm")
     for path in paths:
-        if any(_below(path, at) or _below(at, path) for at in taken):
-            yield f"volumes: {path} given; {', '.join(taken)} are in use"
+        if any(_is_below(path, at) or _is_below(at, path) for at in _RESERVED):
+            yield f"volumes: got {path}; the job itself mounts {', '.join(_RESERVED)}"
     writable = [claim.path for claim in options.volumes if not claim.read_only]
-    if "://" not in config.workspace and not _below(config.workspace, *writable):
+    if "://" not in config.workspace and not _is_below(config.workspace, *writable):
         yield (
-            f"workspace: {config.workspace} lies on no volume that the workers can write "
-            f"(volumes: {', '.join(writable) or 'none'}); they need one, or s3://bucket/prefix"
+            f"workspace: {config.workspace} is not on a writable volume of the workers "
+            f"(volumes: {', '.join(writable) or 'none'}); add one, or use s3://bucket/prefix"
         )
     store = config.tracking.uri.removeprefix("sqlite:///")
-    if store != config.tracking.uri and not _below(store, *writable):
+    if store != config.tracking.uri and not _is_below(store, *writable):
         yield (
-            f"tracking.uri: {config.tracking.uri} would be lost with the pod; give the MLflow "
-            'server\'s http:// address, or "" for none'
+            f"tracking.uri: {config.tracking.uri} would be lost with the pod; set the http:// "
+            'address of an MLflow server, or "" for none'
         )
 
 
-def _secrets(spec: JobSpec) -> Iterator[str]:
-    """The job can be read by anyone who may list it."""
+def _check_secrets(spec: JobSpec) -> Iterator[str]:
+    """Everyone who may list jobs can read everything in them."""
     options = spec.options
-    given = {"env": options.env, "annotations": options.annotations}
-    for key, text in flatten({**spec.config.dump(), **given}).items():
+    visible = {"env": options.env, "annotations": options.annotations}
+    for key, text in flatten({**spec.config.dump(), **visible}).items():
         if (safe := masked(text)) != text:
-            yield f"{key}: {safe} holds a password or token; give it as a Secret"
+            yield f"{key}: {safe} contains a password or token; put it into a Secret"
     for name in sorted(options.env):
         if _SECRET.search(name):
-            yield f"env: {name} looks like a secret; put it into a Secret, and name that in secrets"
+            yield f"env: {name} looks like a secret; put it into a Secret and list that in secrets"
     for name in sorted(set(options.secrets) & set(options.optional_secrets)):
-        yield f"secrets: {name} is named in optional_secrets too"
+        yield f"secrets: {name} is also in optional_secrets; remove it from one of them"
 
 
-def _below(path: str, *folders: str) -> bool:
+def _is_below(path: str, *folders: str) -> bool:
+    """Return whether `path` is one of `folders`, or inside one."""
     given = PurePosixPath(path)
     return any(given == PurePosixPath(f) or PurePosixPath(f) in given.parents for f in folders)

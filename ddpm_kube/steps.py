@@ -1,7 +1,7 @@
-"""What the components of the pipeline share: settings, what is to be drawn, the gate, the end.
+"""The functions behind the components of the pipeline: settings, sampling parts, gate, summary.
 
-It is installed with the program, so that a component finds it in a pod of the image. It knows
-nothing of KFP: a component is the few lines between the two.
+This module is installed with the program, so components can import it in any pod of the image. It
+does not import KFP: a component is the few lines that connect the two.
 """
 
 from __future__ import annotations
@@ -23,63 +23,64 @@ from ddpm_core.errors import UserError
 from ddpm_core.registry.gate import FAULTS, failed, verdicts
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.text import masked
-from ddpm_kube import options
-from ddpm_kube.options import Options
+from ddpm_kube.options import Options, read
 
-MOUNTED = Path("/etc/ddpm/params.yaml")  # of the ConfigMap ddpm-params
-PASS = "pass"  # what `gate` returns of an evaluation that may be registered
+CONFIG_MAP = Path("/etc/ddpm/params.yaml")  # where pods mount the ConfigMap ddpm-params
+PASS = "pass"  # the result of `gate` for a checkpoint that may be registered
 
 
-def settings(
+def make_config(
     text: str, overrides: Sequence[str], workspace: str, source: str = "", tracking: str = ""
 ) -> Config:
-    """One Config of the pipeline's inputs; an empty one leaves what the params say.
+    """Return the Config of the pipeline's inputs; an empty input keeps the value of the params.
 
-    `text` is that of a params file; empty: that of the ConfigMap where there is one, else the
-    built-in defaults. `overrides` are `section.key=value` and win over all. Raises UserError with
-    every mistake.
+    `text` is the content of a params file; if empty, the ConfigMap is used if it exists, else the
+    defaults. `overrides` are `section.key=value` and have priority.
+
+    Raises:
+        UserError: a setting is invalid, cannot work in the pipeline, or contains a password.
     """
     named = {"prepare.source": source, "tracking.uri": tracking}
     given = [f"{key}={_quoted(value)}" for key, value in named.items() if value]
-    # What is mounted is read as text too: a link to a path that changes means little in an error.
+    # Read as text, so that errors do not name the path of the mount, which is a changing link.
     name = "the pipeline's params" if text.strip() else "the ConfigMap's params"
-    if not text.strip() and MOUNTED.is_file():
-        text = MOUNTED.read_text(encoding="utf-8")
+    if not text.strip() and CONFIG_MAP.is_file():
+        text = CONFIG_MAP.read_text(encoding="utf-8")
     config = params.load_text(text, name, [*given, *overrides], workspace or None)
     if config.sample.checkpoints == "best":
         raise UserError(
-            "sample.checkpoints: best given, but in the pipeline evaluate depends on sample: give "
-            "all, latest or a list of steps."
+            "sample.checkpoints: got best, which needs scores, but the pipeline samples before it "
+            "evaluates; must be all, latest or a list of steps."
         )
-    must_hold_no_secret(text_of(config))
+    refuse_secrets(to_text(config))
     return config
 
 
 def _quoted(text: str) -> str:
-    """As YAML: to it the two halves with which JSON writes a rare character are two characters."""
+    """Return `text` as YAML. Not as JSON, whose surrogate pairs YAML reads as two characters."""
     return yaml.safe_dump(text, default_style='"', width=math.inf).strip()
 
 
-def must_hold_no_secret(text: str) -> None:
-    """Raise UserError where a URI in what KFP is told holds a password or token."""
+def refuse_secrets(text: str) -> None:
+    """Raise UserError if a URI in an input of the pipeline contains a password or token."""
     if masked(text) != text:
         raise UserError(
-            "A URI among the inputs holds a password or token, and KFP shows and logs them: "
-            "leave it out. MLflow's go into the Secret ddpm-mlflow, as MLFLOW_TRACKING_USERNAME "
-            "and MLFLOW_TRACKING_PASSWORD."
+            "A URI in the inputs contains a password or token, which KFP shows and logs. Remove "
+            "it; put MLflow's into the Secret ddpm-mlflow, as MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD."
         )
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse overrides that are mistakes whatever the params are. Raises UserError with each.
+    """Raise UserError with every override that is invalid for any params.
 
-    How they go together is left out: the ConfigMap may hold what makes them right.
+    Combinations are not checked: the ConfigMap, unknown here, may contain what makes them valid.
     """
     params.load_text("", "the overrides", [item for item in overrides if _is_wrong(item)])
 
 
 def _is_wrong(override: str) -> bool:
-    """Whether it names no setting, or gives one what it can never be."""
+    """Return whether an override has an unknown key, or a value that is never valid."""
     given: dict[str, Any] = {}
     if params.override(given, override):
         return True
@@ -87,25 +88,25 @@ def _is_wrong(override: str) -> bool:
     try:
         Config.model_validate(given)
     except ValidationError as error:
-        # Of settings that don't go together a section complains that stands above them.
+        # Errors of combinations belong to a section, above the key of the override.
         found = error.errors(include_url=False)
         return any(e["type"] != "value_error" or len(e["loc"]) >= depth for e in found)
     return False
 
 
-def text_of(config: Config) -> str:
-    """A Config as the text that the steps hand on."""
+def to_text(config: Config) -> str:
+    """Return a Config as the text that components pass on."""
     return json.dumps(config.dump())
 
 
-def opened(settings: str) -> tuple[Config, Workspace]:
-    """What `text_of` made, and the workspace that it names."""
+def open_settings(settings: str) -> tuple[Config, Workspace]:
+    """Return the Config that `to_text` wrote, and its workspace."""
     config = params.validate(json.loads(settings))
     return config, Workspace.open(config.workspace)
 
 
 def train_here(config: Config) -> None:
-    """`ddpm train` in this pod; with `train.processes` in as many workers."""
+    """Run `ddpm train` in this pod, with `train.processes` workers."""
     from ddpm_core.training import launch as launcher
 
     with tempfile.TemporaryDirectory(prefix="ddpm-train-") as folder:
@@ -115,7 +116,7 @@ def train_here(config: Config) -> None:
 
 
 def train(config: Config, backend: str, job: dict[str, Any], run_id: str) -> None:
-    """Train by a PyTorchJob of KFP's run `run_id`, or here. Raises UserError."""
+    """Train in a PyTorchJob named after KFP's run `run_id`, or in this pod. Raises UserError."""
     check_backend(backend, job, config)
     if backend == "process":
         train_here(config)
@@ -126,45 +127,45 @@ def train(config: Config, backend: str, job: dict[str, Any], run_id: str) -> Non
 
 
 def job_options(job: dict[str, Any], config: Config | None) -> Options:
-    """The options of a PyTorchJob: what is given, else what the manifests have."""
-    usual: dict[str, Any] = {"optional_secrets": ["ddpm-s3", "ddpm-mlflow"]}
+    """Return the options of a PyTorchJob; defaults are the claim and Secrets of the manifests."""
+    defaults: dict[str, Any] = {"optional_secrets": ["ddpm-s3", "ddpm-mlflow"]}
     if config is None or "://" not in config.workspace:
-        usual["volumes"] = [{"claim": "ddpm-workspace", "path": "/workspace"}]
-    return options.read({**usual, **job})
+        defaults["volumes"] = [{"claim": "ddpm-workspace", "path": "/workspace"}]
+    return read({**defaults, **job})
 
 
 def check_backend(backend: str, job: dict[str, Any], config: Config | None) -> None:
-    """Refuse what could not be trained. Without a Config less can be told. Raises UserError."""
+    """Raise UserError if training could not start. Without a Config fewer checks are possible."""
     if backend not in ("pytorchjob", "process"):
-        raise UserError(f"backend: {backend!r} given; pytorchjob or process is needed.")
+        raise UserError(f"backend: got {backend!r}; must be pytorchjob or process.")
     if backend == "process":
         return
-    read = job_options(job, config)
+    options = job_options(job, config)
     if config is not None:
         from ddpm_kube.spec import JobSpec
 
-        JobSpec(config, read, "a-run", "a-namespace", read.image or "an-image")
+        JobSpec(config, options, "a-run", "a-namespace", options.image or "an-image")
 
 
 def clean_up(backend: str, run_id: str) -> str:
-    """Remove the PyTorchJob of a run if it is still there; what was removed, as a sentence."""
+    """Delete the PyTorchJob of a run if it exists, and return a sentence about it."""
     if backend != "pytorchjob":
         return ""
+    from ddpm_kube.cluster import locate
     from ddpm_kube.gc import remove_run
-    from ddpm_kube.here import find
 
     try:
-        names = remove_run(find(os.environ).cluster, run_id)
+        names = remove_run(locate(os.environ).cluster, run_id)
     except UserError as error:
-        return f"Whether a PyTorchJob is left could not be found out. {error}"
-    return f"Removed the PyTorchJob {', '.join(names)}." if names else ""
+        return f"Cannot check for a leftover PyTorchJob. {error}"
+    return f"Deleted the PyTorchJob {', '.join(names)}." if names else ""
 
 
-def parts(config: Config, workspace: Workspace) -> list[str]:
-    """What sampling pods are to do, each `STEP:I/N`: every shard that lacks, or is damaged.
+def list_parts(config: Config, workspace: Workspace) -> list[str]:
+    """Return the work of the sampling pods, each `STEP:I/N`: every missing or damaged shard.
 
-    A checkpoint whose samples are there has one part all the same, which checks them, so that each
-    checkpoint is in the lineage and the loop is never empty.
+    A checkpoint with complete samples still has one part, which verifies them. So every checkpoint
+    appears in KFP's lineage, and the loop is never empty.
     """
     from ddpm_core.runtime.device import choose_device
     from ddpm_core.sampling import gather, plan
@@ -175,17 +176,17 @@ def parts(config: Config, workspace: Workspace) -> list[str]:
     listed = []
     for checkpoint in plan.look_at_chosen(config, workspace):
         recipe = recipe_on(device, config, checkpoint)
-        drawn = ShardStore(workspace, recipe)
+        store = ShardStore(workspace, recipe)
         shards = plan.shards(config.sample)
-        lacking = [shard for shard in shards if drawn.problem(shard)]
-        if gather.complete(workspace, recipe) or not lacking:
-            lacking = shards[:1]
-        listed += [f"{checkpoint.step}:{shard.number}/{shard.of}" for shard in lacking]
+        missing = [shard for shard in shards if store.problem(shard)]
+        if gather.complete(workspace, recipe) or not missing:
+            missing = shards[:1]
+        listed += [f"{checkpoint.step}:{shard.number}/{shard.of}" for shard in missing]
     return listed
 
 
-def draw(config: Config, workspace: Workspace, part: str) -> int:
-    """Draw one of `parts`; the step of its checkpoint."""
+def sample_part(config: Config, workspace: Workspace, part: str) -> int:
+    """Sample one of `list_parts`, and return the step of its checkpoint."""
     from ddpm_core.runtime.distributed import world
     from ddpm_core.sampling.plan import parse_shard
     from ddpm_core.sampling.run import sample
@@ -193,16 +194,16 @@ def draw(config: Config, workspace: Workspace, part: str) -> int:
     step, _, shard = part.partition(":")
     chosen = config.sample.model_copy(update={"checkpoints": (int(step),)})
     one = config.model_copy(update={"sample": chosen})
-    with world(config.device, os.environ) as here:
-        sample(one, workspace, here, parse_shard(shard))
+    with world(config.device, os.environ) as this_world:
+        sample(one, workspace, this_world, parse_shard(shard))
     return int(step)
 
 
 def gate(results: dict[str, Any], worst: float) -> str:
-    """PASS where the best checkpoint of results.json may be registered, or why not.
+    """Return PASS if the best checkpoint of results.json may be registered, else the reason.
 
-    `worst` is the score above which it may not; 0: there is no such limit. The champion is the
-    matter of `register`, which alone knows it.
+    `worst` is the highest score that may be registered; 0: no limit. `register` compares the
+    checkpoint with the champion.
     """
     row: dict[str, Any] = next(
         (r for r in results["rows"] if r["step"] == results["best"]["step"]), {}
@@ -212,19 +213,19 @@ def gate(results: dict[str, Any], worst: float) -> str:
     if 0 < worst < row["score"]:
         return (
             f"The best checkpoint, step {row['step']}, has {row['score_name']} "
-            f"{row['score']:.4g}; at most {worst:g} is wanted."
+            f"{row['score']:.4g}; must be at most {worst:g}."
         )
     return PASS
 
 
-def ending(state: str, message: str, inputs: Sequence[Any], cleaned: str = "") -> str:
-    """What became of a run, in Markdown, for its last artifact and log.
+def summary(state: str, message: str, inputs: Sequence[Any], cleaned: str = "") -> str:
+    """Return the outcome of a run in Markdown, for its last artifact and log.
 
-    `inputs` are those of `settings`; a mistake in them may be why the run failed.
+    `inputs` are those of `make_config`; a mistake in them may be why the run failed.
     """
     lines = [f"# The run {state.lower()}", message, cleaned]
     try:
-        config = settings(*inputs)
+        config = make_config(*inputs)
         from ddpm_core import chain
 
         status = chain.status(config, Workspace.open(config.workspace))
@@ -232,5 +233,5 @@ def ending(state: str, message: str, inputs: Sequence[Any], cleaned: str = "") -
     except (UserError, OSError) as error:
         lines.append(str(error))
     if state != "SUCCEEDED":
-        lines.append("Run the pipeline again with the same inputs: what is up to date is skipped.")
+        lines.append("Run the pipeline again with the same inputs; it skips what is up to date.")
     return "\n\n".join(line for line in lines if line) + "\n"

@@ -1,4 +1,4 @@
-"""compile, submit, local: what can be done with the pipeline."""
+"""The commands of pipelines/ddpm.py: compile, submit and local."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from compiling import compiled
+from compiling import compile_pipeline
 
 from ddpm_core.cli.command import SetOption
 from ddpm_core.config import yaml_text
@@ -17,7 +17,7 @@ from ddpm_core.console import telling
 from ddpm_core.errors import UserError
 from ddpm_kube import options, steps
 
-LARGEST = 10_000  # bytes that KFP takes as the inputs of a run
+MAX_INPUTS = 10_000  # bytes; KFP's limit for the inputs of a run
 COMPILED = Path(__file__).resolve().parent / "ddpm.yaml"
 
 app = typer.Typer(
@@ -28,20 +28,20 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 ImageOption = Annotated[
-    str | None, typer.Option(help="The image of all pods; default: that of components/__init__.py.")
+    str | None, typer.Option(help="The image of all pods. Default: as in components/__init__.py.")
 ]
 ParamsOption = Annotated[
-    Path | None, typer.Option("--params", "-p", help="A params file; its text is an input.")
+    Path | None, typer.Option("--params", "-p", help="A params file; its content is an input.")
 ]
 WorkspaceOption = Annotated[
     str, typer.Option("--workspace", "-w", help="Where the run lives: a directory, or s3://...")
 ]
-SourceOption = Annotated[str, typer.Option(help="prepare.source; default: that of the params.")]
+SourceOption = Annotated[str, typer.Option(help="prepare.source. Default: as in the params.")]
 GpuOption = Annotated[
     bool, typer.Option("--gpu", help="A GPU for each pod that samples, scores or registers.")
 ]
 WorstOption = Annotated[
-    float, typer.Option(help="The score above which nothing is registered; 0: no limit.")
+    float, typer.Option(help="The highest score that may be registered; 0: no limit.")
 ]
 
 
@@ -53,7 +53,7 @@ def compile_(
     gpu: GpuOption = False,
 ) -> None:
     """Write pipelines/ddpm.yaml."""
-    compiled(context.obj, output, image, gpu)
+    compile_pipeline(context.obj, output, image, gpu)
     typer.echo(output)
 
 
@@ -62,30 +62,29 @@ def local(
     context: typer.Context,
     p: ParamsOption = None,
     w: Annotated[
-        str, typer.Option("--workspace", "-w", help="The directory where the run lives.")
+        str, typer.Option("--workspace", "-w", help="The directory of the run.")
     ] = "workspace",
     s: SetOption = None,
     source: SourceOption = "",
     worst: WorstOption = 0.0,
 ) -> None:
-    """Run the same pipeline here, each task a process; its artifacts lie in WORKSPACE/kfp.
+    """Run the pipeline on this machine, each task a process. Artifacts go to WORKSPACE/kfp.
 
-    Without -p the params are those of ./params.yaml, else the digits', as for `ddpm run`.
+    Without -p the params are ./params.yaml if it exists, else the digits, as for `ddpm run`.
     """
     from local import PROCESS, run
 
     with telling("local"):
         if "://" in w:
             raise UserError(
-                f"-w {w} given; a directory is needed, since kfp.local keeps artifacts in files. "
-                "`submit` and `ddpm run` take s3://bucket/prefix."
+                f"-w: got {w}; must be a directory, because kfp.local stores artifacts in files. "
+                "For s3://bucket/prefix use `submit` or `ddpm run`."
             )
-        place, usual = Path(w).absolute(), Path("params.yaml")
-        inputs = (
-            given(p or (usual if usual.exists() else None), s, str(place), source, worst) | PROCESS
-        )
+        workspace, default = Path(w).absolute(), Path("params.yaml")
+        params = p or (default if default.exists() else None)
+        inputs = make_inputs(params, s, str(workspace), source, worst) | PROCESS
         check(inputs)
-        raise SystemExit(run(context.obj, place / "kfp", inputs))
+        raise SystemExit(run(context.obj, workspace / "kfp", inputs))
 
 
 @app.command()
@@ -95,7 +94,7 @@ def submit(
         str,
         typer.Option(
             envvar="KF_PIPELINES_ENDPOINT",
-            help="The KFP server, as in http://localhost:8888 after "
+            help="The KFP server, for example http://localhost:8888 after "
             "`kubectl port-forward -n kubeflow svc/ml-pipeline 8888`.",
         ),
     ],
@@ -104,20 +103,20 @@ def submit(
     s: SetOption = None,
     source: SourceOption = "",
     worst: WorstOption = 0.0,
-    tracking: Annotated[str, typer.Option(help='MLflow\'s URI; "": that of the params.')] = (
+    tracking: Annotated[str, typer.Option(help='URI of MLflow; "": as in the params.')] = (
         "http://mlflow:5000"
     ),
     backend: Annotated[str, typer.Option(help="pytorchjob, or process.")] = "pytorchjob",
     job: Annotated[
-        Path | None, typer.Option(help="A YAML file of what the PyTorchJob is to be like.")
+        Path | None, typer.Option(help="A YAML file of options of the PyTorchJob.")
     ] = None,
     image: ImageOption = None,
     gpu: GpuOption = False,
-    experiment: Annotated[str, typer.Option(help="KFP's experiment.")] = "ddpm",
-    name: Annotated[str, typer.Option(help="Of the run.")] = "ddpm",
-    namespace: Annotated[str, typer.Option(help="Of a multi-user KFP.")] = "kubeflow",
+    experiment: Annotated[str, typer.Option(help="Experiment in KFP.")] = "ddpm",
+    name: Annotated[str, typer.Option(help="Name of the run.")] = "ddpm",
+    namespace: Annotated[str, typer.Option(help="Namespace in a multi-user KFP.")] = "kubeflow",
     token_file: Annotated[
-        Path | None, typer.Option(help="A file with a bearer token; else $KFP_TOKEN.")
+        Path | None, typer.Option(help="A file with a bearer token. Default: $KFP_TOKEN.")
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
 ) -> None:
@@ -125,17 +124,17 @@ def submit(
     from submission import Server, follow
 
     with telling("submit"):
-        inputs = given(p, s, w, source, worst, options.of_file(job))
+        inputs = make_inputs(p, s, w, source, worst, options.read_file(job))
         inputs |= {"tracking": tracking, "backend": backend}
         check(inputs)
-        logging.disable()  # of each attempt at a server that does not answer, with a traceback
-        server = Server(host, namespace, lambda: token(token_file))
+        logging.disable()  # urllib3 logs a traceback for each failed attempt
+        server = Server(host, namespace, lambda: read_token(token_file))
         run_id = server.create(context.obj, image, gpu, experiment, name, inputs)
         if wait:
             raise SystemExit(follow(server, run_id))
 
 
-def given(
+def make_inputs(
     params: Path | None,
     overrides: list[str] | None,
     workspace: str,
@@ -143,7 +142,7 @@ def given(
     worst: float,
     job: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The pipeline's inputs, as its signature names them."""
+    """Return the pipeline's inputs, named as in its signature."""
     return {
         "workspace": workspace,
         "params": yaml_text.text(params, "params file") if params else "",
@@ -155,28 +154,28 @@ def given(
 
 
 def check(inputs: dict[str, Any]) -> None:
-    """Refuse here what would fail in a pod. Raises UserError.
+    """Raise UserError for inputs that would fail in a pod.
 
-    Without a params file the ConfigMap in the cluster decides, which is not known here; what is
-    given beside it is checked by itself.
+    Without a params file the ConfigMap in the cluster is used, which is unknown here; then the
+    other inputs are checked on their own.
     """
-    if len(json.dumps(inputs).encode()) > LARGEST:
+    if len(json.dumps(inputs).encode()) > MAX_INPUTS:
         raise UserError(
-            f"The inputs are more than the {LARGEST:,} bytes that KFP takes: leave comments out of "
-            "the params file, or make it the ConfigMap ddpm-params and give none."
+            f"The inputs have more than {MAX_INPUTS:,} bytes, KFP's limit. Remove comments from "
+            "the params file, or put it into the ConfigMap ddpm-params and omit -p."
         )
     names = ("overrides", "workspace", "source", "tracking")
     config = None
     if inputs["params"].strip():
-        config = steps.settings(inputs["params"], *(inputs[name] for name in names))
+        config = steps.make_config(inputs["params"], *(inputs[name] for name in names))
     else:
         steps.check_overrides(inputs["overrides"])
-    steps.must_hold_no_secret(json.dumps(inputs))  # comments of the params and `job` are sent too
+    steps.refuse_secrets(json.dumps(inputs))  # comments of the params, and `job`, are sent too
     steps.check_backend(inputs["backend"], inputs["job"], config)
 
 
-def token(file: Path | None) -> str | None:
-    """A bearer token; it is never an argument, which other users of the machine could see."""
+def read_token(file: Path | None) -> str | None:
+    """Return a bearer token. It is no argument, because other users could see that."""
     if file is None:
         return os.environ.get("KFP_TOKEN")
     try:

@@ -1,4 +1,4 @@
-"""The pipeline as KFP takes it, with another image and GPUs where they are asked for."""
+"""Compile the pipeline for KFP, with another image and with GPUs if requested."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from pods import USES
 GPU = "nvidia.com/gpu"
 
 
-def compiled(pipeline: Any, target: Path, image: str | None = None, gpu: bool = False) -> None:
-    """Write the pipeline as KFP takes it, the same text each time; `image` in place of IMAGE.
+def compile_pipeline(
+    pipeline: Any, target: Path, image: str | None = None, gpu: bool = False
+) -> None:
+    """Write the compiled pipeline, always the same text for the same input.
 
-    The PyTorchJob's workers have the image of the pod that starts them; their GPUs are an input.
+    `image` replaces that of the components. `gpu` gives a GPU to each pod that uses one; those of
+    the PyTorchJob's workers are an input of the pipeline, and their image is that of the pod that
+    starts them.
     """
     from kfp import compiler
 
@@ -32,7 +36,7 @@ def compiled(pipeline: Any, target: Path, image: str | None = None, gpu: bool = 
 
 
 def give_gpu(container: dict[str, Any], pod: dict[str, Any]) -> None:
-    """One, the memory of a CUDA process, and the cores to compile a network for it."""
+    """Add a GPU, the memory of a CUDA process, and the cores to compile a network."""
     container["resources"] |= {
         "accelerator": {"count": "1", "resourceCount": "1", "resourceType": GPU, "type": GPU},
         "cpuLimit": 8.0,

@@ -1,8 +1,8 @@
 """The pipeline for Kubeflow Pipelines: prepare, train, sample in parallel, evaluate, register.
 
 python pipelines/ddpm.py compile          # writes pipelines/ddpm.yaml
-python pipelines/ddpm.py submit --help    # runs it on a KFP server
-python pipelines/ddpm.py local            # runs it here, in processes
+python pipelines/ddpm.py submit --help    # runs the pipeline on a KFP server
+python pipelines/ddpm.py local            # runs it on this machine, in processes
 """
 
 import sys
@@ -11,10 +11,10 @@ from pathlib import Path
 from kfp import dsl
 
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # `components` lies beside this folder and is not installed
+if str(ROOT) not in sys.path:  # `components` is next to this folder, and not installed
     sys.path.insert(0, str(ROOT))
 
-from pods import PARALLEL, VOLUME, place  # noqa: E402
+from pods import PARALLEL, VOLUME, configure  # noqa: E402
 
 from components.evaluate import evaluate  # noqa: E402
 from components.finish import finish  # noqa: E402
@@ -26,26 +26,30 @@ from components.train import train  # noqa: E402
 from ddpm_kube.steps import PASS  # noqa: E402
 
 
-@dsl.pipeline(name="score", description="Samples of each checkpoint, their scores, and the best.")
+@dsl.pipeline(
+    name="score", description="Sample each checkpoint, score the samples, and register the best."
+)
 def score(settings: str, worst: float, model: dsl.Input[dsl.Model]) -> None:
-    """A pipeline of its own, whose loop gets `settings` as an input: kfp.local (2.17) gives the
-    item of a loop in place of any other task's output."""
+    """A separate pipeline, so that its loop gets `settings` as an input: kfp.local (2.17) replaces
+    the output of any other task in a loop by the loop's item."""
     planned = plan(settings=settings, model=model)
-    place(planned, cpu="50m", memory="512Mi", hours=1, retries=1, uses=("s3",))
+    configure(planned, cpu="50m", memory="512Mi", hours=1, retries=1, uses=("s3",))
 
     with dsl.ParallelFor(planned.output, name="sampling", parallelism=PARALLEL) as part:
-        drawn = sample(settings=settings, part=part)
-        drawing = ("s3", "gpu")
-        place(drawn, cpu="200m", memory="512Mi", limit="4Gi", hours=24, retries=2, uses=drawing)
+        sampled = sample(settings=settings, part=part)
+        sampling = ("s3", "gpu")
+        configure(
+            sampled, cpu="200m", memory="512Mi", limit="4Gi", hours=24, retries=2, uses=sampling
+        )
 
-    samples = dsl.Collected(drawn.outputs["samples"])
+    samples = dsl.Collected(sampled.outputs["samples"])
     scored = evaluate(settings=settings, worst=worst, samples=samples)
-    tracked = ("s3", "mlflow", "gpu")  # `register` may draw the champion's images anew
-    place(scored, cpu="200m", memory="1Gi", limit="6Gi", hours=24, retries=1, uses=tracked)
+    tracked = ("s3", "mlflow", "gpu")  # `register` may have to sample the champion again
+    configure(scored, cpu="200m", memory="1Gi", limit="6Gi", hours=24, retries=1, uses=tracked)
 
     with dsl.If(scored.outputs["Output"] == PASS, name="gate"):
         made = register(settings=settings)
-        place(made, cpu="100m", memory="1Gi", limit="4Gi", hours=12, retries=1, uses=tracked)
+        configure(made, cpu="100m", memory="1Gi", limit="4Gi", hours=12, retries=1, uses=tracked)
 
 
 @dsl.pipeline(
@@ -62,18 +66,18 @@ def ddpm(
     job: dict = {},  # noqa: B006
     worst: float = 0.0,
 ) -> None:
-    """Prepare, train, sample, evaluate and register; at the end, whatever happened, clean up.
+    """Prepare, train, sample, evaluate and register; always clean up at the end.
 
     Args:
-        workspace: Where the run lives: a directory of the claim ddpm-workspace, or
+        workspace: Where the run is stored: a directory of the claim ddpm-workspace, or
             s3://bucket/prefix.
-        params: The text of a params file; empty: the ConfigMap ddpm-params, else the digits.
-        overrides: `section.key=value`, which win over all.
-        source: prepare.source, for example dvc:REPO#PATH@REV; empty: that of the params.
-        tracking: The URI of MLflow; empty: that of the params.
-        backend: pytorchjob, or process: training in the component's own pod.
-        job: What the PyTorchJob is to be like: workers, resources and so on; empty: the defaults.
-        worst: The score above which the best checkpoint is not registered; 0: no limit.
+        params: The content of a params file; empty: the ConfigMap ddpm-params, else the digits.
+        overrides: `section.key=value`, with priority over everything else.
+        source: prepare.source, for example dvc:REPO#PATH@REV; empty: as in the params.
+        tracking: The URI of MLflow; empty: as in the params.
+        backend: pytorchjob, or process, which trains in the component's own pod.
+        job: Options of the PyTorchJob, such as workers and resources; empty: the defaults.
+        worst: The highest score that may be registered; 0: no limit.
     """
     run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     inputs = {
@@ -84,18 +88,20 @@ def ddpm(
         "tracking": tracking,
     }
     end = finish(**inputs, backend=backend, run_id=run_id)
-    place(end, cpu="50m", memory="512Mi", hours=1, uses=("s3", "api"))
+    configure(end, cpu="50m", memory="512Mi", hours=1, uses=("s3", "api"))
     with dsl.ExitHandler(end, name="ddpm"):
         data = prepare(**inputs)
-        place(data, cpu="100m", memory="512Mi", hours=12, retries=1, uses=("s3",))
+        configure(data, cpu="100m", memory="512Mi", hours=12, retries=1, uses=("s3",))
         settings = data.outputs["Output"]
 
         trained = train(
             settings=settings, backend=backend, job=job, run_id=run_id, data=data.outputs["data"]
         )
-        # It follows a PyTorchJob, or trains by itself.
+        # It follows a PyTorchJob, or trains in its own pod.
         reached = ("s3", "mlflow", "api")
-        place(trained, cpu="100m", memory="512Mi", limit="4Gi", hours=240, retries=2, uses=reached)
+        configure(
+            trained, cpu="100m", memory="512Mi", limit="4Gi", hours=240, retries=2, uses=reached
+        )
 
         scored = score(settings=settings, worst=worst, model=trained.outputs["model"])
         scored.set_caching_options(False)

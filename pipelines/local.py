@@ -1,4 +1,4 @@
-"""The pipeline in processes of this machine, by kfp.local."""
+"""Run the pipeline in processes on this machine, with kfp.local."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-GRACE = 120.0  # seconds that tasks have to save after a signal
+GRACE = 120.0  # seconds for tasks to save after a signal
 PROCESS = {"backend": "process", "tracking": "", "job": {}}  # inputs of a run without a cluster
 
 
 def run(pipeline: Any, root: Path, inputs: dict[str, Any]) -> int:
-    """Run all tasks; artifacts go below `root`. The exit status: 1 where a task failed."""
+    """Run all tasks with artifacts below `root`; return the exit status, 1 if a task failed."""
 
     def work() -> int:
         from kfp import local
         from kfp.local import logging_utils
 
-        # What it warns of: that the image's name is not python's, and that requests and limits
-        # of pods mean nothing here.
+        # kfp.local warns that the image is not a Python image, and that requests and limits of
+        # pods have no effect.
         warnings.filterwarnings("ignore", module=r"kfp\.local\.")
-        # It indents what tasks say by replacing print, ever more with parallel ones.
+        # kfp.local indents the tasks' output by replacing print, more and more with parallel tasks.
         logging_utils.indented_print = contextlib.nullcontext
         local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(root))
         try:
             pipeline(**inputs)
         except RuntimeError as error:
-            print(f"local: {error} Its last lines above say why.", file=sys.stderr)
+            print(f"local: {error} For the cause see its last lines above.", file=sys.stderr)
             return 1
         return 0
 
@@ -41,9 +41,9 @@ def run(pipeline: Any, root: Path, inputs: dict[str, Any]) -> int:
 
 
 def in_session(work: Callable[[], int]) -> int:
-    """The status of `work`, done by a child whose tasks get the signals that come here.
+    """Run `work` in a child process, forward signals to all its tasks, and return its status.
 
-    kfp.local passes none on, and its tasks would go on alone.
+    kfp.local itself does not forward signals, so its tasks would keep running.
     """
     sys.stdout.flush()
     child = os.fork()
@@ -52,7 +52,7 @@ def in_session(work: Callable[[], int]) -> int:
         status = 1
         try:
             status = work()
-        except Exception:  # nobody hears of it after _exit
+        except Exception:  # os._exit prints nothing
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -66,12 +66,12 @@ def in_session(work: Callable[[], int]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, forward)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    _let_end(child)
+    _await_tasks(child)
     return 128 - status if status < 0 else status
 
 
-def _let_end(group: int) -> None:
-    """Wait for tasks that are still saving, and then no longer."""
+def _await_tasks(group: int) -> None:
+    """Wait GRACE seconds for tasks that are still saving, then kill them."""
     deadline = time.monotonic() + GRACE
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < deadline:

@@ -1,16 +1,16 @@
-"""How a task's pod is set up on Kubernetes; `local` ignores all of it."""
+"""Configure the pods of tasks on Kubernetes; `local` ignores all of it."""
 
 from kfp import dsl, kubernetes
 
 HOUR = 3600
 PARALLEL = 4  # sampling pods at once
-CORES = "1"  # of a pod, at most: sampling pods are many, a PyTorchJob's workers have their own
+CORES = "1"  # limit of a pod; the workers of a PyTorchJob have their own
 
-# Fixed names: KFP can't mount a claim that a parameter names only where the workspace is a path.
+# Fixed names: KFP cannot mount a claim conditionally, only when the workspace is a path.
 CLAIM, VOLUME = "ddpm-workspace", "/workspace"
 PARAMS = "/etc/ddpm"
-USES = "ddpm.io/uses-"  # begins the label of what a pod uses
-# Of the Secrets; a pod starts without those that are not there.
+USES = "ddpm.io/uses-"  # prefix of the labels that open network policies
+# Keys of the Secrets, all optional
 S3_KEYS = (
     "AWS_ENDPOINT_URL",
     "AWS_ACCESS_KEY_ID",
@@ -21,7 +21,7 @@ S3_KEYS = (
 MLFLOW_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 
 
-def place(
+def configure(
     task: dsl.PipelineTask,
     cpu: str,
     memory: str,
@@ -30,17 +30,17 @@ def place(
     retries: int = 0,
     uses: tuple[str, ...] = (),
 ) -> None:
-    """Where and how a task's pod runs.
+    """Set the resources, security, volumes, Secrets and labels of a task's pod.
 
-    `cpu` and `memory` are requested, `limit` is that of memory. `uses` names what the network
-    policies open; with mlflow the pod gets its password too, with gpu a GPU where `compile --gpu`
-    asks for them. The pod runs as uid 1000; that its root is read-only cannot be said to KFP.
+    `cpu` and `memory` are requests, `limit` is the limit of memory. `uses` names what the network
+    policies open; "mlflow" also adds its password, and "gpu" a GPU with `compile --gpu`. The pod
+    runs as uid 1000; KFP has no setting for a read-only root file system.
     """
-    # A cache hit would be told by the inputs alone, and serve what is gone from the workspace; the
-    # verbs look into it, and skip what is up to date.
+    # KFP's cache looks at inputs alone, and would return what is gone from the workspace. The
+    # commands check the workspace, and skip what is up to date.
     task.set_caching_options(False)
     task.set_cpu_request(cpu).set_cpu_limit(CORES).set_memory_request(memory)
-    # Else torch starts a thread for each core of the node, and they wait for each other.
+    # Otherwise torch starts a thread for each core of the node, and they wait for each other.
     task.set_env_variable("OMP_NUM_THREADS", CORES)
     task.set_memory_limit(limit)
     if retries:

@@ -1,4 +1,4 @@
-"""Launchers as pods: how they are started, what they said and when, what they left."""
+"""Launchers as pods: starting them, reading their output and its times, and what they leave."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ddpm_kube.spec import JobSpec
 API = {"ddpm.io/uses-api": "true"}
 PARAMS = "test-params"
 JOB_LABEL = "training.kubeflow.org/job-name"
-# What a worker of a tiny network needs; little is asked for, so that those of three files of tests
-# fit on two cores at once: a worker without room ends its launcher. One core is one thread: two
-# wait for each other where neighbours have the second core.
+# What a worker of a tiny network needs. The requests are small, so that the workers of three test
+# files fit on two cores at once: a worker without a node ends its launcher. One core is one thread:
+# two threads wait for each other when other pods use the second core.
 SMALL = ("cpu=100m", "cpu_limit=1", "memory=1Gi", "shm=64Mi", "join_seconds=5")
 TINY = """
 seed: 3
@@ -39,7 +39,7 @@ device: cpu
 
 @contextmanager
 def own_namespace(about: str, *more: str) -> Iterator[Namespace]:
-    """What launchers need of manifests/, and these files of it; fewer pods than all of it."""
+    """Create a namespace with what launchers need of manifests/, and with these files of it."""
     namespace = Namespace(f"ddpm-test-{about}-{secrets.token_hex(3)}")
     try:
         namespace.create(platform=False)
@@ -51,7 +51,7 @@ def own_namespace(about: str, *more: str) -> Iterator[Namespace]:
 
 
 class Launching:
-    """A namespace with settings; and after `prepare` data on its claim, and a pod to look at it."""
+    """A namespace with params; after `prepare`, also with data and a pod to look at them."""
 
     def __init__(self, namespace: Namespace, params: str) -> None:
         self.namespace, self.params = namespace, params
@@ -66,7 +66,7 @@ class Launching:
         )
 
     def prepare(self) -> Launching:
-        """Start the pod, and prepare data at /workspace/data-only."""
+        """Start the pod, and prepare data in /workspace/data-only."""
         namespace = self.namespace
         namespace.pod(
             "shell",
@@ -83,13 +83,13 @@ class Launching:
         return self.namespace.kubectl("exec", "shell", "--", *command, seconds=300)
 
     def workspace(self, name: str) -> str:
-        """A new run's, with data."""
+        """Create a workspace with data, and return its path."""
         self.shell("mkdir", f"/workspace/{name}")
         self.shell("cp", "-r", "/workspace/data-only/data", f"/workspace/{name}/data")
         return f"/workspace/{name}"
 
     def arguments(self, workspace: str, *more: str, options: Iterable[str] = ()) -> list[str]:
-        """Those of `ddpm jobs train` in a pod; `options` are OPTION=VALUE."""
+        """Return the arguments of `ddpm jobs train` in a pod; `options` are OPTION=VALUE."""
         given = [part for option in (*SMALL, *options) for part in ("-K", option)]
         fixed = ["jobs", "train", "-p", "/etc/ddpm/params.yaml", "-w", workspace]
         return [*fixed, "--volume", "ddpm-workspace:/workspace", *given, *more]
@@ -101,7 +101,7 @@ class Launching:
         account: str = "ddpm-launcher",
         command: list[str] | None = None,
     ) -> str:
-        """Start a launcher; the name of its pod."""
+        """Start a launcher, and return the name of its pod."""
         return self.namespace.pod(
             pod,
             command=command,
@@ -113,33 +113,35 @@ class Launching:
             memory="500Mi",
         )
 
-    def said(self, pod: str) -> str:
-        """What a launcher has said so far; nothing before its container runs."""
+    def output(self, pod: str) -> str:
+        """Return the output of a launcher so far; empty before its container runs."""
         running = self.namespace.phase(pod) != "Pending"
         return self.namespace.logs(pod) if running else ""
 
-    def hears(self, pod: str, part: str, seconds: float = 180) -> str:
-        """Wait until a launcher has said this; all that it said."""
+    def prints(self, pod: str, part: str, seconds: float = 180) -> str:
+        """Wait until a launcher has printed `part`, and return its output."""
 
         def holds() -> str:
-            said = self.said(pod)
-            if part not in said:
+            output = self.output(pod)
+            if part not in output:
                 ended = self.namespace.phase(pod) in ("Succeeded", "Failed")
-                assert not ended or part in self.said(pod), f"{pod} ended without {part!r}:\n{said}"
+                assert not ended or part in self.output(pod), (
+                    f"{pod} ended without {part!r}:\n{output}"
+                )
                 return ""
-            return said
+            return output
 
-        return str(wait_until(holds, f"{pod} says {part!r}", seconds))
+        return str(wait_until(holds, f"{pod} prints {part!r}", seconds))
 
     def ends(self, pod: str, seconds: float = 400) -> str:
-        """Wait until a launcher has ended; its phase."""
+        """Wait until a launcher has ended, and return its phase."""
         wait_until(
             lambda: self.namespace.phase(pod) in ("Succeeded", "Failed"), f"{pod} ends", seconds
         )
         return self.namespace.phase(pod)
 
     def patch(self, job: str, **spec: Any) -> None:
-        """Change a job, again where the operator's webhook is too busy to answer."""
+        """Change a job; try again if the operator's webhook is too busy to answer."""
         change = ("--type=merge", "-p", json.dumps({"spec": spec}))
         asked = ("patch", "pytorchjob", job, *change)
         wait_until(lambda: self.namespace.kubectl(*asked), f"{job} is patched", 120)
@@ -148,24 +150,24 @@ class Launching:
         return {job["metadata"]["name"]: job for job in self.namespace.list("pytorchjobs")}
 
     def left(self, job: str) -> list[str]:
-        """Everything that exists of a job, by kind and name."""
+        """Return everything that exists of a job, as KIND/NAME."""
         kinds = "pytorchjobs,pods,services,configmaps,secrets"
         found = self.namespace.kubectl("get", kinds, "-o", "name").split()
         return [name for name in found if f"/{job}" in name]
 
     def seconds_between(self, pod: str, first: str, then: str) -> float:
-        """From a launcher's first line with one text to its first line with another."""
+        """Return the time from a launcher's first line with one text to that with another."""
         lines = self.namespace.logs(pod, "--timestamps").splitlines()
         return (_moment(lines, then) - _moment(lines, first)).total_seconds()
 
 
 def made_here(launching: Launching, workspace: str, *more: str) -> Document:
-    """The job that a launcher with these options would make."""
+    """Return the job that a launcher with these options would create."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "params.yaml")
         file.write_text(launching.params, encoding="utf-8")
         config = params.load(file, (), workspace)
-    given = cli.gathered(None, {"volumes": ["ddpm-workspace:/workspace"]}, [*SMALL, *more])
+    given = cli.merge_options(None, {"volumes": ["ddpm-workspace:/workspace"]}, [*SMALL, *more])
     space = launching.namespace.name
     return build(JobSpec(config, options.read(given), workspace, space, IMAGE))
 

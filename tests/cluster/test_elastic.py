@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import runs
 from support.program import ddpm, start, write_params
 
-from ddpm_kube.names import job_name
+from ddpm_kube.spec import job_name
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -177,7 +177,7 @@ def play_elastic(launching: Launching) -> None:
     scale(launching, job, 2)
     do(namespace, f"{job}-worker-0", UNTIL_TOLD + GO_ON)
     grows(launching, "elastic", world=2)
-    assert launching.ends("launcher", 600) == "Succeeded", launching.said("launcher")
+    assert launching.ends("launcher", 600) == "Succeeded", launching.output("launcher")
 
 
 def play_tracked(launching: Launching) -> list[list[float]]:
@@ -198,7 +198,7 @@ def play_tracked(launching: Launching) -> list[list[float]]:
     namespace.ready("mlflow", 400)
     do(namespace, worker, GO_ON)
     grows(launching, "tracked", world=1, by=1)  # so that it is back in the middle of it
-    said = launching.said("launcher-tracked")
+    said = launching.output("launcher-tracked")
     assert launching.ends("launcher-tracked", 600) == "Succeeded", said
     (server,) = namespace.list("pods", "app.kubernetes.io/name=mlflow")
     told = namespace.exec(server["metadata"]["name"], "python", "-c", HISTORY)
@@ -226,8 +226,8 @@ def test_workers_that_are_deleted_and_scaled_train_the_model_of_an_undisturbed_r
     worlds = [row["world_size"] for row in logged]
     assert set(worlds) == {1, 2}
     changes = [b for a, b in zip([0, *worlds], worlds, strict=False) if a != b]
-    said = launching.said("launcher")
-    assert f"by {', then '.join(str(world) for world in changes)} processes" in said
+    said = launching.output("launcher")
+    assert f"Processes: {', then '.join(str(world) for world in changes)}." in said
     assert not launching.left(job_name("/workspace/elastic", "train"))
 
     folder = undisturbed.result(900)
@@ -249,4 +249,4 @@ def test_mlflow_deleted_and_back_has_every_row_of_a_training_that_went_on(
     logged = [[row["step"], row["loss"]] for row in rows(launching, "tracked")]
     assert history == logged
     assert [step for step, _ in logged] == list(range(2, STEPS + 1, 2))
-    assert "restarts" not in launching.said("launcher-tracked")
+    assert "restarts" not in launching.output("launcher-tracked")

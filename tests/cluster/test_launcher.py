@@ -1,4 +1,4 @@
-"""The launcher of a PyTorchJob, as a pod: adopts, waits, replaces, cancels, leaves nothing."""
+"""The launcher as a pod: it adopts, replaces and cancels jobs, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ import yaml
 from cluster import BELOW, IMAGE, Document, KubectlFailed, Namespace, applied, kubectl, wait_until
 from launching import JOB_LABEL, TINY, Launching, made_here, own_namespace, pod_of
 
-from ddpm_kube.names import job_name
+from ddpm_kube.spec import job_name
 
 pytestmark = pytest.mark.timeout(900)
 
 ENDLESS = ("-S", "train.steps=10000000")
-TOLD_WITHIN = 60.0  # seconds
+REPORTED_WITHIN = 60.0  # seconds
 
 
 @pytest.fixture(scope="module")
 def launching() -> Iterator[Launching]:
-    """A namespace of its own, with what a launcher needs and no more."""
+    """Create a namespace with only what a launcher needs."""
     with own_namespace("launcher") as namespace:
         yield Launching(namespace, TINY).prepare()
 
 
 @pytest.fixture
 def namespace(launching: Launching) -> Namespace:
-    """So that a failed test's story is told."""
+    """Name the fixture whose logs a failed test prints."""
     return launching.namespace
 
 
@@ -52,32 +52,32 @@ def test_the_schema_of_the_cluster_knows_every_field(
         kubectl("apply", *check, "-f", "-", given=yaml.safe_dump(job))
 
 
-def test_suspended_is_waited_for_and_a_finished_job_is_replaced(
+def test_a_suspended_job_is_awaited_and_a_finished_one_replaced(
     launching: Launching, namespace: Namespace
 ) -> None:
     arguments = launching.arguments(launching.workspace("whole"), options=["queue=research"])
     name = job_name("/workspace/whole", "train")
-    # On a part of a core its worker is still starting when it is suspended.
+    # With a part of a core the worker is still starting when the job is suspended.
     launching.launch("launcher-whole", [*arguments, "-K", "cpu_limit=300m", "--keep"])
-    launching.hears("launcher-whole", "Made the PyTorchJob")
+    launching.prints("launcher-whole", "Created the PyTorchJob")
     launching.patch(name, runPolicy={"suspend": True})
-    launching.hears("launcher-whole", "suspended (Kueue's queue research has not admitted it)")
+    launching.prints("launcher-whole", "suspended (Kueue's queue research has not admitted it)")
     wait_until(lambda: not pods_of(namespace, name), "no worker is left", 120)
     launching.patch(name, runPolicy={"suspend": False})
     assert launching.ends("launcher-whole") == "Succeeded"
-    said = launching.said("launcher-whole")
-    assert "[worker-0] train: 40/40 steps" in said
-    assert "at step 40, by 1 processes; snapshots of " in said
+    output = launching.output("launcher-whole")
+    assert "[worker-0] train: 40/40 steps" in output
+    assert "at step 40. Processes: 1. Snapshots: " in output
     assert name in launching.jobs()
-    # Before the next one starts: it removes the job, and makes another.
+    # Before the next launcher starts, which replaces the job.
     listed = launching.launch("lists", ["jobs", "list"])
     assert f"{name}  " in namespace.finished(listed)
 
     launching.launch("launcher-again", arguments)
     assert launching.ends("launcher-again") == "Succeeded"
-    said = launching.said("launcher-again")
-    assert "of an earlier attempt is removed first" in said
-    assert "train: 5/40 steps" not in said
+    output = launching.output("launcher-again")
+    assert f"Removing the PyTorchJob {name} of an earlier attempt first." in output
+    assert "train: 5/40 steps" not in output
     assert not launching.left(name)
 
 
@@ -85,7 +85,7 @@ def test_suspended_is_waited_for_and_a_finished_job_is_replaced(
     not bare.available(),
     reason="etcd and kube-apiserver (of envtest, say) are needed for a server without the operator",
 )
-def test_a_cluster_without_the_operator_is_told_at_once_and_how_to_install_it(
+def test_a_missing_operator_is_reported_with_its_installation(
     tmp_path: Path,
 ) -> None:
     arguments = ["jobs", "train", "-w", "s3://bucket/run", "--image", IMAGE]
@@ -96,10 +96,10 @@ def test_a_cluster_without_the_operator_is_told_at_once_and_how_to_install_it(
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=TOLD_WITHIN,
+            timeout=REPORTED_WITHIN,
         )
     assert done.returncode == 1
-    assert "The cluster knows no PyTorchJob" in done.stderr
+    assert "This cluster has no resource PyTorchJob" in done.stderr
     assert "kubectl apply --server-side -k " in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -122,27 +122,27 @@ for folder in pathlib.Path("/proc").glob("[0-9]*"):
 
 
 def kill_launcher(namespace: Namespace, pod: str) -> None:
-    """The pod ends with it, and so may this very command, by the same signal: its effect counts."""
+    """Kill the launcher. The pod ends with it, and perhaps this command, so ignore its status."""
     with suppress(KubectlFailed):
         namespace.exec(pod, "python", "-c", KILL)
 
 
-def test_a_killed_launchers_job_is_adopted_and_goes_with_the_launcher_that_is_deleted(
+def test_an_adopted_job_is_deleted_with_its_new_launcher(
     launching: Launching, namespace: Namespace
 ) -> None:
     arguments = launching.arguments(launching.workspace("adopted"), *ENDLESS)
     name = job_name("/workspace/adopted", "train")
     launching.launch("launcher-1", arguments, command=["python", "-c", BELOW])
-    launching.hears("launcher-1", "[worker-0] train: ")
+    launching.prints("launcher-1", "[worker-0] train: ")
     uid = launching.jobs()[name]["metadata"]["uid"]
     kill_launcher(namespace, "launcher-1")
     assert launching.ends("launcher-1") == "Failed"
     assert not going(launching.jobs()[name])
 
     launching.launch("launcher-2", arguments)
-    launching.hears("launcher-2", "is at work already; following it")
-    launching.hears("launcher-2", "[worker-0] train: ")
-    # The first one's pod is removed, as KFP does after a while: the job is the second one's now.
+    launching.prints("launcher-2", "is already running; following it")
+    launching.prints("launcher-2", "[worker-0] train: ")
+    # KFP removes the first launcher's pod after a while: the second one must own the job by then.
     namespace.kubectl("delete", "pod", "launcher-1")
     (owner,) = launching.jobs()[name]["metadata"]["ownerReferences"]
     assert owner["name"] == "launcher-2"
@@ -157,10 +157,10 @@ def test_a_killed_launchers_job_is_adopted_and_goes_with_the_launcher_that_is_de
     )
     wait_until(lambda: not launching.left(name), "nothing is left", 120)
     saved = launching.shell("ls", "/workspace/adopted/snapshots").split()
-    assert saved, "what was trained before the end stays"
+    assert saved, "snapshots stay after the job is deleted"
 
 
-def test_a_launcher_that_cannot_say_goodbye_takes_its_job_along_and_gc_takes_the_rest(
+def test_a_killed_launchers_job_is_deleted_by_owner_or_gc(
     launching: Launching, namespace: Namespace
 ) -> None:
     idle = ["node_selector={none: such}"]
@@ -168,8 +168,8 @@ def test_a_launcher_that_cannot_say_goodbye_takes_its_job_along_and_gc_takes_the
     failed = launching.arguments("/workspace/lost", "--patience", "1h", options=idle)
     launching.launch("launcher-killed", killed)
     launching.launch("launcher-lost", failed, command=["python", "-c", BELOW])
-    launching.hears("launcher-killed", "worker-0 is Unschedulable")
-    launching.hears("launcher-lost", "worker-0 is Unschedulable")
+    launching.prints("launcher-killed", "worker-0 is Unschedulable")
+    launching.prints("launcher-lost", "worker-0 is Unschedulable")
     namespace.kubectl("delete", "pod", "launcher-killed", "--grace-period=0", "--force")
     kill_launcher(namespace, "launcher-lost")
     assert launching.ends("launcher-lost") == "Failed"

@@ -1,6 +1,6 @@
-"""Why training as a PyTorchJob failed: the launcher, as a pod, says it by name and in time.
+"""The launcher, as a pod, names the cause of a failed PyTorchJob in time.
 
-Each reason comes from a real pod, quota, policy or account. They are played some at a time.
+Each cause comes from a real pod, quota, policy or account. Four cases run at a time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import pytest
 from cluster import ROOT, Document, Namespace, documents, wait_until
 from launching import TINY, Launching, made_here, own_namespace, pod_of
 
-from ddpm_kube.names import job_name
+from ddpm_kube.spec import job_name
 
 pytestmark = pytest.mark.timeout(900)
 
 WITHIN = 60.0  # seconds
-# No pod that asks for a GPU may be made here, and no other is hit.
+# Refuses pods that request a GPU, and no others.
 QUOTA: Document = {
     "apiVersion": "v1",
     "kind": "ResourceQuota",
@@ -27,18 +27,18 @@ QUOTA: Document = {
     "spec": {"hard": {"requests.nvidia.com/gpu": "0"}},
 }
 GPU = ("-S", "device=cuda", "-K", "gpu=1")
-# May do what ddpm-launcher may, but read events, as KFP's own pipeline-runner may not.
+# Has the permissions of ddpm-launcher except for events, like KFP's own pipeline-runner.
 BLIND = "launcher-blind"
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the launcher has to say, and how it comes to that.
+    """The message that the launcher must print, and how to provoke it.
 
-    `change` is done to its job, which is made here and adopted: the options allow no such job.
+    `change` patches the job, which the test creates and the launcher adopts: no option can do that.
     """
 
-    sentence: str
+    message: str
     arguments: tuple[str, ...] = ()
     account: str = "ddpm-launcher"
     change: Callable[[Document], object] | None = None
@@ -47,16 +47,16 @@ class Case:
 
 CASES = {
     "memory": Case("worker-0 was OOMKilled", ("-K", "memory=150Mi", "-K", "shm=8Mi")),
-    "image": Case("worker-0 has no image: ", ("--image", "no.such.registry/ddpm:1")),
-    "image-name": Case("has no image: InvalidImageName of", ("--image", "ddpm:dev:twice")),
+    "image": Case("worker-0 cannot get its image: ", ("--image", "no.such.registry/ddpm:1")),
+    "image-name": Case("cannot get its image: InvalidImageName of", ("--image", "ddpm:dev:twice")),
     "room": Case("worker-0 is Unschedulable: 0/", ("-K", "memory=9Ti")),
     "quota": Case("exceeded quota: no-gpu", GPU),
     "account": Case('serviceaccount "absent" not found', ("-K", "service_account=absent")),
     "secret": Case("CreateContainerConfigError", ("-K", "secrets=[absent]")),
-    "blind": Case("The operator has made no pods for 45 s.", GPU, BLIND),
-    # An operator that looks after other jobs does nothing, as one that does not run.
+    "blind": Case("The operator created no pods within 45 s.", GPU, BLIND),
+    # The operator ignores jobs of another controller, as if it were not running.
     "operator": Case(
-        "Nobody has taken up the job for 45 s: the Training Operator does not run",
+        "No controller picked up the job within 45 s. Is the Training Operator running",
         change=lambda job: job["spec"]["runPolicy"].update(managedBy="kueue.x-k8s.io/multikueue"),
     ),
     "policy": Case(
@@ -65,8 +65,10 @@ CASES = {
             allowPrivilegeEscalation=True
         ),
     ),
-    # The third start of the program takes as long as the machine likes.
-    "no-data": Case("worker-0 ended 3 times with: There are no prepared data", timed=False),
+    # Three starts of the program take as long as the machine needs.
+    "no-data": Case(
+        "worker-0 failed 3 times with the same error: There are no prepared data", timed=False
+    ),
 }
 
 
@@ -81,7 +83,7 @@ def launching() -> Iterator[Launching]:
 
 @pytest.fixture
 def namespace(launching: Launching) -> Namespace:
-    """So that a failed test's story is told."""
+    """Name the fixture whose logs a failed test prints."""
     return launching.namespace
 
 
@@ -91,7 +93,7 @@ def counted(namespace: Namespace) -> bool:
 
 
 def blind() -> list[Document]:
-    """A ServiceAccount with the Role of the launcher, less the events."""
+    """Return a ServiceAccount with the Role of the launcher, except for events."""
     found = {d["kind"]: d for d in documents(ROOT / "manifests" / "10-access.yaml")}
     role, binding = found["Role"], found["RoleBinding"]
     role["rules"] = [rule for rule in role["rules"] if rule["resources"] != ["events"]]
@@ -104,8 +106,8 @@ def blind() -> list[Document]:
 
 
 @pytest.fixture(scope="module")
-def told(launching: Launching) -> dict[str, str]:
-    """What the launcher of each case said."""
+def outputs(launching: Launching) -> dict[str, str]:
+    """Return the output of each case's launcher."""
 
     def play(name: str) -> str:
         case, workspace, pod = CASES[name], f"/workspace/{name}", f"launcher-{name}"
@@ -114,48 +116,48 @@ def told(launching: Launching) -> dict[str, str]:
             case.change(job)
             launching.namespace.apply(job)
         launching.launch(pod, launching.arguments(workspace, *case.arguments), case.account)
-        with suppress(AssertionError):  # the test of this case tells
+        with suppress(AssertionError):  # the test of this case fails instead
             launching.ends(pod)
-        return launching.said(pod)
+        return launching.output(pod)
 
     with ThreadPoolExecutor(4) as pool:
         return dict(zip(CASES, pool.map(play, CASES), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_wrong_is_told_by_name_within_a_minute_and_nothing_is_left(
-    launching: Launching, namespace: Namespace, told: dict[str, str], name: str
+def test_the_cause_is_reported_in_a_minute_and_nothing_is_left(
+    launching: Launching, namespace: Namespace, outputs: dict[str, str], name: str
 ) -> None:
     case, pod = CASES[name], f"launcher-{name}"
     assert namespace.phase(pod) == "Failed"
-    last = told[name].strip().splitlines()[-1]
+    last = outputs[name].strip().splitlines()[-1]
     assert last.startswith("ddpm jobs: ")
-    assert case.sentence in last
-    assert "--- events:" in told[name]
-    begun = "at work already" if case.change else "Made the PyTorchJob"
-    took = launching.seconds_between(pod, begun, "Giving up: ")
+    assert case.message in last
+    assert "--- events:" in outputs[name]
+    started = "is already running" if case.change else "Created the PyTorchJob"
+    took = launching.seconds_between(pod, started, "Giving up: ")
     assert took <= WITHIN or not case.timed
     assert not launching.left(job_name(f"/workspace/{name}", "train"))
 
 
-def test_a_launcher_without_the_rights_says_which_it_lacks(
+def test_a_launcher_without_permission_names_the_role(
     launching: Launching, namespace: Namespace
 ) -> None:
     launching.launch("launcher-rights", launching.arguments("/workspace/rights"), account="ddpm")
     assert launching.ends("launcher-rights") == "Failed"
-    last = launching.said("launcher-rights").strip().splitlines()[-1]
+    last = launching.output("launcher-rights").strip().splitlines()[-1]
     assert "Not allowed to" in last
     assert "the Role ddpm-launcher" in last
 
 
-def test_a_job_at_work_with_other_settings_is_refused_and_left_alone(
+def test_a_running_job_with_different_settings_is_left_alone(
     launching: Launching, namespace: Namespace
 ) -> None:
     job = made_here(launching, "/workspace/other", "node_selector={none: such}")
     namespace.apply(job)
     launching.launch("launcher-other", launching.arguments("/workspace/other"))
     assert launching.ends("launcher-other") == "Failed"
-    assert "is at work with other settings" in launching.said("launcher-other")
+    assert "is running with different settings" in launching.output("launcher-other")
     name = job["metadata"]["name"]
     assert name in launching.jobs()
     namespace.kubectl("delete", "pytorchjob", name)

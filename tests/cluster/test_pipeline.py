@@ -38,7 +38,7 @@ def test_every_component_runs_as_kfp_starts_it_to_a_registered_model(namespace: 
     assert len(backend.ran["sample"]) == 2
     # Training was a PyTorchJob's, of which nothing is left.
     (trained,) = backend.ran["train"]
-    assert "Made the PyTorchJob" in trained.log
+    assert "Created the PyTorchJob" in trained.log
     assert f"train-{backend.run_id}" in trained.log
     assert not namespace.list("pytorchjobs")
     assert trained.outputs.parameters["Output"] == 12

@@ -1,4 +1,4 @@
-"""What is applied to a cluster: known to the API, restricted, and of one piece."""
+"""Manifests and overlays: valid for the API, restricted, and consistent with each other."""
 
 from __future__ import annotations
 
@@ -43,34 +43,32 @@ def config() -> Config:
     return params.validate(yaml.safe_load(configmap()["params.yaml"]))
 
 
-def test_every_document_is_what_the_api_knows() -> None:
+def test_every_document_is_valid_for_the_api() -> None:
     assert len(ALL) > 20
     for document in ALL:
         assert mistakes(document) == [], document["metadata"]
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "message"),
     [
         (["spec", "template", "spec", "containerz"], [], "no such field"),
-        (["spec", "backoffLimit"], "3", "int is needed"),
-        (["spec", "template", "spec", "containers"], None, "list is needed"),
-        (["spec", "template", "spec", "volumes", 0, "name"], None, "str is needed"),
+        (["spec", "backoffLimit"], "3", "must be int"),
+        (["spec", "template", "spec", "containers"], None, "must be a list"),
+        (["spec", "template", "spec", "volumes", 0, "name"], None, "must be str"),
     ],
 )
-def test_a_document_that_the_api_does_not_know_is_found(
-    path: list[Any], value: Any, told: str
-) -> None:
+def test_invalid_documents_are_found(path: list[Any], value: Any, message: str) -> None:
     document = copy.deepcopy(named(ALL, "Job")["ddpm-sample"])
     place: Any = document
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    assert any(told in mistake for mistake in mistakes(document))
+    assert any(message in mistake for mistake in mistakes(document))
 
 
 def test_one_apply_is_enough_for_an_empty_cluster() -> None:
-    """Documents are made in the order of the files: the namespace comes first."""
+    """kubectl creates documents in the order of the files: the namespace comes first."""
     assert ALL[0]["kind"] == "Namespace"
     place = ALL[0]["metadata"]["name"]
     assert {d["metadata"].get("namespace") for d in ALL[1:]} == {place}
@@ -82,7 +80,7 @@ def test_one_apply_is_enough_for_an_empty_cluster() -> None:
         assert listed == sorted(file.name for file in folder.glob("*.yaml"))
 
 
-def test_every_container_is_restricted_and_runs_the_image_that_is_named_once() -> None:
+def test_every_container_is_restricted_and_has_the_same_image() -> None:
     image = yaml.safe_load((PLATFORM / "image" / "Kustomization").read_text())["images"][0]
     wanted = f"{image['name']}:{image['newTag']}"
     assert image["name"] == image["newName"]
@@ -91,7 +89,7 @@ def test_every_container_is_restricted_and_runs_the_image_that_is_named_once() -
         security = pod["securityContext"]
         assert security["runAsNonRoot"] is True and security["runAsUser"] == 1000, name
         assert security["fsGroup"] == 1000, name
-        # Else the owner of every file of a run is set again at each start of a pod.
+        # Otherwise each start of a pod sets the owner of every file of a run again.
         assert security["fsGroupChangePolicy"] == "OnRootMismatch", name
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}, name
         writable = {v["name"] for v in pod["volumes"] if "configMap" not in v}
@@ -106,7 +104,7 @@ def test_every_container_is_restricted_and_runs_the_image_that_is_named_once() -
             assert mounts["/tmp"] in writable, name
 
 
-def test_only_the_launcher_has_a_token_and_just_its_verbs() -> None:
+def test_only_the_launcher_has_a_token_with_few_permissions() -> None:
     accounts = named(ALL, "ServiceAccount")
     with_token = {n for n, a in accounts.items() if a["automountServiceAccountToken"]}
     assert with_token == {"ddpm-launcher"}
@@ -124,7 +122,7 @@ def test_only_the_launcher_has_a_token_and_just_its_verbs() -> None:
     }
 
 
-def test_whatever_a_pod_names_is_there() -> None:
+def test_every_object_that_a_pod_names_exists() -> None:
     there = {kind: set(named(ALL, kind)) for kind in ("ServiceAccount", "ConfigMap", "Service")}
     claims = set(named(ALL, "PersistentVolumeClaim"))
     for name, template, _ in PODS:
@@ -154,7 +152,7 @@ def selects(wanted: dict[str, str], template: Document) -> bool:
     return all(labels.get(key) == value for key, value in wanted.items())
 
 
-def test_policies_deny_all_and_open_what_some_pod_uses() -> None:
+def test_policies_deny_all_except_what_a_pod_uses() -> None:
     policies = named(ALL, "NetworkPolicy")
     deny = policies.pop("ddpm-deny-all")["spec"]
     assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
@@ -175,7 +173,7 @@ def test_policies_deny_all_and_open_what_some_pod_uses() -> None:
 
 
 def tasks() -> list[Document]:
-    """KFP's pods, such as the one that launches a PyTorchJob."""
+    """Return the pods of KFP's tasks, such as the one that launches a PyTorchJob."""
     _, platforms = yaml.safe_load_all((ROOT / "pipelines/ddpm.yaml").read_text(encoding="utf-8"))
     return list(platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values())
 
@@ -185,8 +183,8 @@ def labels_of_tasks() -> set[tuple[str, str]]:
     return set(itertools.chain(*found))
 
 
-def test_no_overlay_takes_away_what_the_pods_of_kfp_mount() -> None:
-    """Components are combined; what one deletes must not be what another one needs."""
+def test_no_overlay_deletes_what_the_pods_of_kfp_mount() -> None:
+    """Users combine components; none may delete what another one needs."""
     mounted = {claim["constant"] for task in tasks() for claim in task["pvcMount"]}
     assert mounted <= set(named(ALL, "PersistentVolumeClaim"))
     for file in OVERLAYS.glob("components/*/Kustomization"):
@@ -195,8 +193,8 @@ def test_no_overlay_takes_away_what_the_pods_of_kfp_mount() -> None:
                 assert patch["target"]["name"] not in mounted, file
 
 
-def test_beside_kfp_every_policy_is_narrowed_to_our_own_pods() -> None:
-    """What a Kustomization names is a pattern of whole names."""
+def test_in_kubeflow_every_policy_selects_only_our_pods() -> None:
+    """Names in a Kustomization are patterns of complete names."""
     file = OVERLAYS / "components/in-kubeflow/Kustomization"
     patches = yaml.safe_load(file.read_text(encoding="utf-8"))["patches"]
     narrowing = [p["target"] for p in patches if p["target"]["kind"] == "NetworkPolicy"]
@@ -205,7 +203,7 @@ def test_beside_kfp_every_policy_is_narrowed_to_our_own_pods() -> None:
     assert all(t["metadata"]["labels"]["app.kubernetes.io/part-of"] == "ddpm" for _, t, _ in PODS)
 
 
-def test_who_tracks_may_reach_mlflow_and_nobody_else() -> None:
+def test_only_pods_that_track_may_reach_mlflow() -> None:
     track = {"ddpm-champion", "ddpm-train", "ddpm-evaluate"}
     labelled = {n for n, t, _ in PODS if t["metadata"]["labels"].get("ddpm.io/uses-mlflow")}
     assert labelled == track
@@ -220,13 +218,13 @@ def test_who_tracks_may_reach_mlflow_and_nobody_else() -> None:
     assert config().tracking.uri == f"http://{service['metadata']['name']}:{port}"
 
 
-def test_who_reads_from_elsewhere_may_reach_it_whatever_the_workspace_is() -> None:
+def test_pods_that_read_external_sources_may_reach_them() -> None:
     """prepare.source and evaluate.inception_weights may be https:// or s3://."""
     labelled = {n for n, t, _ in PODS if t["metadata"]["labels"].get("ddpm.io/uses-s3")}
     assert labelled == {"ddpm-prepare", "ddpm-evaluate"}
 
 
-def test_what_a_job_may_reach_its_task_of_kfp_may_too() -> None:
+def test_a_kfp_task_may_reach_what_its_job_may() -> None:
     _, platforms = yaml.safe_load_all((ROOT / "pipelines/ddpm.yaml").read_text(encoding="utf-8"))
     executors = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     for verb in ("prepare", "train", "sample", "evaluate"):
@@ -239,7 +237,7 @@ def secrets(container: Document) -> list[Document]:
     return [source["secretRef"] for source in container.get("envFrom", [])]
 
 
-def test_all_together_fit_a_node_of_two_cores_and_the_quota() -> None:
+def test_all_pods_together_fit_two_cores_and_the_quota() -> None:
     total = {
         f"{kind}.{what}": sum(n * requested(t, what, kind) for _, t, n in PODS)
         for kind in ("requests", "limits")
@@ -249,13 +247,13 @@ def test_all_together_fit_a_node_of_two_cores_and_the_quota() -> None:
     assert total["requests.memory"] <= 6 * 2**30
     hard = named(ALL, "ResourceQuota")["ddpm"]["spec"]["hard"]
     for name, taken in total.items():
-        # Twice: jobs that are replaced are still ending when the new ones start.
+        # Twice, because replaced jobs are still ending when the new ones start.
         assert 2 * taken <= quantity(hard[name]), name
     assert 2 * sum(n for _, _, n in PODS) <= quantity(hard["pods"])
 
 
-def test_the_jobs_are_of_the_params() -> None:
-    """Every shard has images, each pod draws one, and nodes of other kinds draw the same."""
+def test_the_sampling_job_matches_the_params() -> None:
+    """Each pod samples one shard, no shard is empty, and all kinds of nodes give the same bytes."""
     sample = config().sample
     job = named(ALL, "Job")["ddpm-sample"]["spec"]
     assert job["completions"] == job["parallelism"] == sample.shards
@@ -267,7 +265,7 @@ def test_the_jobs_are_of_the_params() -> None:
     assert sample.precision != "auto" and sample.checkpoints != "best"
 
 
-def test_jobs_wait_for_what_they_need_with_a_limit() -> None:
+def test_jobs_wait_for_their_inputs_with_a_limit() -> None:
     waits = {"ddpm-train": "prepare", "ddpm-sample": "train", "ddpm-evaluate": "sample"}
     for name, template, _ in PODS:
         first = containers(template)[0]
@@ -277,7 +275,7 @@ def test_jobs_wait_for_what_they_need_with_a_limit() -> None:
             assert "wait" not in first["args"], name
 
 
-def test_training_starts_again_and_has_time_to_save() -> None:
+def test_training_restarts_and_has_time_to_save() -> None:
     spec = named(ALL, "PyTorchJob")["ddpm-train"]["spec"]
     elastic = spec["elasticPolicy"]
     assert set(spec["pytorchReplicaSpecs"]) == {"Worker"}
@@ -293,22 +291,20 @@ def test_training_starts_again_and_has_time_to_save() -> None:
     assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
-def test_the_image_finds_the_driver_of_gpus_where_clouds_mount_it() -> None:
+def test_the_image_finds_the_gpu_driver_where_clouds_mount_it() -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line[4:] for line in text.rpartition("FROM ")[2].splitlines() if line[:4] == "ENV "]
     given = dict(word.split("=", 1) for line in lines for word in shlex.split(line))
     folders = given["LD_LIBRARY_PATH"].split(":")
     assert folders == ["/usr/local/nvidia/lib", "/usr/local/nvidia/lib64"]
     assert given["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
-    assert "NVIDIA_VISIBLE_DEVICES" not in given  # the device plugin's
+    assert "NVIDIA_VISIBLE_DEVICES" not in given  # the device plugin sets it
 
 
 def patched(documents: list[Document], component: str) -> list[Document]:
-    """What the JSON patches of a component make of the documents, as kustomize does."""
+    """Return the documents with the JSON patches of a component applied, like kustomize."""
     folder = OVERLAYS / "components" / component
-    done: list[Document] = json.loads(
-        json.dumps(documents)
-    )  # what an anchor shares is each container's own
+    done: list[Document] = json.loads(json.dumps(documents))  # copies what YAML anchors share
     for patch in yaml.safe_load((folder / "Kustomization").read_text(encoding="utf-8"))["patches"]:
         text = patch.get("patch") or (folder / patch["path"]).read_text(encoding="utf-8")
         kind, name = patch["target"]["kind"], patch["target"]["name"]
@@ -336,7 +332,7 @@ def _apply(document: Document, operation: Document) -> None:
 
 @pytest.fixture(scope="module")
 def with_gpus() -> dict[str, Document]:
-    """The containers of the jobs in the overlay `gpu`, each as JOB/CONTAINER."""
+    """Return the containers of the jobs in the overlay `gpu`, named JOB/CONTAINER."""
     documents = patched(ALL, "gpu")
     assert all(mistakes(document) == [] for document in documents)
     return {
@@ -352,14 +348,14 @@ def environment(container: Document) -> dict[str, str | None]:
     return {v["name"]: v.get("value") for v in container["env"]}
 
 
-def test_what_ends_a_hung_collective_is_the_process_group(with_gpus: dict[str, Document]) -> None:
-    """The heartbeat's time is that after which NCCL's watchdog counts as hung itself."""
+def test_the_process_group_ends_a_hung_collective(with_gpus: dict[str, Document]) -> None:
+    """The heartbeat timeout is not for collectives, but for a hanging watchdog of NCCL."""
     for name, container in with_gpus.items():
         assert "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC" not in environment(container), name
 
 
-def test_whoever_computes_has_a_gpu_and_may_not_do_without(with_gpus: dict[str, Document]) -> None:
-    """Who waits for samples too: what they are to be like follows from the device."""
+def test_containers_that_compute_require_a_gpu(with_gpus: dict[str, Document]) -> None:
+    """So does the one that waits for samples: their settings depend on the device."""
     having = {"ddpm-train/pytorch", "ddpm-sample/sample"}
     having |= {f"ddpm-evaluate/{name}" for name in ("wait", "evaluate", "register")}
     for name, container in with_gpus.items():
@@ -369,20 +365,20 @@ def test_whoever_computes_has_a_gpu_and_may_not_do_without(with_gpus: dict[str, 
         assert (arguments[-2:] == ["-S", "device=cuda"]) == (name in having), name
 
 
-def test_a_pod_asks_for_one_gpu_however_many_containers_use_it() -> None:
+def test_a_pod_requests_one_gpu_for_all_its_containers() -> None:
     jobs = [t for d in patched(ALL, "gpu") if "Job" in d["kind"] for t, _ in templates(d)]
     gpus = [requested(t, "nvidia.com/gpu") for t in jobs if "tolerations" in t["spec"]]
     assert gpus == [1, 1, 1]
 
 
-def test_as_many_processes_compile_as_a_container_has_cores(with_gpus: dict[str, Document]) -> None:
+def test_compiler_processes_equal_the_cores_of_a_container(with_gpus: dict[str, Document]) -> None:
     for name in ("ddpm-train/pytorch", "ddpm-sample/sample", "ddpm-evaluate/register"):
         threads = environment(with_gpus[name])["TORCHINDUCTOR_COMPILE_THREADS"]
         assert threads == with_gpus[name]["resources"]["limits"]["cpu"] == "8", name
 
 
-def test_no_command_that_builds_the_image_may_fail_unseen() -> None:
-    """In the shell of a RUN what follows `;` or `||` is done whatever failed before it."""
+def test_no_command_of_the_image_build_can_fail_unnoticed() -> None:
+    """In the shell of a RUN, commands after `;` or `||` run even if those before have failed."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = [line for line in text.splitlines() if line.startswith("RUN ")]
     assert len(commands) >= 5

@@ -1,6 +1,6 @@
-"""The components of the pipeline, called one after another in this process, with their artifacts.
+"""Call the components one after another in this process, with artifacts in a folder.
 
-What is run is the function that KFP runs in a pod; what is left out is the pod.
+They are the functions that KFP runs in pods.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Chain:
     settings: str = ""
 
     def run(self) -> str:
-        """What register returns, or why it was not asked."""
+        """Return the result of register, or why it did not run."""
         self.prepare()
         self.train()
         return self.score()
@@ -50,7 +50,7 @@ class Chain:
         )
 
     def draw(self) -> list[Any]:
-        """The artifacts of all parts."""
+        """Sample all parts, and return their artifacts."""
         self.parts = self._call(plan, settings=self.settings, model=self.made["train"]["model"])
         samples = []
         for part in self.parts:
@@ -65,7 +65,7 @@ class Chain:
         return str(self._call(register, settings=self.settings) if verdict == "pass" else verdict)
 
     def _call(self, component: Any, **given: Any) -> Any:
-        """The component's function, with new artifacts for its outputs."""
+        """Call the component's function with new artifacts for its outputs."""
         number = next(_numbers)
         made = {}
         for name, annotation in component.python_func.__annotations__.items():

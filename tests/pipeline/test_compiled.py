@@ -1,4 +1,4 @@
-"""The compiled pipeline: what compile gives, and what KFP takes."""
+"""The compiled pipeline: the checked-in file, and KFP's own checks and limits."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ COMPONENTS = {path.stem for path in (ROOT / "components").glob("[!_]*.py")}
 
 @pytest.fixture(scope="module")
 def compiled() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The pipeline's spec and the platform's, of the checked-in file."""
+    """Return the spec of the pipeline, and that of the platform, from the checked-in file."""
     spec, platforms = yaml.safe_load_all(COMPILED.read_text())
     return spec, platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
 
 
-def test_the_checked_in_file_is_what_compile_gives(tmp_path: Path) -> None:
+def test_the_checked_in_file_is_up_to_date(tmp_path: Path) -> None:
     made = tmp_path / "ddpm.yaml"
-    compiling.compiled(ddpm, made)
+    compiling.compile_pipeline(ddpm, made)
     assert made.read_text() == COMPILED.read_text(), "python pipelines/ddpm.py compile"
 
 
-def test_kfp_loads_it_and_its_schemas_know_every_field(compiled: Any) -> None:
+def test_kfp_loads_the_pipeline_and_knows_every_field(compiled: Any) -> None:
     spec, platforms = compiled
     loaded = components.load_component_from_file(str(COMPILED))
     assert loaded.pipeline_spec.pipeline_info.name == "ddpm"
@@ -53,7 +53,7 @@ def test_kfp_loads_it_and_its_schemas_know_every_field(compiled: Any) -> None:
         json_format.ParseDict(config, platform.KubernetesExecutorConfig())
 
 
-def test_every_component_is_ours_installs_nothing_and_is_never_cached(compiled: Any) -> None:
+def test_components_install_nothing_and_are_never_cached(compiled: Any) -> None:
     spec, platforms = compiled
     executors = spec["deploymentSpec"]["executors"]
     assert set(executors) == {f"exec-{name}" for name in COMPONENTS}
@@ -82,7 +82,7 @@ def test_every_component_is_ours_installs_nothing_and_is_never_cached(compiled: 
         assert int(config["activeDeadlineSeconds"]) > 0
 
 
-def test_the_workers_of_a_pytorchjob_get_the_secrets_of_the_step_that_starts_it(
+def test_workers_get_the_secrets_of_the_train_component(
     compiled: Any,
 ) -> None:
     _, platforms = compiled
@@ -90,8 +90,8 @@ def test_the_workers_of_a_pytorchjob_get_the_secrets_of_the_step_that_starts_it(
     assert list(steps.job_options({}, None).optional_secrets) == given
 
 
-def test_names_types_loops_and_sizes_keep_to_the_limits_of_kfp(compiled: Any) -> None:
-    """Of the API server's length checks, of Kubernetes' labels, and of Argo's workflows in etcd."""
+def test_names_types_loops_and_sizes_are_within_limits(compiled: Any) -> None:
+    """The limits are those of KFP's API server, of Kubernetes' labels, and of Argo in etcd."""
     spec, platforms = compiled
     label = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
     assert label.fullmatch(spec["pipelineInfo"]["name"])
@@ -110,7 +110,7 @@ def test_names_types_loops_and_sizes_keep_to_the_limits_of_kfp(compiled: Any) ->
         for side in ("inputDefinitions", "outputDefinitions"):
             for given in component.get(side, {}).get("parameters", {}).values():
                 assert given["parameterType"] in known
-    # A task's spec stands in the workflow about three times, and etcd takes 1.5 MB.
+    # A workflow contains the spec of a task about three times, and etcd stores at most 1.5 MB.
     assert len(json.dumps([spec, platforms])) < 200_000
 
 
@@ -119,18 +119,18 @@ def tasks(spec: dict[str, Any]) -> list[dict[str, Any]]:
     return [task for graph in graphs for task in graph.get("dag", {}).get("tasks", {}).values()]
 
 
-def test_another_image_is_in_every_component(tmp_path: Path) -> None:
+def test_the_image_option_changes_every_component(tmp_path: Path) -> None:
     made = tmp_path / "ddpm.yaml"
-    compiling.compiled(ddpm, made, "registry.local/ddpm:7")
+    compiling.compile_pipeline(ddpm, made, "registry.local/ddpm:7")
     text = made.read_text()
     assert text.count("image: registry.local/ddpm:7") == len(COMPONENTS)
     assert "ddpm:dev" not in text
     components.load_component_from_file(str(made))
 
 
-def test_pods_that_draw_or_score_have_a_gpu_where_one_is_asked_for(tmp_path: Path) -> None:
+def test_the_gpu_option_adds_gpus_as_kfp_itself_writes_them(tmp_path: Path) -> None:
     made, plain = tmp_path / "ddpm.yaml", tmp_path / "plain.yaml"
-    compiling.compiled(ddpm, made, gpu=True)
+    compiling.compile_pipeline(ddpm, made, gpu=True)
     spec, platforms = yaml.safe_load_all(made.read_text())
     pods = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     executors = spec["deploymentSpec"]["executors"]
@@ -140,7 +140,7 @@ def test_pods_that_draw_or_score_have_a_gpu_where_one_is_asked_for(tmp_path: Pat
 
     @dsl.pipeline(name="plain")
     def one():
-        """What KFP itself writes."""
+        """Request a GPU with KFP's own methods."""
         drawn = sample(settings="", part="")
         drawn.set_accelerator_type("nvidia.com/gpu").set_accelerator_limit(1)
         drawn.set_cpu_limit("8").set_memory_limit("16Gi")

@@ -1,4 +1,4 @@
-"""What the pipeline is given arrives as it was given, whatever characters it is made of."""
+"""The pipeline passes on its inputs unchanged, with any characters."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ RARE = "第\U00020bb7野 \U0001f600"  # beyond U+FFFF: a CJK character, an emoji
         "word " * 60 + "end",
     ],
 )
-def test_a_source_is_read_as_it_was_given(source: str) -> None:
-    config = steps.settings("", [], "/workspace/run", source)
+def test_a_source_reaches_the_config_unchanged(source: str) -> None:
+    config = steps.make_config("", [], "/workspace/run", source)
     assert config.prepare.source == source
-    assert steps.opened(steps.text_of(config))[0] == config
+    assert steps.open_settings(steps.to_text(config))[0] == config
 
 
-def test_workers_of_a_pod_are_told_the_workspace_as_it_was_given(
+def test_the_workspace_reaches_the_workers_of_a_pod_unchanged(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     place = tmp_path / RARE
     given = ["train.processes=2", "train.restarts=0", "device=cpu", "tracking.uri=''"]
     with pytest.raises(Interrupted):
-        steps.train_here(steps.settings("", given, str(place)))
+        steps.train_here(steps.make_config("", given, str(place)))
     assert f"There are no prepared data in {place}" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""The pipeline run whole by kfp.local, and run again: what is skipped, and what is made anew."""
+"""The complete pipeline with kfp.local, and again: what is skipped, and what is rebuilt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 from support.dvc_registry import Registry
 from support.mlflow_server import QUIET
 
-pytestmark = pytest.mark.timeout(600)  # a whole run, of ten processes that import torch
+pytestmark = pytest.mark.timeout(600)  # a complete run has ten processes that import torch
 TINY = """
 seed: 3
 device: cpu
@@ -40,7 +40,7 @@ evaluate: {metrics: [fid, prdc]}
 
 
 def pipeline(folder: Path, *arguments: str, status: int = 0) -> str:
-    """What `python pipelines/ddpm.py ARGUMENTS` says; fails on another exit status."""
+    """Return the output of `python pipelines/ddpm.py ARGUMENTS`; check the exit status."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "pipelines/ddpm.py"), *arguments],
         cwd=folder,
@@ -59,11 +59,11 @@ def pipeline(folder: Path, *arguments: str, status: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a workspace that `local` has run to its end."""
+    """Return a folder with the workspace of a finished run of `local`."""
     folder = tmp_path_factory.mktemp("local")
     (folder / "params.yaml").write_text(TINY)
-    told = pipeline(folder, "local", "-p", "params.yaml")
-    (folder / "told.txt").write_text(told)
+    output = pipeline(folder, "local", "-p", "params.yaml")
+    (folder / "output.txt").write_text(output)
     return folder
 
 
@@ -74,24 +74,24 @@ def chain(folder: Path, **inputs: Any) -> Chain:
 
 
 def outputs(folder: Path, task: str) -> dict[str, Any]:
-    """What a task of the run told KFP: its artifacts by name, and its parameters."""
+    """Return the artifacts of a task of the run by name, and its parameters."""
     (found,) = (folder / "workspace/kfp").glob(f"*/**/{task}/executor_output.json")
-    told = json.loads(found.read_text())
-    artifacts = {name: a["artifacts"][0] for name, a in told["artifacts"].items()}
-    return {**artifacts, **told.get("parameterValues", {})}
+    written = json.loads(found.read_text())
+    artifacts = {name: a["artifacts"][0] for name, a in written["artifacts"].items()}
+    return {**artifacts, **written.get("parameterValues", {})}
 
 
-def test_local_runs_the_whole_pipeline_to_a_registered_champion(finished: Path) -> None:
+def test_local_runs_the_pipeline_to_a_registered_champion(finished: Path) -> None:
     record = json.loads((finished / "workspace/registered.json").read_text())
     assert record["promoted"] is True
     assert outputs(finished, "register")["Output"] == "models:/ddpm/1"
     assert outputs(finished, "evaluate")["Output"] == "pass"
-    told = (finished / "told.txt").read_text()
-    assert "# The run succeeded" in told
-    assert told.count("│ up to date │") == 5
+    output = (finished / "output.txt").read_text()
+    assert "# The run succeeded" in output
+    assert output.count("│ up to date │") == 5
 
 
-def test_artifacts_are_small_and_say_where_and_of_what_they_are(finished: Path) -> None:
+def test_artifacts_are_small_and_refer_to_the_workspace(finished: Path) -> None:
     workspace = str(finished / "workspace")
     manifest = json.loads((finished / "workspace/data/manifest.json").read_text())
     made = {
@@ -113,7 +113,7 @@ def test_artifacts_are_small_and_say_where_and_of_what_they_are(finished: Path) 
     assert scores["fd_in_domain_20"] == champion["score"]
 
 
-def test_pages_for_the_ui_hold_pictures_and_fetch_nothing(finished: Path) -> None:
+def test_pages_contain_images_and_load_nothing(finished: Path) -> None:
     for task, name in (("prepare", "contact"), ("train", "preview"), ("evaluate", "report")):
         page = Path(outputs(finished, task)[name]["uri"]).read_text()
         assert "data:image/png;base64," in page
@@ -135,7 +135,7 @@ def test_running_again_skips_what_is_unchanged(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What must be the same after a run that had nothing to do, and after one that made it anew."""
+    """Return the files that are the same after a run that rebuilds them or has nothing to do."""
     kept = ("data", "snapshots", "samples")
     files = [p for k in kept for p in (folder / "workspace" / k).rglob("*") if p.is_file()]
     return {str(p.relative_to(folder)): p.read_bytes() for p in files if p.suffix == ".npy"} | {
@@ -143,7 +143,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_what_is_gone_is_made_anew_and_never_served(finished: Path) -> None:
+def test_deleted_files_are_rebuilt_and_equal(finished: Path) -> None:
     before = contents(finished)
     shutil.rmtree(finished / "workspace/snapshots")
     shutil.rmtree(finished / "workspace/samples")
@@ -158,16 +158,16 @@ def test_what_is_gone_is_made_anew_and_never_served(finished: Path) -> None:
     assert contents(finished) == after
 
 
-def test_the_gate_keeps_a_bad_checkpoint_from_the_registry(finished: Path) -> None:
+def test_the_gate_does_not_register_a_bad_checkpoint(finished: Path) -> None:
     strict = chain(finished)
     strict.worst = 1e-6
     strict.prepare()
     strict.train()
-    assert re.search(r"step 8, has fd_in_domain_20 .*; at most 1e-06 is wanted", strict.score())
+    assert re.search(r"step 8, has fd_in_domain_20 .*; must be at most 1e-06", strict.score())
     assert "register" not in strict.made
 
 
-def test_an_unknown_setting_ends_a_component_with_one_sentence(
+def test_an_unknown_setting_ends_a_component_with_a_message(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -192,7 +192,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Registry:
     return made
 
 
-def test_another_revision_of_the_data_reruns_what_depends_on_it_and_nothing_else(
+def test_a_new_data_revision_reruns_only_what_depends_on_it(
     registry: Registry, finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     mlflow = f"sqlite:///{finished}/mlflow.db"  # a new one takes seconds to make

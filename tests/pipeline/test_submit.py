@@ -1,6 +1,6 @@
-"""Submitting: what is refused before, what a server is asked, what is told of a run.
+"""Submitting: checks before it, requests to the server, and output while a run is followed.
 
-A whole KFP is no part of these tests: `Answers` is a server with the answers of KFP's API alone.
+These tests need no KFP: `FakeKfp` is a server with the responses of KFP's API.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ train: {steps: 8, batch_size: 8}
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"overrides": ["train.stepz=4"]}, "train.stepz: unknown key in train; did you mean steps"),
-        ({"overrides": ["sample.checkpoints=best"]}, "in the pipeline evaluate depends on sample"),
-        ({"job": {"memory": "much"}}, "memory: 'much' given"),
-        ({"job": {"max_replicas": 9}}, "more than the 8 images of a batch"),
-        ({"workspace": "/elsewhere"}, "/elsewhere lies on no volume"),
-        ({"tracking": "http://me:secret@mlflow"}, "A URI among the inputs holds a password"),
+        ({"overrides": ["sample.checkpoints=best"]}, "the pipeline samples before it evaluates"),
+        ({"job": {"memory": "much"}}, "memory: got 'much'"),
+        ({"job": {"max_replicas": 9}}, "must be at most train.batch_size, 8"),
+        ({"workspace": "/elsewhere"}, "/elsewhere is not on a writable volume"),
+        ({"tracking": "http://me:secret@mlflow"}, "A URI in the inputs contains a password"),
         (
             {"source": "dvc:https://ghp_TOKEN@github.com/me/registry.git#photos@v1"},
-            "A URI among the inputs holds a password or token",
+            "A URI in the inputs contains a password or token",
         ),
-        ({"backend": "slurm"}, "pytorchjob or process is needed"),
-        ({"params": TINY + "#" * 10_000}, "more than the 10,000 bytes that KFP takes"),
+        ({"backend": "slurm"}, "must be pytorchjob or process"),
+        ({"params": TINY + "#" * 10_000}, "more than 10,000 bytes"),
     ],
 )
-def test_what_cannot_work_is_refused_before_it_is_submitted(
-    tmp_path: Path, changed: dict[str, Any], told: str
+def test_invalid_inputs_are_refused_before_submission(
+    tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "params.yaml").write_text(TINY)
-    inputs = commands.given(tmp_path / "params.yaml", None, "/workspace/run", "", 0.0)
+    inputs = commands.make_inputs(tmp_path / "params.yaml", None, "/workspace/run", "", 0.0)
     inputs |= {"backend": "pytorchjob", "tracking": "http://mlflow:5000"}
     commands.check(inputs)
-    with pytest.raises(UserError, match=re.escape(told)):
+    with pytest.raises(UserError, match=re.escape(message)):
         commands.check({**inputs, **changed})
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         (
             {"overrides": ["train.stepz=4", "seed=1", "sample.count=many"]},
@@ -73,24 +73,24 @@ def test_what_cannot_work_is_refused_before_it_is_submitted(
         ({"overrides": ["trian.steps=4"]}, "trian: unknown key; did you mean train?"),
         ({"overrides": ["train.steps"]}, "must be section.key=value"),
         ({"overrides": ["evaluate.metrics=[fid, speed]"]}, "evaluate.metrics[1]: got 'speed'"),
-        ({"overrides": ["tracking.uri=http://me:secret@mlflow"]}, "holds a password"),
-        ({"tracking": "http://me:secret@mlflow"}, "holds a password"),
-        ({"source": "dvc:https://ghp_TOKEN@github.com/me/r.git#photos"}, "holds a password"),
-        ({"params": TINY + "# was: http://me:secret@mlflow"}, "holds a password"),
-        ({"job": {"env": {"PROXY": "http://me:secret@proxy"}}}, "holds a password"),
+        ({"overrides": ["tracking.uri=http://me:secret@mlflow"]}, "contains a password"),
+        ({"tracking": "http://me:secret@mlflow"}, "contains a password"),
+        ({"source": "dvc:https://ghp_TOKEN@github.com/me/r.git#photos"}, "contains a password"),
+        ({"params": TINY + "# was: http://me:secret@mlflow"}, "contains a password"),
+        ({"job": {"env": {"PROXY": "http://me:secret@proxy"}}}, "contains a password"),
     ],
 )
-def test_beside_the_params_of_the_cluster_what_is_given_is_checked(
-    changed: dict[str, Any], told: str
+def test_inputs_are_checked_without_knowing_the_config_map(
+    changed: dict[str, Any], message: str
 ) -> None:
-    inputs = commands.given(None, None, "/workspace/run", "", 0.0)
+    inputs = commands.make_inputs(None, None, "/workspace/run", "", 0.0)
     inputs |= {"backend": "pytorchjob", "tracking": "http://mlflow:5000"}
-    with pytest.raises(UserError, match=re.escape(told)):
+    with pytest.raises(UserError, match=re.escape(message)):
         commands.check({**inputs, **changed})
 
 
-def test_what_the_params_of_the_cluster_may_make_right_is_sent() -> None:
-    right_there = [
+def test_inputs_that_the_config_map_may_complete_are_sent() -> None:
+    overrides = [
         "model.attention=[32]",
         "model.heads=3",
         "sample.classes=[cat]",
@@ -98,12 +98,12 @@ def test_what_the_params_of_the_cluster_may_make_right_is_sent() -> None:
         "evaluate.extractor=inception",
         "train.microbatches=500",
     ]
-    inputs = commands.given(None, right_there, "/workspace/run", "", 0.0)
+    inputs = commands.make_inputs(None, overrides, "/workspace/run", "", 0.0)
     commands.check({**inputs, "backend": "pytorchjob", "tracking": ""})
 
 
-class Answers(ThreadingHTTPServer):
-    """Knows one run, whose tasks go through `story`, a state of all of them for each look."""
+class FakeKfp(ThreadingHTTPServer):
+    """Serves one run; each request for it takes the next response in `story`."""
 
     def __init__(self, story: list[dict[str, Any]]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -112,10 +112,10 @@ class Answers(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Answers
+    server: FakeKfp
 
     def log_message(self, *_: object) -> None:
-        """Silence."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         looks = "/runs/" in self.path
@@ -148,9 +148,9 @@ def look(state: str, **tasks: tuple[str, str]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
+def kfp(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKfp]:
     monkeypatch.setattr(submission, "INTERVAL", 0.01)
-    server = Answers([])
+    server = FakeKfp([])
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
@@ -159,22 +159,22 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
     server.server_close()
 
 
-def test_a_run_is_submitted_whole_and_followed_to_its_end(
-    answers: Answers, capfd: pytest.CaptureFixture[str]
+def test_a_run_is_submitted_and_followed_to_its_end(
+    kfp: FakeKfp, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    answers.story[:] = [
+    kfp.story[:] = [
         look("PENDING"),
         look("RUNNING", prepare=("RUNNING", ""), **{"prepare-driver": ("SUCCEEDED", "")}),
         {"status": 503},
         look("RUNNING", prepare=("SUCCEEDED", ""), train=("RUNNING", "")),
         look("FAILED", prepare=("SUCCEEDED", ""), train=("FAILED", "worker-0: OOMKilled")),
     ]
-    server = submission.Server(answers.host, "kubeflow", lambda: "the-token")
+    server = submission.Server(kfp.host, "kubeflow", lambda: "the-token")
     inputs = {"params": TINY, "overrides": ["train.steps=9"], "worst": 2.0}
     assert server.create(ddpm, "registry/ddpm:7", True, "digits", "first", inputs) == "r-1"
     assert submission.follow(server, "r-1") == 1
 
-    (experiment, run) = answers.asked
+    (experiment, run) = kfp.asked
     assert experiment[1]["display_name"] == "digits"
     assert (run[1]["experiment_id"], run[1]["display_name"]) == ("e-1", "first")
     assert run[1]["runtime_config"]["parameters"] == inputs
@@ -183,14 +183,13 @@ def test_a_run_is_submitted_whole_and_followed_to_its_end(
     assert "registry/ddpm:7" in json.dumps(spec) and "ddpm:dev" not in json.dumps(spec)
     assert "kubernetes" in spec["platform_spec"]["platforms"]
     assert json.dumps(spec).count('"resourceType": "nvidia.com/gpu"') == 3
-    assert answers.tokens == {"Bearer the-token"}
+    assert kfp.tokens == {"Bearer the-token"}
     printed = capfd.readouterr()
-    told = printed.err.splitlines()
-    assert told[1:] == [
+    assert printed.err.splitlines()[1:] == [
         "prepare: running",
-        f'warning: KFP at {answers.host} is not ready (503): {{"status": 503}}. Trying again for '
-        "600 s; the run goes on meanwhile.",
-        f"KFP at {answers.host} answers again.",
+        f'warning: KFP at {kfp.host} is not ready (503): {{"status": 503}}. Retrying for '
+        "600 s; the run continues meanwhile.",
+        f"KFP at {kfp.host} responds again.",
         "prepare: succeeded",
         "train: running",
         "train: failed: worker-0: OOMKilled",
@@ -200,36 +199,34 @@ def test_a_run_is_submitted_whole_and_followed_to_its_end(
 
 
 @pytest.mark.parametrize("status", [429, 500, 501])
-def test_a_server_in_trouble_is_asked_again_while_a_run_is_followed(
-    answers: Answers, status: int
-) -> None:
-    """500 is what KFP says while its database restarts."""
-    answers.story[:] = [look("RUNNING"), {"status": status}, look("SUCCEEDED")]
-    assert submission.follow(submission.Server(answers.host, "kubeflow", lambda: None), "r-1") == 0
+def test_an_unavailable_server_is_retried_while_following(kfp: FakeKfp, status: int) -> None:
+    """KFP sends 500 while its database restarts."""
+    kfp.story[:] = [look("RUNNING"), {"status": status}, look("SUCCEEDED")]
+    assert submission.follow(submission.Server(kfp.host, "kubeflow", lambda: None), "r-1") == 0
 
 
-def test_a_token_that_was_made_anew_meanwhile_is_read_again(
-    answers: Answers, tmp_path: Path
-) -> None:
+def test_an_expired_token_is_read_again(kfp: FakeKfp, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("old\n")
-    server = submission.Server(answers.host, "kubeflow", lambda: commands.token(file))
-    answers.story[:] = [look("RUNNING"), {"status": 401}, look("SUCCEEDED")]
-    assert server.look("r-1")[0] == "RUNNING"
+    server = submission.Server(kfp.host, "kubeflow", lambda: commands.read_token(file))
+    kfp.story[:] = [look("RUNNING"), {"status": 401}, look("SUCCEEDED")]
+    assert server.state("r-1")[0] == "RUNNING"
     file.write_text("new\n")
     assert submission.follow(server, "r-1") == 0
-    assert answers.tokens == {"Bearer old", "Bearer new"}
+    assert kfp.tokens == {"Bearer old", "Bearer new"}
 
 
-def test_a_refusal_is_told_with_what_to_do(answers: Answers) -> None:
-    answers.story[:] = [{"status": 401, "message": "who are you?"}]
-    server = submission.Server(answers.host, "kubeflow", lambda: None)
-    with pytest.raises(UserError, match=r"refuses \(401\): .*who are you.* --token-file"):
-        server.look("r-1")
+def test_a_refusal_names_the_token_options(kfp: FakeKfp) -> None:
+    kfp.story[:] = [{"status": 401, "message": "who are you?"}]
+    server = submission.Server(kfp.host, "kubeflow", lambda: None)
+    with pytest.raises(
+        UserError, match=r"refuses the request \(401\): .*who are you.* --token-file"
+    ):
+        server.state("r-1")
 
 
-def test_an_absent_server_is_one_sentence() -> None:
-    with pytest.raises(UserError, match=r"^No KFP server answers at http://127.0.0.1:9: forward"):
+def test_a_missing_server_is_reported_with_the_remedy() -> None:
+    with pytest.raises(UserError, match=r"^No KFP server responds at http://127.0.0.1:9. Forward"):
         submission.Server("127.0.0.1:9", "kubeflow", lambda: None)
 
 
@@ -238,27 +235,27 @@ def test_a_token_is_read_from_a_file_or_the_environment(
 ) -> None:
     (tmp_path / "token").write_text("from-file\n")
     monkeypatch.setenv("KFP_TOKEN", "from-environment")
-    assert commands.token(tmp_path / "token") == "from-file"
-    assert commands.token(None) == "from-environment"
+    assert commands.read_token(tmp_path / "token") == "from-file"
+    assert commands.read_token(None) == "from-environment"
     with pytest.raises(UserError, match="Cannot read the token"):
-        commands.token(tmp_path / "absent")
+        commands.read_token(tmp_path / "absent")
 
 
-# Here: `local`
+# local
 
 
-def test_local_takes_no_workspace_in_s3(
+def test_local_refuses_a_workspace_in_s3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         commands.app(["local", "-w", "s3://bucket/run"], obj=ddpm, standalone_mode=False)
     assert stop.value.code == 1
-    assert "local: -w s3://bucket/run given; a directory is needed" in capsys.readouterr().err
+    assert "local: -w: got s3://bucket/run; must be a directory" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_what_local_did_not_expect_is_printed() -> None:
+def test_unexpected_errors_of_local_are_printed() -> None:
     code = "import local, sys; sys.exit(local.in_session(lambda: 1 // 0))"
     done = subprocess.run(
         [sys.executable, "-c", code],

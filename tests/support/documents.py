@@ -24,7 +24,7 @@ _SUFFIX = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 @functools.cache
 def read(folder: Path) -> list[Document]:
-    """Return every document that `kubectl apply -f FOLDER` applies, in its order."""
+    """Return all documents that `kubectl apply -f FOLDER` applies, in its order."""
     return [
         document
         for file in sorted(folder.glob("*.yaml"))
@@ -37,7 +37,7 @@ def named(documents: list[Document], kind: str) -> dict[str, Document]:
 
 
 def mistakes(document: Document) -> list[str]:
-    """Return the unknown and missing fields of a document, and those with a wrong type."""
+    """Return the unknown fields, missing fields and wrong types of a document."""
     version = document.get("apiVersion", "")
     group, _, number = version.rpartition("/")
     prefix = "KubeflowOrg" if group == "kubeflow.org" else ""
@@ -48,20 +48,20 @@ def mistakes(document: Document) -> list[str]:
 def _mistakes(value: Any, kind: str, where: str) -> Iterator[str]:
     if match := re.fullmatch(r"list\[(.+)\]", kind):
         if not isinstance(value, list):
-            yield f"{where}: a list is needed, {value!r:.60} given"
+            yield f"{where}: must be a list, got {value!r:.60}"
             return
         for number, item in enumerate(value):
             yield from _mistakes(item, match[1], f"{where}[{number}]")
     elif match := re.fullmatch(r"dict\(str, (.+)\)", kind):
         if not isinstance(value, dict):
-            yield f"{where}: fields are needed, {value!r:.60} given"
+            yield f"{where}: must have fields, got {value!r:.60}"
             return
         for key, item in value.items():
             yield from _mistakes(item, match[1], f"{where}.{key}")
     elif kind in _PLAIN:
         wrong = isinstance(value, bool) and kind != "bool"
         if wrong or not isinstance(value, _PLAIN[kind]):
-            yield f"{where}: {kind} is needed, {value!r:.60} given"
+            yield f"{where}: must be {kind}, got {value!r:.60}"
     elif kind != "object":
         yield from _of_model(value, kind, where)
 
@@ -69,7 +69,7 @@ def _mistakes(value: Any, kind: str, where: str) -> Iterator[str]:
 def _of_model(value: Any, kind: str, where: str) -> Iterator[str]:
     model = getattr(kubernetes.client, kind, None) or getattr(models, kind, None)
     if model is None or not isinstance(value, dict):
-        yield f"{where}: {kind} is not known" if model is None else f"{where}: fields are needed"
+        yield f"{where}: unknown kind {kind}" if model is None else f"{where}: must have fields"
         return
     attributes = {given: name for name, given in model.attribute_map.items()}
     for key, item in value.items():
@@ -98,14 +98,14 @@ def containers(template: Document) -> list[Document]:
 
 
 def quantity(text: object) -> float:
-    """Return `100m`, `2`, `512Mi` as a number."""
+    """Return `100m`, `2` or `512Mi` as a number."""
     match = re.fullmatch(r"([\d.]+)(\D*)", str(text))
     assert match, text
     return float(match[1]) * (_SUFFIX[match[2]] if match[2] else 1)
 
 
 def requested(template: Document, resource: str, kind: str = "requests") -> float:
-    """Return the resources of a pod: the sum of its containers or the largest init container."""
+    """Return what a pod requests: the sum of its containers, or the largest init container."""
     each = [
         [quantity(c["resources"][kind].get(resource, 0)) for c in template["spec"].get(part, [])]
         for part in ("initContainers", "containers")

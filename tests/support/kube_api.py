@@ -1,4 +1,4 @@
-"""A small Kubernetes API server: one namespace with one PyTorchJob, its pods and no events."""
+"""A small API server over HTTP: a namespace with one PyTorchJob, its pod and no events."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Plain = dict[str, Any]
 
 
 class Api(ThreadingHTTPServer):
-    """The server. `job` is the created job, `asked` counts requests, such as `watch pods`.
+    """`job` is the created job, `asked` counts the requests by kind, such as "watch pods".
 
-    `status(request, number)` returns the status of the n-th request of its kind: 200 or an error.
-    `state` is the condition of the job; `slow` the seconds that creating one takes.
+    `status(request, number)` returns the HTTP status for the n-th request of a kind. `state` is the
+    condition of the job; `slow` is how many seconds it takes to create one.
     """
 
     daemon_threads = True
@@ -33,7 +33,7 @@ class Api(ThreadingHTTPServer):
         self.job: Plain | None = None
         self.state, self.message, self.slow = "Running", "It runs.", 0.0
         self.asked: Counter[str] = Counter()
-        self.status: Callable[[str, int], int] = lambda question, number: 200
+        self.status: Callable[[str, int], int] = lambda request, number: 200
 
     def handle_error(self, *_: object) -> None:
         """Ignore clients that have disconnected."""
@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Print nothing."""
+        """Log nothing."""
 
     def do_POST(self) -> None:
         body = json.loads(self._body())
@@ -94,15 +94,15 @@ class _Handler(BaseHTTPRequestHandler):
             items = [] if "none%3Dnone" in query else self.server.listed(kind)
             self._answer(200, {"metadata": {"resourceVersion": "1"}, "items": items})
 
-    def _allowed(self, question: str) -> bool:
-        self.server.asked[question] += 1
-        status = self.server.status(question, self.server.asked[question])
+    def _allowed(self, request: str) -> bool:
+        self.server.asked[request] += 1
+        status = self.server.status(request, self.server.asked[request])
         if status != 200:
-            self._answer(status, {"message": f"{question}: no"})
+            self._answer(status, {"message": f"{request}: no"})
         return status == 200
 
     def _watched(self, kind: str) -> None:
-        """Send the state of all objects at the end of a watch."""
+        """Answer a watch, which sends the present state at its end."""
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()

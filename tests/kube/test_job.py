@@ -1,4 +1,4 @@
-"""The PyTorchJob of a training: what it is made of, what it is called, and what is refused."""
+"""The PyTorchJob of a training: its fields, its name, and which options are refused."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import yaml
+from support.documents import JOBS, mistakes, named, read
 
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
 from ddpm_core.text import masked
 from ddpm_core.training.identity import identity
 from ddpm_kube import cli, options
-from ddpm_kube.job import HASH, PARAMS, RUN, build
-from ddpm_kube.names import job_name, label_value
-from ddpm_kube.spec import JobSpec
+from ddpm_kube.job import PARAMS, RUN_ID, SPEC_HASH, build, load_template
+from ddpm_kube.spec import JobSpec, job_name, label_value
 
 ROOT = Path(__file__).parents[2]
 MOUNTED = {"volumes": [{"claim": "ddpm-workspace", "path": "/workspace"}]}
@@ -50,7 +50,79 @@ def refused(*settings: str, **given: Any) -> str:
     return str(caught.value)
 
 
-def test_the_workers_train_with_the_very_settings_that_were_given(tmp_path: Path) -> None:
+# The one definition
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the leaves of a document by path; items of a list are named by name or key."""
+    if isinstance(value, dict):
+        pairs: Any = value.items()
+    elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        pairs = [(item.get("name") or item.get("key") or n, item) for n, item in enumerate(value)]
+    else:
+        return {path: value}
+    found: dict[str, Any] = {}
+    for key, item in pairs:
+        found |= flat(item, f"{path}/{key}" if path else str(key))
+    return found
+
+
+POD = "spec/pytorchReplicaSpecs/Worker/template"
+MAIN = f"{POD}/spec/containers/pytorch"
+
+
+def test_a_job_differs_from_the_manifest_only_as_listed() -> None:
+    """The defaults of the options are those of manifests/jobs/20-train.yaml, with these exceptions.
+
+    The manifest is a step of a chain: it waits for `prepare`, takes params and workspace from a
+    ConfigMap and a claim, and its pods fit on one node with two cores.
+    """
+    manifest = named(list(read(JOBS)), "PyTorchJob")["ddpm-train"]
+    assert manifest == load_template()
+    optional = {"optional_secrets": ["ddpm-s3", "ddpm-mlflow"]}
+    built, template = flat(build(spec(**optional))), flat(manifest)
+    different = {key for key in built | template if built.get(key) != template.get(key)}
+    expected = {
+        "metadata/name",
+        "metadata/annotations/ddpm.io/spec-hash",
+        "spec/elasticPolicy/rdzvId",
+        # Where the run, its params and its workspace come from
+        "metadata/labels/ddpm.io/run-id",
+        "metadata/labels/app.kubernetes.io/managed-by",
+        f"{POD}/metadata/labels/ddpm.io/run-id",
+        f"{POD}/metadata/annotations/ddpm.io/params",
+        f"{POD}/spec/volumes/params",
+        f"{POD}/spec/volumes/workspace",
+        f"{POD}/spec/initContainers/wait",
+        f"{MAIN}/args",
+        f"{MAIN}/env/DDPM_WORKSPACE",
+        f"{MAIN}/volumeMounts/workspace",
+        # Sizes
+        "spec/elasticPolicy/maxReplicas",
+        "spec/pytorchReplicaSpecs/Worker/replicas",
+        f"{MAIN}/resources",
+        f"{POD}/spec/volumes/tmp",
+        # Set for any image, or by the launcher only
+        f"{MAIN}/env/HOME",
+        f"{MAIN}/env/PYTHONUNBUFFERED",
+        f"{MAIN}/env/TORCHINDUCTOR_COMPILE_THREADS",
+        f"{MAIN}/env/DDPM_LOG_RECORDS",
+    }
+    claims = (f"{POD}/spec/volumes/claim-", f"{MAIN}/volumeMounts/claim-")
+    rest = {key for key in different if not key.startswith((*expected, *claims))}
+    assert rest == set()
+    assert all(any(key.startswith(one) for key in different) for one in expected)
+
+
+def test_the_manifest_and_the_job_are_valid_for_the_api() -> None:
+    assert mistakes(load_template()) == []
+    assert mistakes(build(spec(gpu=2, secrets=["a"], tolerations=[{"key": "a"}]))) == []
+
+
+# Fields
+
+
+def test_the_workers_get_the_settings_that_were_given(tmp_path: Path) -> None:
     made = spec(("train.steps=77", "model.channels=16"))
     file = tmp_path / "params.yaml"
     file.write_text(pod_of(build(made))["metadata"]["annotations"][PARAMS])
@@ -63,17 +135,17 @@ def test_the_workers_train_with_the_very_settings_that_were_given(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("gpu", "device", "told"),
+    ("gpu", "device", "expected"),
     [(0, "auto", "auto"), (0, "cpu", "cpu"), (1, "auto", "cuda"), (1, "cuda", "cuda")],
 )
-def test_a_worker_with_a_gpu_must_see_it(gpu: int, device: str, told: str) -> None:
+def test_a_worker_with_a_gpu_must_see_it(gpu: int, device: str, expected: str) -> None:
     made = spec((f"device={device}",), gpu=gpu)
     given = params.load_text(made.params, "the workers' params")
-    assert given == made.config.model_copy(update={"device": told})
+    assert given == made.config.model_copy(update={"device": expected})
     assert identity(given, "data") == identity(made.config, "data")  # it is the same run
 
 
-def test_the_first_example_of_the_docs_makes_a_job_from_a_persons_machine(tmp_path: Path) -> None:
+def test_the_first_example_of_the_docs_prints_a_job(tmp_path: Path) -> None:
     kubeconfig = {
         "apiVersion": "v1",
         "kind": "Config",
@@ -91,16 +163,16 @@ def test_the_first_example_of_the_docs_makes_a_job_from_a_persons_machine(tmp_pa
     given = shlex.split(example.replace("\\\n", ""))
     command = [sys.executable, "-m", "ddpm_core.cli", "jobs", "train", *given, "--dry-run"]
     environment = {**os.environ, "KUBECONFIG": str(tmp_path / "kubeconfig")}
-    told = subprocess.run(
+    done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert told.returncode == 0, told.stderr
-    job = yaml.safe_load(told.stdout)
+    assert done.returncode == 0, done.stderr
+    job = yaml.safe_load(done.stdout)
     assert container_of(job)["image"] == "registry/ddpm:1"
     assert job["metadata"]["namespace"] == "ddpm"
 
 
-def test_the_elastic_policy_says_what_torchrun_would_guess_wrong() -> None:
+def test_the_elastic_policy_sets_what_torchrun_guesses_wrong() -> None:
     job = build(spec(min_replicas=2, max_replicas=4, processes=3, max_restarts=7))
     policy = job["spec"]["elasticPolicy"]
     assert (policy["minReplicas"], policy["maxReplicas"]) == (2, 4)
@@ -177,7 +249,7 @@ def test_every_option_reaches_the_pods() -> None:
         ({"gpu": 1, "cpu_limit": "2"}, "2", "16Gi", "128Mi"),
     ],
 )
-def test_a_pod_with_gpus_has_room_for_what_they_need(
+def test_defaults_of_cpu_memory_and_shm_follow_the_gpus(
     given: Settings, cpu: str, memory: str, shm: str
 ) -> None:
     job = build(spec(**given))
@@ -188,21 +260,21 @@ def test_a_pod_with_gpus_has_room_for_what_they_need(
 
 
 @pytest.mark.parametrize("resource", ["nvidia.com/gpu", "amd.com/gpu"])
-def test_a_pod_with_gpus_may_go_where_gpus_are(resource: str) -> None:
+def test_pods_with_gpus_tolerate_the_taint_of_gpu_nodes(resource: str) -> None:
     gpus = {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
     other = {"key": "team", "operator": "Equal", "value": "a"}
     asked = {"gpu": 1, "gpu_resource": resource}
-    for given, told in (
+    for given, expected in (
         ({}, None),
         ({"tolerations": [other]}, [other]),
         (asked, [gpus]),
         ({**asked, "tolerations": [gpus]}, [gpus]),
         ({**asked, "tolerations": [other]}, [other, gpus]),
     ):
-        assert pod_of(build(spec(**given)))["spec"].get("tolerations") == told
+        assert pod_of(build(spec(**given)))["spec"].get("tolerations") == expected
 
 
-def test_labels_open_the_network_that_is_used_and_no_more() -> None:
+def test_labels_open_only_the_network_that_is_used() -> None:
     plain = pod_of(build(spec(("tracking.uri=''",))))["metadata"]["labels"]
     assert not {"ddpm.io/uses-mlflow", "ddpm.io/uses-s3", "ddpm.io/uses-api"} & set(plain)
     config = params.load(None, ["tracking.uri=http://mlflow:5000"], "s3://bucket/run")
@@ -211,7 +283,7 @@ def test_labels_open_the_network_that_is_used_and_no_more() -> None:
     assert labels["ddpm.io/uses-mlflow"] == labels["ddpm.io/uses-s3"] == "true"
 
 
-def test_the_name_follows_from_run_and_stage() -> None:
+def test_the_job_name_follows_from_run_and_stage() -> None:
     kfp = "3f2b8c1e-aaaa-bbbb-cccc-0123456789ab"
     assert job_name(kfp, "train") == f"train-{kfp}"
     assert job_name(kfp, "train") == job_name(kfp, "train")
@@ -223,14 +295,16 @@ def test_the_name_follows_from_run_and_stage() -> None:
         assert name[0].isalpha()
         assert name.replace("-", "a").isalnum()
         assert name == name.lower().strip("-")
-    assert build(spec(run_id="s3://b/run"))["metadata"]["labels"][RUN] == label_value("s3://b/run")
+    assert build(spec(run_id="s3://b/run"))["metadata"]["labels"][RUN_ID] == label_value(
+        "s3://b/run"
+    )
     assert len(label_value("x" * 80)) <= 63
     assert label_value("s3://b/run") != label_value("s3://b-run")
 
 
-def test_another_setting_is_another_job_and_another_owner_is_not() -> None:
+def test_the_hash_covers_settings_but_not_the_owner() -> None:
     def mark(made: JobSpec, **owner: Any) -> str:
-        return str(build(made, **owner)["metadata"]["annotations"][HASH])
+        return str(build(made, **owner)["metadata"]["annotations"][SPEC_HASH])
 
     owned = {"owner": {"kind": "Pod", "name": "launcher", "uid": "1"}}
     assert mark(spec()) == mark(spec()) == mark(spec(), **owned)
@@ -239,8 +313,8 @@ def test_another_setting_is_another_job_and_another_owner_is_not() -> None:
     assert build(spec(), **owned)["metadata"]["ownerReferences"] == [owned["owner"]]
 
 
-def test_all_impossible_combinations_are_told_at_once() -> None:
-    told = refused(
+def test_all_impossible_combinations_are_listed_at_once() -> None:
+    message = refused(
         "device=cuda",
         min_replicas=5,
         max_replicas=4,
@@ -253,53 +327,59 @@ def test_all_impossible_combinations_are_told_at_once() -> None:
         secrets=["one"],
         optional_secrets=["one"],
     )
-    assert told.startswith("8 mistakes")
+    assert message.startswith("8 mistakes")
     for part in (
-        "min_replicas: 5 is more than max_replicas, 4",
-        "4 workers of 9 processes are 36, more than the 32 images of a batch",
-        "gpu: 0 given with device cuda",
-        "shm: 4Gi is a part of memory, and that is 2Gi",
-        "longer than its processes have to save, 60",
-        "cpu: 2 is more than cpu_limit, 1",
+        "min_replicas: got 5; must be at most max_replicas, 4",
+        "4 workers with 9 processes each are 36 processes; must be at most train.batch_size, 32",
+        "gpu: got 0 with device cuda",
+        "shm: got 4Gi; must be less than memory, 2Gi",
+        "grace_seconds: got 30; must be more than shutdown_seconds, 60",
+        "cpu: got 2; must be at most cpu_limit, 1",
         "AWS_SECRET_ACCESS_KEY looks like a secret",
-        "one is named in optional_secrets too",
+        "one is also in optional_secrets",
     ):
-        assert part in told
+        assert part in message
 
 
 @pytest.mark.parametrize(
-    ("settings", "given", "told"),
+    ("settings", "given", "part"),
     [
-        ((), {"gpu": 2, "processes": 4}, "NCCL needs one GPU for each process"),
-        (("device=cpu",), {"gpu": 1}, "leaves them idle"),
-        (("device=cuda:1",), {"gpu": 1}, "each process has a GPU of its own"),
-        (("device=mps",), {}, "a pod has none"),
-        ((), {"memory": "2"}, "is a unit missing?"),
-        ((), {"cpu": "0"}, "more than 0 is needed"),
-        ((), {"volumes": []}, "/workspace/run lies on no volume"),
+        ((), {"gpu": 2, "processes": 4}, "NCCL requires one GPU per process"),
+        (("device=cpu",), {"gpu": 1}, "gpu: got 1 with device cpu"),
+        (("device=cuda:1",), {"gpu": 1}, "each process has its own GPU"),
+        (("device=mps",), {}, "got mps, which pods do not have"),
+        ((), {"memory": "2"}, "is the unit missing?"),
+        ((), {"cpu": "0"}, "must be more than 0"),
+        ((), {"volumes": []}, "/workspace/run is not on a writable volume"),
         (
             (),
             {"volumes": [{"claim": "a", "path": "/workspace", "read_only": True}]},
-            "on no volume",
+            "not on a writable volume",
         ),
         ((), {"volumes": [*MOUNTED["volumes"], {"claim": "b", "path": "/workspace"}]}, "twice"),
-        ((), {"volumes": [*MOUNTED["volumes"], {"claim": "b", "path": "/tmp/x"}]}, "in use"),
+        (
+            (),
+            {"volumes": [*MOUNTED["volumes"], {"claim": "b", "path": "/tmp/x"}]},
+            "the job itself mounts",
+        ),
         (("tracking.uri=sqlite:///x.db",), {}, "would be lost with the pod"),
         (
             ("tracking.uri=http://me:pass@mlflow:5000",),
             {},
-            "holds a password",
+            "contains a password",
         ),
-        ((), {"deadline_seconds": 10}, "deadline_seconds: 10"),
+        ((), {"deadline_seconds": 10}, "deadline_seconds: got 10"),
         ((), {"run_id": " "}, "run_id: empty"),
     ],
 )
-def test_what_cannot_work_is_refused(settings: tuple[str, ...], given: Settings, told: str) -> None:
-    assert told in refused(*settings, **given)
+def test_impossible_options_are_refused(
+    settings: tuple[str, ...], given: Settings, part: str
+) -> None:
+    assert part in refused(*settings, **given)
 
 
 @pytest.mark.parametrize(
-    ("uri", "told"),
+    ("uri", "safe"),
     [
         ("http://me:hunter2@mlflow:5000", "http://***@mlflow:5000"),
         ("HTTPS://me:hunter2@mlflow", "HTTPS://***@mlflow"),
@@ -315,23 +395,23 @@ def test_what_cannot_work_is_refused(settings: tuple[str, ...], given: Settings,
         ("ssh://git:hunter2@host/r.git", "ssh://git:***@host/r.git"),
     ],
 )
-def test_a_password_or_token_in_a_uri_is_refused_and_not_repeated(uri: str, told: str) -> None:
-    assert masked(uri) == told
+def test_a_secret_in_a_uri_is_refused_and_not_repeated(uri: str, safe: str) -> None:
+    assert masked(uri) == safe
     for text in (f'{{"uri": "{uri}"}}', f"from {uri} and http://host:80/x@y"):
-        assert masked(text) == text.replace(uri, told)
-    sentence = refused(f"prepare.source={uri}")
-    assert f"prepare.source: {told} holds a password or token" in sentence
-    assert "hunter2" not in sentence and "er2" not in sentence
+        assert masked(text) == text.replace(uri, safe)
+    message = refused(f"prepare.source={uri}")
+    assert f"prepare.source: {safe} contains a password or token" in message
+    assert "hunter2" not in message and "er2" not in message
 
 
 @pytest.mark.parametrize("option", ["env", "annotations"])
-def test_a_password_in_a_uri_of_an_option_is_refused_and_not_repeated(option: str) -> None:
-    sentence = refused(**{option: {"STORE": "https://me:hunter2@mlflow"}})
-    assert f"{option}.STORE: https://***@mlflow holds a password or token" in sentence
+def test_a_secret_in_an_option_is_refused_and_not_repeated(option: str) -> None:
+    message = refused(**{option: {"STORE": "https://me:hunter2@mlflow"}})
+    assert f"{option}.STORE: https://***@mlflow contains a password or token" in message
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "GITHUB_TOKENS", "MY_APIKEY", "token"])
-def test_a_variable_that_is_called_like_a_secret_is_refused(name: str) -> None:
+def test_a_variable_named_like_a_secret_is_refused(name: str) -> None:
     assert f"env: {name} looks like a secret" in refused(env={name: "x"})
 
 
@@ -342,7 +422,7 @@ def test_a_variable_that_is_called_like_a_secret_is_refused(name: str) -> None:
         (("device=cpu", "train.precision=fp16"), {}),
     ],
 )
-def test_what_works_is_taken(settings: tuple[str, ...], given: Settings) -> None:
+def test_possible_options_are_accepted(settings: tuple[str, ...], given: Settings) -> None:
     assert build(spec(settings, **given))
 
 
@@ -357,36 +437,36 @@ def test_what_works_is_taken(settings: tuple[str, ...], given: Settings) -> None
         "sqlite:////a/b@c.db",
     ],
 )
-def test_a_uri_without_a_secret_is_shown_whole_and_taken(uri: str) -> None:
+def test_a_uri_without_a_secret_is_accepted_and_not_masked(uri: str) -> None:
     assert masked(uri) == uri
     assert spec((f"prepare.source={uri}",)).config.prepare.source == uri
 
 
-def test_unknown_options_and_wrong_types_are_told_together() -> None:
+def test_unknown_options_and_wrong_types_are_listed_at_once() -> None:
     wrong = {"min_replicas": 0, "memory": "2 GB", "nodes": 3, "runtime_class": ""}
     with pytest.raises(UserError) as caught:
         options.read({**wrong, "volumes": [{"path": "x"}]})
     for part in (
-        "min_replicas: 0 given",
-        "memory: '2 GB' given",
-        "nodes: unknown",
-        "runtime_class: '' given",
-        "volumes.0.claim",
+        "min_replicas: got 0; must be greater than 0",
+        "memory: got '2 GB'; must match",
+        "nodes: unknown option; options are image,",
+        "runtime_class: got ''; must match",
+        "volumes.0.claim: missing (required)",
     ):
         assert part in str(caught.value)
 
 
-def test_numbers_may_come_as_kfp_and_yaml_hand_them_on() -> None:
+def test_numbers_are_read_as_kfp_and_yaml_pass_them() -> None:
     assert options.read({"max_replicas": 2.0, "cpu": 1, "grace_seconds": 120.0}) == options.read(
         {"max_replicas": 2, "cpu": "1", "grace_seconds": 120}
     )
 
 
-def test_flags_win_over_the_file_of_options_and_settings_over_both(tmp_path: Path) -> None:
+def test_flags_override_the_file_and_settings_override_both(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("memory: 1Gi\nmin_replicas: 2\nmax_replicas: 2\n")
     flags = {"min_replicas": None, "max_replicas": 4, "volumes": ["claim:/workspace"]}
-    assert cli.gathered(file, flags, ["memory=3Gi", "gpu=1"]) == {
+    assert cli.merge_options(file, flags, ["memory=3Gi", "gpu=1"]) == {
         "memory": "3Gi",
         "min_replicas": 2,
         "max_replicas": 4,
@@ -395,42 +475,42 @@ def test_flags_win_over_the_file_of_options_and_settings_over_both(tmp_path: Pat
     }
     for wrong in (["memory"], ["=3"], ["a=[1"]):
         with pytest.raises(UserError, match="-K"):
-            cli.gathered(None, {}, wrong)
+            cli.merge_options(None, {}, wrong)
     file.write_text("memory: 1Gi\nmemory: 2Gi\n")
     with pytest.raises(UserError, match="duplicate key 'memory'"):
-        cli.gathered(file, {}, [])
+        cli.merge_options(file, {}, [])
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("90s", 90.0), ("30m", 1800.0), ("1h", 3600.0), ("2d", 172800.0)]
 )
-def test_times_are_read(text: str, value: float) -> None:
-    assert cli.seconds(text) == value
+def test_durations_are_read(text: str, value: float) -> None:
+    assert cli.parse_duration(text) == value
 
 
-def test_a_time_without_a_unit_is_refused() -> None:
+def test_a_duration_without_a_unit_is_refused() -> None:
     with pytest.raises(UserError, match="90s, 30m, 1h or 2d"):
-        cli.seconds("90")
+        cli.parse_duration("90")
 
 
-def test_the_commands_join_the_program_without_torch_or_kubernetes() -> None:
+def test_the_commands_load_without_torch_or_kubernetes() -> None:
     code = (
-        "import sys; from ddpm_kube import cli; from ddpm_kube import options, spec, names; "
+        "import sys; from ddpm_kube import cli; from ddpm_kube import job, options, spec; "
         "sys.exit(bool({'torch', 'kubernetes', 'kubeflow'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "ddpm_core.cli", "jobs", "--help"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert told.returncode == 0, told.stderr
+    assert done.returncode == 0, done.stderr
     for name in ("train", "list", "gc"):
-        assert f"  {name}" in told.stdout
+        assert f"  {name}" in done.stdout
 
 
-def test_params_are_whole_yaml_that_shows_every_default() -> None:
+def test_the_params_contain_every_default() -> None:
     shown = yaml.safe_load(spec().params)
     assert shown["train"]["restarts"] == 3
     assert shown["workspace"] == "/workspace/run"

@@ -1,4 +1,4 @@
-"""The launcher and an API server that refuses, is slow or forgets: what becomes of the job."""
+"""What becomes of a job when the API server refuses requests, is slow or fails."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from support.mlflow_server import wait_until
 
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
-from ddpm_kube import answers, launch, options
-from ddpm_kube.feed import LostSight
-from ddpm_kube.outcome import Outcome
+from ddpm_kube import cluster, launch, options, watch
+from ddpm_kube.launch import Outcome
+from ddpm_kube.watch import WatchLost
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,8 +33,9 @@ def kubeconfig(tmp_path: Path) -> Path:
 @pytest.fixture
 def api(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
-    monkeypatch.setattr(launch, "LOOK", 0.05)
-    monkeypatch.setattr(answers, "PAUSES", (0.1, 0.1))
+    monkeypatch.setattr(launch, "LOOK_INTERVAL", 0.05)
+    for module in (cluster, watch):
+        monkeypatch.setattr(module, "PAUSES", (0.1, 0.1))
     with api_server(kubeconfig) as server:
         yield server
 
@@ -50,56 +51,57 @@ def train(keep: bool = False) -> Outcome:
 
 @pytest.mark.parametrize("kind", ["pytorchjobs", "pods", "events"])
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_refusal_that_passes_costs_nothing(
+def test_a_temporary_refusal_does_not_end_the_job(
     api: Api, capsys: pytest.CaptureFixture[str], kind: str, status: int
 ) -> None:
-    """API servers refuse what they allow for a while after they have started again."""
+    """API servers refuse permitted requests for a while after a restart."""
 
-    def answer(question: str, number: int) -> int:
-        if question == f"watch {kind}" and number == 6:
+    def answer(request: str, number: int) -> int:
+        if request == f"watch {kind}" and number == 6:
             api.state = "Succeeded"
-        return status if question == f"watch {kind}" and 2 <= number <= 4 else 200
+        return status if request == f"watch {kind}" and 2 <= number <= 4 else 200
 
     api.status = answer
     assert train(keep=True).job == "train-run"
     assert not api.asked["delete"]
-    told = capsys.readouterr().err
-    assert "The API server answers again." in told and "Without them" not in told
+    output = capsys.readouterr().err
+    assert "The API server responds again." in output and "Without events" not in output
 
 
 @pytest.mark.parametrize("kind", ["pods", "events"])
-def test_a_refusal_that_lasts_ends_the_launcher_and_not_the_job(
+def test_a_lasting_refusal_ends_the_launcher_not_the_job(
     api: Api, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(answers, "PATIENCE", 0.5)
-    api.status = lambda question, n: 403 if question == f"watch {kind}" and n > 1 else 200
+    monkeypatch.setattr(cluster, "RETRY_FOR", 0.5)
+    api.status = lambda request, n: 403 if request == f"watch {kind}" and n > 1 else 200
     with pytest.raises(
-        LostSight, match=rf"ceased to tell of {kind} \(watch {kind}: no\).* goes on"
+        WatchLost,
+        match=rf"no longer permits to watch {kind} \(watch {kind}: no\).* still be running",
     ):
         train()
     assert api.job and api.asked[f"watch {kind}"] > 2
 
 
-@pytest.mark.parametrize("question", ["list pods", "watch pods"])
-def test_what_was_refused_from_the_beginning_is_told_at_once_and_no_job_is_left(
-    api: Api, question: str
-) -> None:
-    api.status = lambda asked, _: 403 if asked == question else 200
-    with pytest.raises(UserError, match=r"^Not allowed to watch pods: .*needs the Role"):
+@pytest.mark.parametrize("request_", ["list pods", "watch pods"])
+def test_an_initial_refusal_is_reported_and_leaves_no_job(api: Api, request_: str) -> None:
+    api.status = lambda request, _: 403 if request == request_ else 200
+    with pytest.raises(
+        UserError, match=r"^Not allowed to watch pods: .* to the Role ddpm-launcher"
+    ):
         train()
-    assert api.job is None and api.asked[question] == 1
+    assert api.job is None and api.asked[request_] == 1
 
 
-# The end
+# The end of the job
 
 
 @pytest.mark.parametrize("state", ["Succeeded", "Failed"])
-def test_a_job_that_cannot_be_removed_hides_not_what_became_of_it(
+def test_the_outcome_is_reported_even_if_cleanup_fails(
     api: Api, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str
 ) -> None:
-    monkeypatch.setattr(answers, "PATIENCE", 0.3)
+    monkeypatch.setattr(cluster, "RETRY_FOR", 0.3)
     api.state, api.message = state, "The deadline has passed."
-    api.status = lambda question, _: 500 if question == "delete" else 200
+    api.status = lambda request, _: 500 if request == "delete" else 200
     if state == "Succeeded":
         assert train().job == "train-run"
     else:
@@ -109,9 +111,9 @@ def test_a_job_that_cannot_be_removed_hides_not_what_became_of_it(
     assert "ddpm/train-run is left for `ddpm jobs gc`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
-def test_a_launcher_that_is_told_to_stop_while_its_job_is_made_leaves_none(
-    api: Api, kubeconfig: Path, asked: signal.Signals
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_job_is_created_leaves_no_job(
+    api: Api, kubeconfig: Path, number: signal.Signals
 ) -> None:
     api.slow = 1.0
     arguments = ["jobs", "train", "-w", "s3://bucket/run", "--image", "ddpm:dev"]
@@ -120,8 +122,8 @@ def test_a_launcher_that_is_told_to_stop_while_its_job_is_made_leaves_none(
         env={**os.environ, "KUBECONFIG": str(kubeconfig)},
         cwd=kubeconfig.parent,
     )
-    wait_until(lambda: api.asked["making"], "the job is asked for")
-    launcher.send_signal(asked)
-    assert launcher.wait(60) == 128 + asked
-    wait_until(lambda: api.asked["create"], "the job was made")
+    wait_until(lambda: api.asked["making"], "the job is requested")
+    launcher.send_signal(number)
+    assert launcher.wait(60) == 128 + number
+    wait_until(lambda: api.asked["create"], "the job was created")
     assert api.job is None
