@@ -121,3 +121,12 @@ def test_no_file_contains_a_package_index_or_local_path() -> None:
             assert "index" + "-url" not in text.replace("--no-emit-index" + "-url", ""), name
             assert "https://" + "files." not in text, name
             assert not re.search(r"(?<![\w.])/(home|work|Users)/", text), name
+
+
+def test_documents_name_existing_files() -> None:
+    folders = "ddpm_core|ddpm_kube|components|manifests|overlays|tests"
+    named = re.compile(rf"(?<![\w/])(?:{folders})/[\w/.-]+\w")
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        paths = set(named.findall(document.read_text(encoding="utf-8")))
+        missing = sorted(path for path in paths if not (ROOT / path).exists())
+        assert not missing, f"{document.name} names {missing}"
