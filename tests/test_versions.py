@@ -55,7 +55,7 @@ def test_what_a_network_does_not_need_may_be_another_versions(tmp_path: Path) ->
     ("change", "told"),
     [
         (lambda s: s["params"]["train"]["optimizer"].update(eps=1e-8), "train.optimizer.eps"),
-        (lambda s: s["params"]["sample"].update(sampler="heun"), "sample.sampler: 'heun' given"),
+        (lambda s: s["params"]["sample"].update(sampler="heun"), "sample.sampler: got 'heun'"),
         (lambda s: s["network"].update(norm="rms"), "norm"),
     ],
 )
