@@ -77,5 +77,5 @@ def test_what_another_version_means_names_that_version_and_no_damage(
 
 def test_settings_that_no_version_can_mean_are_damage(tmp_path: Path) -> None:
     written(tmp_path / "bad", lambda s: s["params"]["sample"].update(steps=-1), made=__version__)
-    with pytest.raises(Corrupt, match=r"sample\.steps: -1 given"):
+    with pytest.raises(Corrupt, match=r"sample\.steps: got -1"):
         Checkpoint.open(tmp_path / "bad")
