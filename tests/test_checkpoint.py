@@ -57,7 +57,7 @@ def test_unknown_settings_without_effect_are_ignored(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda s: s["params"]["train"]["optimizer"].update(eps=1e-8), "train.optimizer.eps"),
-        (lambda s: s["params"]["sample"].update(sampler="heun"), "sample.sampler: 'heun' given"),
+        (lambda s: s["params"]["sample"].update(sampler="heun"), "sample.sampler: got 'heun'"),
         (lambda s: s["network"].update(norm="rms"), "norm"),
     ],
 )
@@ -79,5 +79,5 @@ def test_other_version_is_reported_and_not_as_damage(
 
 def test_settings_invalid_for_every_version_are_damage(tmp_path: Path) -> None:
     write_with(tmp_path / "bad", lambda s: s["params"]["sample"].update(steps=-1), made=__version__)
-    with pytest.raises(Corrupt, match=r"sample\.steps: -1 given"):
+    with pytest.raises(Corrupt, match=r"sample\.steps: got -1"):
         Checkpoint.open(tmp_path / "bad")

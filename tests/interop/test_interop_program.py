@@ -103,6 +103,6 @@ def test_bare_network_is_imported_with_its_process(tmp_path: Path) -> None:
     assert "Give --schedule, --timesteps, --prediction as the network was trained" in output
     process = "--schedule", "linear", "--timesteps", "1000", "--prediction"
     output = ddpm(tmp_path, "import-diffusers", "bare", "own", *process, "sound", status=1)
-    assert "diffusion.prediction: 'sound' given" in output
+    assert "diffusion.prediction: got 'sound'" in output
     ddpm(tmp_path, "import-diffusers", "bare", "own", *process, "noise")
     assert (tmp_path / "own" / "model.safetensors").is_file()
