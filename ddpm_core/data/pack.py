@@ -134,7 +134,7 @@ def _notes(facts: dict[str, Any], images: UsableImages) -> list[str]:
         )
     cut = sum(is_cut(text) for text in images.captions or ())
     if cut:
-        notes.append(f"{counted(cut, 'caption')} of more than 64 bytes: cut to 64.")
+        notes.append(f"Cut {counted(cut, 'caption')} to 64 bytes.")
     return notes
 
 
