@@ -77,15 +77,11 @@ def test_resumed_equals_uninterrupted_on_a_device(
 def test_two_workers_exchange_tensors_of_their_devices(begun: Path, here: Path) -> None:
     folder = new_run(begun, "together", SETTINGS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    tests = Path(__file__).parents[1]
     done = subprocess.run(
-        [
-            *torchrun,
-            "--nproc-per-node=2",
-            str(Path(__file__).parents[1] / "support/apart.py"),
-            "train",
-        ],
+        [*torchrun, "--nproc-per-node=2", str(tests / "support/apart.py"), "train"],
         cwd=folder,
-        env=environment(),
+        env={**environment(), "PYTHONPATH": str(tests)},
         capture_output=True,
         text=True,
         check=False,
