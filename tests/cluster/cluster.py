@@ -15,8 +15,8 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("DDPM_IMAGE", "ddpm:dev")
-# A command for containers that runs `ddpm` as a child, because nothing inside a container can kill or
-# stop its first process.
+# A command for containers that runs `ddpm` as a child: nothing inside a container can kill or stop
+# its first process.
 BELOW = "import subprocess, sys; sys.exit(subprocess.call(['ddpm', *sys.argv[1:]]))"
 
 Document = dict[str, Any]
