@@ -122,8 +122,8 @@ class Namespace:
         return dict(json.loads(self.kubectl("get", kind, name, "-o", "json")))
 
     def list(self, kind: str, selector: str = "") -> list[Document]:
-        told = self.kubectl("get", kind, "-o", "json", *(["-l", selector] if selector else []))
-        return list(json.loads(told)["items"])
+        listed = self.kubectl("get", kind, "-o", "json", *(["-l", selector] if selector else []))
+        return list(json.loads(listed)["items"])
 
     def exists(self, kind: str, name: str) -> bool:
         return bool(self.kubectl("get", kind, name, "--ignore-not-found", "-o", "name").strip())
@@ -225,14 +225,14 @@ class Namespace:
 
     def explain(self, lines: int = 40) -> str:
         """Return events, the state of each pod, and the end of its logs."""
-        told = [self._asked("get", "pods,jobs,pytorchjobs", "-o", "wide")]
-        told.append(self._asked("get", "events", "--sort-by=.lastTimestamp"))
+        sections = [self._asked("get", "pods,jobs,pytorchjobs", "-o", "wide")]
+        sections.append(self._asked("get", "events", "--sort-by=.lastTimestamp"))
         for pod in self._asked("get", "pods", "-o", "name").split():
             log = self._asked(
                 "logs", pod, "--all-containers", "--prefix", f"--tail={lines}", "--ignore-errors"
             )
-            told.append(f"--- {pod}\n{log}")
-        return "\n".join(told)
+            sections.append(f"--- {pod}\n{log}")
+        return "\n".join(sections)
 
     def _asked(self, *arguments: str) -> str:
         try:

@@ -11,7 +11,7 @@ from cluster import Namespace, kubectl
 
 HOW = (
     "These tests need a Kubernetes cluster with the Training Operator: set KUBECONFIG (kind, "
-    "minikube or GKE will do; docs/kubernetes.md says what to install), load the image, "
+    "minikube or GKE will do; see docs/kubernetes.md for what to install), load the image, "
     "`docker build -t ddpm:dev .`, and set DDPM_IMAGE if it has another name there."
 )
 

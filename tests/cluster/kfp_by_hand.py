@@ -162,11 +162,11 @@ class Backend:
             log = self._namespace.finished(pod, 600)
         except AssertionError as error:
             raise Failed(str(error)) from error
-        (told,) = (line for line in log.splitlines() if line.startswith(kfp_pod.MARK))
+        (printed,) = (line for line in log.splitlines() if line.startswith(kfp_pod.MARK))
         ran = Ran(
             pod,
             log,
-            *kfp_pod.outputs(spec, json.loads(told.removeprefix(kfp_pod.MARK)), given, place),
+            *kfp_pod.outputs(spec, json.loads(printed.removeprefix(kfp_pod.MARK)), given, place),
         )
         with self._lock:
             self.ran.setdefault(name, []).append(ran)

@@ -29,9 +29,9 @@ for path in [*paths.values(), pathlib.Path(outputs["outputFile"])]:
 status = subprocess.run(command).returncode
 if status:
     sys.exit(status)
-told = json.loads(pathlib.Path(outputs["outputFile"]).read_text())
+written = json.loads(pathlib.Path(outputs["outputFile"]).read_text())
 sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
-print("KFP-LAUNCHER " + json.dumps({"output": told, "sizes": sizes}), flush=True)
+print("KFP-LAUNCHER " + json.dumps({"output": written, "sizes": sizes}), flush=True)
 """
 
 Values = dict[str, Any]
@@ -102,7 +102,7 @@ def executor_input(spec: Document, parameters: Values, artifacts: Values, place:
         ]}
         for name, one in definitions.get("artifacts", {}).items()
     }  # fmt: skip
-    told = {
+    inputs = {
         name: {"outputFile": f"/tmp/kfp/outputs/{name}"}
         for name in definitions.get("parameters", {})
     }
@@ -112,26 +112,26 @@ def executor_input(spec: Document, parameters: Values, artifacts: Values, place:
                 "parameterValues": parameters,
                 "artifacts": {name: {"artifacts": some} for name, some in artifacts.items()},
             },
-            "outputs": {"parameters": told, "artifacts": made, "outputFile": OUTPUT},
+            "outputs": {"parameters": inputs, "artifacts": made, "outputFile": OUTPUT},
         }
     )
 
 
 def outputs(
-    spec: Document, told: Document, given: str, place: str
+    spec: Document, written: Document, given: str, place: str
 ) -> tuple[Outputs, dict[str, int]]:
     """Return the outputs of a task. Fails, like the launcher, for artifacts outside the root."""
     made = {}
     for name, asked in json.loads(given)["outputs"]["artifacts"].items():
-        (answer,) = told["output"]["artifacts"][name]["artifacts"]
+        (answer,) = written["output"]["artifacts"][name]["artifacts"]
         (wanted,) = asked["artifacts"]
         assert answer["uri"] == wanted["uri"] == f"{place}/{name}"
         assert "custom_path" not in answer
         made[name] = [{**wanted, "metadata": answer["metadata"]}]
-    assert set(told["sizes"]) == set(made), "an artifact without its file"
-    parameters = told["output"].get("parameterValues", {})
+    assert set(written["sizes"]) == set(made), "an artifact without its file"
+    parameters = written["output"].get("parameterValues", {})
     assert set(parameters) == set(spec.get("outputDefinitions", {}).get("parameters", {}))
-    return Outputs(parameters, made), told["sizes"]
+    return Outputs(parameters, made), written["sizes"]
 
 
 def _volumes(config: Document, claims: bool) -> tuple[list[Document], list[Document]]:

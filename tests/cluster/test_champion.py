@@ -115,7 +115,7 @@ def test_the_champion_is_replaced_without_a_restart(
             "has no version with the alias"
             in namespace.logs(champion_pod(namespace)["metadata"]["name"])
         ),
-        "the champion says what it waits for",
+        "the champion prints what it waits for",
         240,
     )
     assert not champion_pod(namespace)["status"]["containerStatuses"][0]["ready"]
@@ -132,8 +132,8 @@ def test_the_champion_is_replaced_without_a_restart(
         with asking(namespace, pod) as answers:
             assert json.loads(next(answers))["version"] == "1"
             registry.promote(versions[1])
-            told = json.loads(next(answers))
-    assert told == {"kinds": 2, "changed": True, "sizes": [[8, 8]]}
+            result = json.loads(next(answers))
+    assert result == {"kinds": 2, "changed": True, "sizes": [[8, 8]]}
     after = champion_pod(namespace)
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
     assert after["status"]["containerStatuses"][0]["restartCount"] == 0

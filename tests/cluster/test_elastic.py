@@ -106,8 +106,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Pat
     def train() -> Path:
         ddpm(folder, "prepare")
         training = start(folder, "train")
-        said = training.ended(900)
-        assert training.returncode == 0, said
+        printed = training.ended(900)
+        assert training.returncode == 0, printed
         return folder
 
     with ThreadPoolExecutor(1) as pool:
@@ -122,10 +122,10 @@ def rows(launching: Launching, name: str) -> list[dict[str, Any]]:
 
 def grows(launching: Launching, name: str, world: int, by: int = 2) -> int:
     """Wait for more rows of a world of this size, and return the step of the last one."""
-    begun = len(rows(launching, name))
+    known = len(rows(launching, name))
 
     def holds() -> int:
-        new = [row for row in rows(launching, name)[begun:] if row["world_size"] == world]
+        new = [row for row in rows(launching, name)[known:] if row["world_size"] == world]
         return int(new[-1]["step"]) if len(new) >= by else 0
 
     return int(wait_until(holds, f"{name} goes on with {world} workers", 400))
@@ -141,8 +141,8 @@ def tensors(launching: Launching, folder: str) -> runs.Tensors:
 
 def pod(namespace: Namespace, name: str) -> str:
     """Return the uid of a pod; empty if it does not exist."""
-    told = ("--ignore-not-found", "-o", "jsonpath={.metadata.uid}")
-    return namespace.kubectl("get", "pod", name, *told).strip()
+    options = ("--ignore-not-found", "-o", "jsonpath={.metadata.uid}")
+    return namespace.kubectl("get", "pod", name, *options).strip()
 
 
 def delete(namespace: Namespace, name: str) -> None:
@@ -198,11 +198,11 @@ def play_tracked(launching: Launching) -> list[list[float]]:
     namespace.ready("mlflow", 400)
     do(namespace, worker, GO_ON)
     grows(launching, "tracked", world=1, by=1)  # so that MLflow returns during the training
-    said = launching.output("launcher-tracked")
-    assert launching.ends("launcher-tracked", 600) == "Succeeded", said
+    printed = launching.output("launcher-tracked")
+    assert launching.ends("launcher-tracked", 600) == "Succeeded", printed
     (server,) = namespace.list("pods", "app.kubernetes.io/name=mlflow")
-    told = namespace.exec(server["metadata"]["name"], "python", "-c", HISTORY)
-    return list(json.loads(told))
+    history = namespace.exec(server["metadata"]["name"], "python", "-c", HISTORY)
+    return list(json.loads(history))
 
 
 @pytest.fixture(scope="module")
@@ -226,16 +226,16 @@ def test_deleting_and_scaling_workers_gives_the_same_model(
     worlds = [row["world_size"] for row in logged]
     assert set(worlds) == {1, 2}
     changes = [b for a, b in zip([0, *worlds], worlds, strict=False) if a != b]
-    said = launching.output("launcher")
-    assert f"Processes: {', then '.join(str(world) for world in changes)}." in said
+    printed = launching.output("launcher")
+    assert f"Processes: {', then '.join(str(world) for world in changes)}." in printed
     assert not launching.left(job_name("/workspace/elastic", "train"))
 
     folder = undisturbed.result(900)
-    begun = folder.parent / "start"
-    (begun / "workspace").mkdir(parents=True)
-    (begun / "workspace" / "data").symlink_to(folder / "workspace" / "data")
-    write_params(begun, SETTINGS)
-    before = runs.of_file(runs.at_start(begun))
+    initial = folder.parent / "start"
+    (initial / "workspace").mkdir(parents=True)
+    (initial / "workspace" / "data").symlink_to(folder / "workspace" / "data")
+    write_params(initial, SETTINGS)
+    before = runs.of_file(runs.at_start(initial))
     here = runs.of_file(runs.final(folder, STEPS))
     there = runs.of_file(tensors(launching, f"/workspace/elastic/snapshots/step-{STEPS:08d}"))
     assert runs.distance(there, here, before) <= SAME_MODEL

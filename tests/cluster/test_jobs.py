@@ -34,12 +34,12 @@ def writes(folder):
         return False
     return True
 folders = ("/", "/opt", "/usr/local", "/etc/ddpm", "/tmp", "/dev/shm", "/workspace")
-told = {folder: writes(folder) for folder in folders if os.path.isdir(folder)}
-print(json.dumps({"uid": os.getuid(), "gid": os.getgid(), "writes": told,
+writable = {folder: writes(folder) for folder in folders if os.path.isdir(folder)}
+print(json.dumps({"uid": os.getuid(), "gid": os.getgid(), "writes": writable,
                   "token": os.path.exists("/var/run/secrets/kubernetes.io")}))
 """
 # `ddpm sample` by one process alone from the same snapshots; then seed, number and bytes of the
-# images of both, in order, whoever drew them.
+# images of both, in order.
 COMPARE = """
 import hashlib, json, pathlib, shutil, subprocess
 import numpy as np
@@ -51,8 +51,8 @@ for root in ("/workspace/run", "/workspace/alone"):
     [folder] = pathlib.Path(root, "samples").glob("step-*")
     manifest = json.loads((folder / "manifest.json").read_text())
     images = np.concatenate([np.load(folder / name) for name in manifest["shards"]])
-    told = [manifest["seed"], len(images), hashlib.sha256(images.tobytes()).hexdigest()]
-    print(json.dumps([len(manifest["shards"]), *told]))
+    summary = [manifest["seed"], len(images), hashlib.sha256(images.tobytes()).hexdigest()]
+    print(json.dumps([len(manifest["shards"]), *summary]))
 """
 # Stops the sampling of shard N after some of its ten batches; prints how many.
 STOP = """
@@ -132,7 +132,7 @@ def finish(namespace: Namespace, *names: str) -> None:
 
 def compared(namespace: Namespace, name: str) -> list[list[object]]:
     """Return [shards, seed, images, SHA-256] of the pods' samples, and of those of one process."""
-    said = namespace.run(
+    printed = namespace.run(
         name,
         command=["python", "-c", COMPARE],
         env={"OMP_NUM_THREADS": "1"},
@@ -140,7 +140,7 @@ def compared(namespace: Namespace, name: str) -> list[list[object]]:
         config_maps={"ddpm-params": "/etc/ddpm"},
         seconds=900,
     )
-    return [json.loads(line) for line in said.splitlines()[-2:]]
+    return [json.loads(line) for line in printed.splitlines()[-2:]]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,9 @@ def chain(namespace: Namespace) -> Iterator[Namespace]:
     drawer["command"] = ["python", "-c", BELOW]
     namespace.apply(jobs)
     wait_until(
-        lambda: len(said := waiting(namespace)) == 7 and all("wait: " in log for _, log in said),
+        lambda: (
+            len(printed := waiting(namespace)) == 7 and all("wait: " in log for _, log in printed)
+        ),
         "seven pods wait",
         600,
     )
@@ -181,8 +183,8 @@ def test_only_the_shard_of_a_killed_pod_is_sampled_again(chain: Namespace) -> No
     chain.apply(rendered("ddpm-prepare"))
     victim = wait_until(lambda: sampling(chain), "a sampling pod is at work", 900, pause=0.2)
     stop = ("python", "-c", STOP, index_of(victim))
-    said = chain.kubectl("exec", of(victim), "-c", "sample", "--", *stop, seconds=300)
-    assert 1 <= int(said) <= 9
+    printed = chain.kubectl("exec", of(victim), "-c", "sample", "--", *stop, seconds=300)
+    assert 1 <= int(printed) <= 9
     before = {index_of(p): p["metadata"]["uid"] for p in pods(chain, "ddpm-sample")}
     chain.kubectl("delete", "pod", of(victim), "--grace-period=1", "--wait=false")
     finish(chain, "ddpm-prepare", "ddpm-sample", "ddpm-train")

@@ -56,8 +56,8 @@ def test_each_overlay_is_valid_and_accepted(empty: Namespace, folder: Path) -> N
     for document in namespaced:
         document["metadata"]["namespace"] = empty.name
     given = yaml.safe_dump_all(namespaced)
-    told = applied(given, "--dry-run=server", "--validate=strict")
-    assert told.count("(server dry run)") == len(namespaced)
+    output = applied(given, "--dry-run=server", "--validate=strict")
+    assert output.count("(server dry run)") == len(namespaced)
 
 
 @pytest.mark.parametrize("folder", [PLATFORM, JOBS], ids=["platform", "jobs"])

@@ -44,19 +44,19 @@ CLIENT = """
 import http.client, json, pathlib, time
 words = pathlib.Path("/etc/resolv.conf").read_text().split()
 place = next(word for word in words if ".svc." in word)
-told = {}
+statuses = {}
 for host in ("mlflow:5000", f"mlflow.{place.split('.')[0]}.svc:5000", "evil:5000"):
     for attempt in range(60):
         try:
             connection = http.client.HTTPConnection("mlflow", 5000, timeout=10)
             connection.request("POST", "/api/2.0/mlflow/experiments/search", '{"max_results": 1}',
                                {"Host": host, "Content-Type": "application/json"})
-            told[host] = connection.getresponse().status
+            statuses[host] = connection.getresponse().status
             break
         except OSError as error:
             print(error, flush=True)
             time.sleep(1)
-print(json.dumps(told))
+print(json.dumps(statuses))
 """
 # Compiles and loads a C library, as Triton does before it compiles a network for a GPU.
 BUILD = """
@@ -146,9 +146,13 @@ def test_mlflow_accepts_the_name_of_its_service(namespace: Namespace) -> None:
     """It refuses other host names, against DNS rebinding."""
     namespace.ready("mlflow", 300)
     uses = {"ddpm.io/uses-mlflow": "true"}
-    said = namespace.run("client", command=["python", "-c", CLIENT], labels=uses, memory="256Mi")
-    told = json.loads(said.splitlines()[-1])
-    assert told == {"mlflow:5000": 200, f"mlflow.{namespace.name}.svc:5000": 200, "evil:5000": 403}
+    printed = namespace.run("client", command=["python", "-c", CLIENT], labels=uses, memory="256Mi")
+    statuses = json.loads(printed.splitlines()[-1])
+    assert statuses == {
+        "mlflow:5000": 200,
+        f"mlflow.{namespace.name}.svc:5000": 200,
+        "evil:5000": 403,
+    }
 
 
 def test_a_pod_can_compile_and_load_a_c_library(namespace: Namespace) -> None:
