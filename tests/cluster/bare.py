@@ -1,4 +1,4 @@
-"""An API server that knows Kubernetes's own kinds and no others, for as long as it is needed."""
+"""An API server with only Kubernetes' own kinds, for the duration of a test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def available() -> bool:
 
 @contextmanager
 def api_server(folder: Path) -> Iterator[Path]:
-    """The kubeconfig of a new API server, which keeps everything in `folder`."""
+    """Start an API server that stores everything in `folder`, and yield its kubeconfig."""
     client, peer, secure = (free_port() for _ in range(3))
     store, others = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
     write_key(folder / "key.pem")
@@ -69,7 +69,7 @@ def running(program: str, settings: dict[str, object], folder: Path) -> Iterator
 
 
 def write_key(file: Path) -> None:
-    """That with which tokens of ServiceAccounts are signed."""
+    """Write the key that signs the tokens of ServiceAccounts."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     plain = serialization.NoEncryption()
     form = serialization.PrivateFormat.TraditionalOpenSSL

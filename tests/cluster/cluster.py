@@ -1,4 +1,4 @@
-"""The cluster that KUBECONFIG names, through kubectl: a namespace, and what happens in it."""
+"""Namespaces for tests in the cluster of KUBECONFIG, through kubectl."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("DDPM_IMAGE", "ddpm:dev")
-# A command of a container: its first process can't be killed or stopped from within it, so this one
-# waits for `ddpm` with the arguments.
+# A command for containers that runs `ddpm` as a child: nothing inside a container can kill or stop
+# its first process.
 BELOW = "import subprocess, sys; sys.exit(subprocess.call(['ddpm', *sys.argv[1:]]))"
 
 Document = dict[str, Any]
 
-# What Pod Security `restricted` asks of a pod and its container, and a root that stays as it is.
+# What Pod Security `restricted` requires of a pod and its container, and a read-only root.
 POD_SECURITY = {
     "runAsNonRoot": True,
     "runAsUser": 1000,
@@ -37,11 +37,11 @@ CONTAINER_SECURITY = {
 
 
 class KubectlFailed(AssertionError):
-    """kubectl ended with an error; the text is what it said."""
+    """kubectl failed; the text is its error message."""
 
 
 def kubectl(*arguments: str, given: str | None = None, seconds: float = 120) -> str:
-    """What kubectl prints."""
+    """Run kubectl, and return its output. Raises KubectlFailed."""
     done = subprocess.run(
         ["kubectl", *arguments], input=given, capture_output=True, text=True, timeout=seconds
     )
@@ -51,7 +51,7 @@ def kubectl(*arguments: str, given: str | None = None, seconds: float = 120) -> 
 
 
 def documents(*paths: Path) -> list[Document]:
-    """The documents of YAML files, or of the YAML files that lie directly in folders, in order."""
+    """Return the documents of YAML files, and of the YAML files directly in folders, in order."""
     files = [f for p in paths for f in (sorted(p.glob("*.yaml")) if p.is_dir() else [p])]
     return [d for f in files for d in yaml.safe_load_all(f.read_text(encoding="utf-8")) if d]
 
@@ -59,7 +59,7 @@ def documents(*paths: Path) -> list[Document]:
 def wait_until(
     condition: Callable[[], Any], what: str | Callable[[], str], seconds: float, pause: float = 1.0
 ) -> Any:
-    """Ask again and again; the first answer that is true. A question that fails is asked again."""
+    """Call `condition` until it returns a true value, and return that. Retries failed kubectl."""
     deadline, rest, trouble = time.monotonic() + seconds, threading.Event(), ""
     while True:
         try:
@@ -75,27 +75,27 @@ def wait_until(
 
 
 def applied(text: str, *more: str) -> str:
-    """What `kubectl apply` says; again where the API server or a webhook is too busy to answer."""
+    """Run `kubectl apply`, again if the API server or a webhook is busy; return its output."""
     asked = ("apply", *more, "-f", "-")
     return str(wait_until(lambda: kubectl(*asked, given=text), "documents are applied", 120))
 
 
 class Namespace:
-    """A namespace with the platform of `manifests/`, gone with the tests that used it."""
+    """A namespace with the platform of `manifests/`, deleted after the tests that use it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    # -- making and ending
+    # -- creation and deletion
 
     def create(self, platform: bool = True) -> None:
-        """The namespace as manifests/ has it, and with `platform` all else that lies there."""
+        """Create the namespace of manifests/, and with `platform` everything else in manifests/."""
         everything = documents(ROOT / "manifests")
         (own,) = [d for d in everything if d["kind"] == "Namespace"]
         own["metadata"]["name"] = self.name
         applied(yaml.safe_dump(own))
-        # Whom pods are that name no account: made by a controller a moment after the namespace,
-        # and without it the API server refuses them.
+        # A controller creates the default account a moment after the namespace. Until then the API
+        # server refuses pods without an account of their own.
         wait_until(lambda: self.exists("serviceaccount", "default"), "the default account", 120)
         if platform:
             self.apply(d for d in everything if d["kind"] != "Namespace")
@@ -109,7 +109,7 @@ class Namespace:
         return kubectl("--namespace", self.name, *arguments, given=given, seconds=seconds)
 
     def apply(self, wanted: Iterable[Document] | Document) -> None:
-        """Apply documents here, with the image under test, whatever namespace they name."""
+        """Apply documents in this namespace, with the image under test."""
         given = [wanted] if isinstance(wanted, dict) else list(wanted)
         for document in given:
             document.get("metadata", {}).pop("namespace", None)
@@ -122,8 +122,8 @@ class Namespace:
         return dict(json.loads(self.kubectl("get", kind, name, "-o", "json")))
 
     def list(self, kind: str, selector: str = "") -> list[Document]:
-        told = self.kubectl("get", kind, "-o", "json", *(["-l", selector] if selector else []))
-        return list(json.loads(told)["items"])
+        listed = self.kubectl("get", kind, "-o", "json", *(["-l", selector] if selector else []))
+        return list(json.loads(listed)["items"])
 
     def exists(self, kind: str, name: str) -> bool:
         return bool(self.kubectl("get", kind, name, "--ignore-not-found", "-o", "name").strip())
@@ -193,7 +193,7 @@ class Namespace:
         return str(self.get("pod", pod)["status"].get("phase"))
 
     def finished(self, pod: str, seconds: float = 300) -> str:
-        """The log of a pod that has to succeed."""
+        """Wait until a pod has succeeded, and return its log."""
         ended = ("Succeeded", "Failed")
         wait_until(lambda: self.phase(pod) in ended, f"pod {pod} ends", seconds)
         log = self.logs(pod)
@@ -221,18 +221,18 @@ class Namespace:
 
         wait_until(holds, f"deployment {deployment} is ready", seconds)
 
-    # -- when something failed
+    # -- diagnosis
 
     def explain(self, lines: int = 40) -> str:
-        """Events, the state of each pod, and the end of its logs."""
-        told = [self._asked("get", "pods,jobs,pytorchjobs", "-o", "wide")]
-        told.append(self._asked("get", "events", "--sort-by=.lastTimestamp"))
+        """Return events, the state of each pod, and the end of its logs."""
+        sections = [self._asked("get", "pods,jobs,pytorchjobs", "-o", "wide")]
+        sections.append(self._asked("get", "events", "--sort-by=.lastTimestamp"))
         for pod in self._asked("get", "pods", "-o", "name").split():
             log = self._asked(
                 "logs", pod, "--all-containers", "--prefix", f"--tail={lines}", "--ignore-errors"
             )
-            told.append(f"--- {pod}\n{log}")
-        return "\n".join(told)
+            sections.append(f"--- {pod}\n{log}")
+        return "\n".join(sections)
 
     def _asked(self, *arguments: str) -> str:
         try:

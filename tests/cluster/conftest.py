@@ -1,4 +1,4 @@
-"""What the tests of a cluster share: a namespace a file, and its story when a test failed."""
+"""Fixtures of the cluster tests: a namespace per file, and its logs when a test fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster import Namespace, kubectl
 
 HOW = (
     "These tests need a Kubernetes cluster with the Training Operator: set KUBECONFIG (kind, "
-    "minikube or GKE will do; docs/kubernetes.md says what to install), load the image, "
+    "minikube or GKE will do; see docs/kubernetes.md for what to install), load the image, "
     "`docker build -t ddpm:dev .`, and set DDPM_IMAGE if it has another name there."
 )
 
@@ -27,7 +27,7 @@ def pytest_sessionstart() -> None:
 
 @pytest.fixture(scope="module")
 def namespace(request: pytest.FixtureRequest) -> Iterator[Namespace]:
-    """A namespace of this file with the platform applied; removed with all that is in it."""
+    """Create a namespace with the platform for this file; delete it at the end."""
     about = request.module.__name__.removeprefix("test_").replace("_", "-")
     made = Namespace(f"ddpm-test-{about}-{secrets.token_hex(3)}")
     try:
@@ -39,7 +39,7 @@ def namespace(request: pytest.FixtureRequest) -> Iterator[Namespace]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Events, pod states and logs of the namespaces that a failed test used."""
+    """Print events, pod states and logs of the namespaces that a failed test used."""
     report = yield
     if report.failed:
         for value in getattr(item, "funcargs", {}).values():

@@ -1,4 +1,4 @@
-"""A compiled pipeline run as KFP 2.17 runs it, without KFP, which is no part of the test cluster.
+"""Run a compiled pipeline like KFP 2.17, but without KFP, which the test cluster does not have.
 
 As its driver does (backend/src/v2/driver in kubeflow/pipelines), the inputs of a task are resolved
 from the DAG: loops, conditions and exit handlers too. A task's pod is made in kfp_pod.
@@ -26,7 +26,7 @@ ROOT = "s3://mlpipeline/v2/artifacts"  # a pipeline root; pods see it at /s3/mlp
 
 @dataclass(frozen=True)
 class Scope:
-    """Inside a DAG: its inputs, and the outputs of its tasks so far."""
+    """The inputs of a DAG, and the outputs of its tasks so far."""
 
     parameters: Values
     artifacts: dict[str, list[Values]]
@@ -35,7 +35,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Ran:
-    """A pod that ended well."""
+    """A pod that succeeded."""
 
     pod: str
     log: str
@@ -44,16 +44,16 @@ class Ran:
 
 
 class Failed(AssertionError):
-    """A task's pod ended badly."""
+    """A task's pod failed."""
 
 
 class Backend:
-    """Runs a compiled pipeline once; `ran` has what each component's pods left, in order."""
+    """Runs a compiled pipeline once; `ran` has the outputs of each component's pods, in order."""
 
     def __init__(
         self, namespace: Namespace, compiled: Path, account: str, claims: bool = True
     ) -> None:
-        """Without `claims` no volume is mounted, whatever the file says."""
+        """`claims`: whether pods mount the volumes of the compiled file."""
         self._namespace, self._places = namespace, (account, claims)
         spec, platforms = yaml.safe_load_all(compiled.read_text(encoding="utf-8"))
         self._spec = spec
@@ -65,7 +65,7 @@ class Backend:
         self._lock = threading.Lock()
 
     def run(self, **inputs: Any) -> None:
-        """The whole pipeline. Raises Failed where a task fails, the exit handler having run."""
+        """Run the pipeline. Raises Failed if a task fails, after the exit handler has run."""
         root = self._spec["root"]
         scope = Scope(_with_defaults(root, inputs), {})
         self._dag(root, scope)
@@ -73,7 +73,7 @@ class Backend:
     # -- the driver
 
     def _dag(self, component: Document, scope: Scope) -> Outputs:
-        """The tasks of a DAG in order; exit handlers last, also when a task before them failed."""
+        """Run the tasks of a DAG in order; exit handlers last, even if a task failed."""
         tasks = component["dag"]["tasks"]
         failure: Failed | None = None
         for name in _ordered(tasks):
@@ -162,11 +162,11 @@ class Backend:
             log = self._namespace.finished(pod, 600)
         except AssertionError as error:
             raise Failed(str(error)) from error
-        (told,) = (line for line in log.splitlines() if line.startswith(kfp_pod.MARK))
+        (printed,) = (line for line in log.splitlines() if line.startswith(kfp_pod.MARK))
         ran = Ran(
             pod,
             log,
-            *kfp_pod.outputs(spec, json.loads(told.removeprefix(kfp_pod.MARK)), given, place),
+            *kfp_pod.outputs(spec, json.loads(printed.removeprefix(kfp_pod.MARK)), given, place),
         )
         with self._lock:
             self.ran.setdefault(name, []).append(ran)
@@ -174,7 +174,7 @@ class Backend:
 
 
 def _ordered(tasks: Mapping[str, Document]) -> Iterable[str]:
-    """Names, each after those that it depends on."""
+    """Return the names of tasks, each after those that it depends on."""
     left = dict(tasks)
     while left:
         ready = [n for n, t in left.items() if not set(t.get("dependentTasks", ())) & set(left)]
@@ -185,7 +185,7 @@ def _ordered(tasks: Mapping[str, Document]) -> Iterable[str]:
 
 
 def _holds(task: Document, parameters: Values) -> bool:
-    """The task's condition, in the form that ours has."""
+    """Return whether the task's condition holds, in the form of our pipeline."""
     condition = task.get("triggerPolicy", {}).get("condition")
     if condition is None:
         return True

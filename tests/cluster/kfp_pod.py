@@ -1,4 +1,4 @@
-"""A task's pod as KFP makes it, and what its launcher does in it.
+"""A task's pod as KFP creates it, and what KFP's launcher does in it.
 
 The driver makes a patch of executor and platform spec, Argo a pod of that (backend/src/v2, driver
 and compiler/argocompiler, in kubeflow/pipelines). The pod's command is the launcher: it puts the
@@ -17,7 +17,7 @@ from cluster import Document
 OUTPUT = "/tmp/kfp_outputs/output_metadata.json"
 MARK = "KFP-LAUNCHER "
 
-# The launcher: makes the folders of outputs, runs the command, and says what it left.
+# The launcher: creates the folders of outputs, runs the command, and prints what it wrote.
 LAUNCHER = """
 import hashlib, json, pathlib, subprocess, sys
 given, *command = sys.argv[1:]
@@ -29,9 +29,9 @@ for path in [*paths.values(), pathlib.Path(outputs["outputFile"])]:
 status = subprocess.run(command).returncode
 if status:
     sys.exit(status)
-told = json.loads(pathlib.Path(outputs["outputFile"]).read_text())
+written = json.loads(pathlib.Path(outputs["outputFile"]).read_text())
 sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
-print("KFP-LAUNCHER " + json.dumps({"output": told, "sizes": sizes}), flush=True)
+print("KFP-LAUNCHER " + json.dumps({"output": written, "sizes": sizes}), flush=True)
 """
 
 Values = dict[str, Any]
@@ -46,7 +46,7 @@ class Outputs:
 def pod(
     name: str, container: Document, config: Document, given: str, account: str, claims: bool
 ) -> Document:
-    """The pod of a task as Argo makes it; without `claims` it mounts no volume."""
+    """Return the pod of a task as Argo creates it; without `claims` it mounts no volume."""
     security, resources = config["securityContext"], container["resources"]
     volumes, mounts = _volumes(config, claims)
     command = [*container["command"], *container["args"]]
@@ -94,7 +94,7 @@ def pod(
 
 
 def executor_input(spec: Document, parameters: Values, artifacts: Values, place: str) -> str:
-    """The ExecutorInput of a task whose outputs go below `place`, as JSON."""
+    """Return the ExecutorInput of a task with outputs below `place`, as JSON."""
     definitions = spec.get("outputDefinitions", {})
     made = {
         name: {"artifacts": [
@@ -102,7 +102,7 @@ def executor_input(spec: Document, parameters: Values, artifacts: Values, place:
         ]}
         for name, one in definitions.get("artifacts", {}).items()
     }  # fmt: skip
-    told = {
+    inputs = {
         name: {"outputFile": f"/tmp/kfp/outputs/{name}"}
         for name in definitions.get("parameters", {})
     }
@@ -112,30 +112,30 @@ def executor_input(spec: Document, parameters: Values, artifacts: Values, place:
                 "parameterValues": parameters,
                 "artifacts": {name: {"artifacts": some} for name, some in artifacts.items()},
             },
-            "outputs": {"parameters": told, "artifacts": made, "outputFile": OUTPUT},
+            "outputs": {"parameters": inputs, "artifacts": made, "outputFile": OUTPUT},
         }
     )
 
 
 def outputs(
-    spec: Document, told: Document, given: str, place: str
+    spec: Document, written: Document, given: str, place: str
 ) -> tuple[Outputs, dict[str, int]]:
-    """What a task has made. Fails where an artifact left the root, as the launcher does."""
+    """Return the outputs of a task. Fails, like the launcher, for artifacts outside the root."""
     made = {}
     for name, asked in json.loads(given)["outputs"]["artifacts"].items():
-        (answer,) = told["output"]["artifacts"][name]["artifacts"]
+        (answer,) = written["output"]["artifacts"][name]["artifacts"]
         (wanted,) = asked["artifacts"]
         assert answer["uri"] == wanted["uri"] == f"{place}/{name}"
         assert "custom_path" not in answer
         made[name] = [{**wanted, "metadata": answer["metadata"]}]
-    assert set(told["sizes"]) == set(made), "an artifact without its file"
-    parameters = told["output"].get("parameterValues", {})
+    assert set(written["sizes"]) == set(made), "an artifact without its file"
+    parameters = written["output"].get("parameterValues", {})
     assert set(parameters) == set(spec.get("outputDefinitions", {}).get("parameters", {}))
-    return Outputs(parameters, made), told["sizes"]
+    return Outputs(parameters, made), written["sizes"]
 
 
 def _volumes(config: Document, claims: bool) -> tuple[list[Document], list[Document]]:
-    """Those that KFP gives every pod for artifacts, and those of the platform's spec."""
+    """Return the volumes that KFP adds to every pod, and those of the platform's spec."""
     volumes: list[Document] = [{"name": "s3-scratch", "emptyDir": {}}]
     mounts: list[Document] = [{"name": "s3-scratch", "mountPath": "/s3"}]
     for one in config["emptyDirMounts"]:

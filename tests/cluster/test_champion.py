@@ -1,4 +1,4 @@
-"""The served champion: waits for a first model, draws images, and changes without a restart."""
+"""The served champion waits for a model, generates images, and changes without a restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.served_models import publish
 
 CLIENT = "ddpm-test/asks-the-champion"
 
-# The namespace lets nobody out: whoever asks the champion is given the way to it.
+# The namespace denies all egress, so clients of the champion need a policy.
 WAY_TO_THE_CHAMPION = {
     "apiVersion": "networking.k8s.io/v1",
     "kind": "NetworkPolicy",
@@ -35,7 +35,7 @@ WAY_TO_THE_CHAMPION = {
     },
 }
 
-# Asks without a pause until version 2 answers; prints who answers first, and what came.
+# Sends requests without a pause until version 2 responds; prints the first version and results.
 CHANGE = """
 import base64, io, json, socket, time, urllib.request
 from PIL import Image
@@ -57,7 +57,7 @@ def reached():
         return False
     return True
 
-# The name leads there some moments after the pod is ready.
+# The Service has an endpoint some moments after the pod is ready.
 deadline = time.monotonic() + 90
 while not reached() and time.monotonic() < deadline:
     time.sleep(0.5)
@@ -75,7 +75,7 @@ print(json.dumps({"kinds": len(kinds), "changed": kinds[-1] == images[-1], "size
 
 @contextlib.contextmanager
 def forwarded(namespace: Namespace, service: str, port: int) -> Iterator[str]:
-    """Where a Service is reached from here."""
+    """Forward a port of a Service, and yield its local address."""
     command = ["kubectl", "-n", namespace.name, "port-forward", f"service/{service}", f":{port}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -89,7 +89,7 @@ def forwarded(namespace: Namespace, service: str, port: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def asking(namespace: Namespace, pod: str) -> Iterator[Iterator[str]]:
-    """CHANGE in a pod; the lines that it prints."""
+    """Run CHANGE in a pod, and yield the lines that it prints."""
     command = ["kubectl", "-n", namespace.name, "exec", pod, "--", "python", "-c", CHANGE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -102,10 +102,10 @@ def champion_pod(namespace: Namespace) -> dict[str, Any]:
     return pod
 
 
-def test_the_champion_draws_images_and_the_next_one_takes_over_without_a_restart(
+def test_the_champion_is_replaced_without_a_restart(
     namespace: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")  # a busy MLflow may take its time
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")  # MLflow may be slow
     namespace.apply(WAY_TO_THE_CHAMPION)
     pod = namespace.pod("client", ["sleep", "3600"], labels={CLIENT: "true"})
     namespace.ready("mlflow", 300)
@@ -115,7 +115,7 @@ def test_the_champion_draws_images_and_the_next_one_takes_over_without_a_restart
             "has no version with the alias"
             in namespace.logs(champion_pod(namespace)["metadata"]["name"])
         ),
-        "the champion says what it waits for",
+        "the champion prints what it waits for",
         240,
     )
     assert not champion_pod(namespace)["status"]["containerStatuses"][0]["ready"]
@@ -132,8 +132,8 @@ def test_the_champion_draws_images_and_the_next_one_takes_over_without_a_restart
         with asking(namespace, pod) as answers:
             assert json.loads(next(answers))["version"] == "1"
             registry.promote(versions[1])
-            told = json.loads(next(answers))
-    assert told == {"kinds": 2, "changed": True, "sizes": [[8, 8]]}
+            result = json.loads(next(answers))
+    assert result == {"kinds": 2, "changed": True, "sizes": [[8, 8]]}
     after = champion_pod(namespace)
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
     assert after["status"]["containerStatuses"][0]["restartCount"] == 0

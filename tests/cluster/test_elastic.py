@@ -1,4 +1,4 @@
-"""Elastic training on a cluster: workers go and come, MLflow goes and comes, the result stays."""
+"""Elastic training on a cluster: lost and new workers, or a lost MLflow, give the same result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ device: cpu
 SLOW = ("-K", "cpu_limit=500m")
 # Who is left waits for the worker that is started in place of another.
 TWO = ("--min", "1", "--max", "2", "-K", "join_seconds=45", *SLOW)
-# For a worker's pod: its training, and not torchrun, which is the first process.
+# Run in a worker's pod: finds its training process, not torchrun, which is the first process.
 TRAINING = """
 import os, pathlib, signal, time
 found = pathlib.Path("/proc").glob("[0-9]*")
@@ -99,15 +99,15 @@ def launching(namespace: Namespace) -> Launching:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Path]]:
-    """The folder of a run on this machine, which trains while the cluster does."""
+    """Train on this machine at the same time, and yield the folder of the run."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write_params(folder, SETTINGS)
 
     def train() -> Path:
         ddpm(folder, "prepare")
         training = start(folder, "train")
-        said = training.ended(900)
-        assert training.returncode == 0, said
+        printed = training.ended(900)
+        assert training.returncode == 0, printed
         return folder
 
     with ThreadPoolExecutor(1) as pool:
@@ -115,24 +115,24 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Pat
 
 
 def rows(launching: Launching, name: str) -> list[dict[str, Any]]:
-    """The whole rows of a log that is being written."""
+    """Return the complete rows of a log that is being written."""
     text = launching.shell("sh", "-c", f"cat /workspace/{name}/log.jsonl 2>/dev/null || true")
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def grows(launching: Launching, name: str, world: int, by: int = 2) -> int:
-    """Wait for some more rows that a world of this size made; the step of the last one."""
-    begun = len(rows(launching, name))
+    """Wait for more rows of a world of this size, and return the step of the last one."""
+    known = len(rows(launching, name))
 
     def holds() -> int:
-        new = [row for row in rows(launching, name)[begun:] if row["world_size"] == world]
+        new = [row for row in rows(launching, name)[known:] if row["world_size"] == world]
         return int(new[-1]["step"]) if len(new) >= by else 0
 
     return int(wait_until(holds, f"{name} goes on with {world} workers", 400))
 
 
 def tensors(launching: Launching, folder: str) -> runs.Tensors:
-    """Those of a snapshot on the claim."""
+    """Return the tensors of a snapshot on the claim."""
     packed = launching.shell("sh", "-c", f"tar -C {folder} -c . | base64")
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed))) as archive:
         members = {Path(m.name).name: archive.extractfile(m) for m in archive.getmembers()}
@@ -140,20 +140,20 @@ def tensors(launching: Launching, folder: str) -> runs.Tensors:
 
 
 def pod(namespace: Namespace, name: str) -> str:
-    """What tells this pod from others of its name; empty where there is none."""
-    told = ("--ignore-not-found", "-o", "jsonpath={.metadata.uid}")
-    return namespace.kubectl("get", "pod", name, *told).strip()
+    """Return the uid of a pod; empty if it does not exist."""
+    options = ("--ignore-not-found", "-o", "jsonpath={.metadata.uid}")
+    return namespace.kubectl("get", "pod", name, *options).strip()
 
 
 def delete(namespace: Namespace, name: str) -> None:
-    """Delete a worker, and wait until there is another one of its name."""
+    """Delete a worker, and wait for its replacement with the same name."""
     gone = pod(namespace, name)
     namespace.kubectl("delete", "pod", name, "--wait=false")
     wait_until(lambda: pod(namespace, name) not in ("", gone), f"{name} is there again", 180)
 
 
 def do(namespace: Namespace, worker: str, script: str) -> None:
-    """Something to the training of a worker."""
+    """Run a script for the training process of a worker."""
     command = ("exec", worker, "--", "python", "-c", TRAINING + script)
     namespace.kubectl(*command, seconds=300)
 
@@ -163,7 +163,7 @@ def scale(launching: Launching, job: str, workers: int) -> None:
 
 
 def play_elastic(launching: Launching) -> None:
-    """Delete and scale the workers of a training, which has to succeed."""
+    """Delete and scale the workers of a training, which must succeed."""
     namespace, job = launching.namespace, job_name("/workspace/elastic", "train")
     launching.launch("launcher", launching.arguments(launching.workspace("elastic"), *TWO))
     grows(launching, "elastic", world=2)
@@ -181,7 +181,7 @@ def play_elastic(launching: Launching) -> None:
 
 
 def play_tracked(launching: Launching) -> list[list[float]]:
-    """Take MLflow away from a training for a while; the history of the loss that it has then."""
+    """Stop MLflow during a training for a while, and return the history of its loss."""
     namespace, workspace = launching.namespace, launching.workspace("tracked")
     namespace.ready("mlflow", 400)
     worker = f"{job_name(workspace, 'train')}-worker-0"
@@ -197,17 +197,17 @@ def play_tracked(launching: Launching) -> list[list[float]]:
     namespace.kubectl("scale", "deployment", "mlflow", "--replicas=1")
     namespace.ready("mlflow", 400)
     do(namespace, worker, GO_ON)
-    grows(launching, "tracked", world=1, by=1)  # so that it is back in the middle of it
-    said = launching.output("launcher-tracked")
-    assert launching.ends("launcher-tracked", 600) == "Succeeded", said
+    grows(launching, "tracked", world=1, by=1)  # so that MLflow returns during the training
+    printed = launching.output("launcher-tracked")
+    assert launching.ends("launcher-tracked", 600) == "Succeeded", printed
     (server,) = namespace.list("pods", "app.kubernetes.io/name=mlflow")
-    told = namespace.exec(server["metadata"]["name"], "python", "-c", HISTORY)
-    return list(json.loads(told))
+    history = namespace.exec(server["metadata"]["name"], "python", "-c", HISTORY)
+    return list(json.loads(history))
 
 
 @pytest.fixture(scope="module")
 def stories(launching: Launching) -> Iterator[dict[str, Future[Any]]]:
-    """Both trainings, at the same time."""
+    """Run both trainings at the same time."""
     with ThreadPoolExecutor(2) as pool:
         yield {
             "elastic": pool.submit(play_elastic, launching),
@@ -215,7 +215,7 @@ def stories(launching: Launching) -> Iterator[dict[str, Future[Any]]]:
         }
 
 
-def test_workers_that_are_deleted_and_scaled_train_the_model_of_an_undisturbed_run(
+def test_deleting_and_scaling_workers_gives_the_same_model(
     stories: dict[str, Future[Any]],
     launching: Launching,
     namespace: Namespace,
@@ -226,23 +226,23 @@ def test_workers_that_are_deleted_and_scaled_train_the_model_of_an_undisturbed_r
     worlds = [row["world_size"] for row in logged]
     assert set(worlds) == {1, 2}
     changes = [b for a, b in zip([0, *worlds], worlds, strict=False) if a != b]
-    said = launching.output("launcher")
-    assert f"Processes: {', then '.join(str(world) for world in changes)}." in said
+    printed = launching.output("launcher")
+    assert f"Processes: {', then '.join(str(world) for world in changes)}." in printed
     assert not launching.left(job_name("/workspace/elastic", "train"))
 
     folder = undisturbed.result(900)
-    begun = folder.parent / "start"
-    (begun / "workspace").mkdir(parents=True)
-    (begun / "workspace" / "data").symlink_to(folder / "workspace" / "data")
-    write_params(begun, SETTINGS)
-    before = runs.of_file(runs.at_start(begun))
+    initial = folder.parent / "start"
+    (initial / "workspace").mkdir(parents=True)
+    (initial / "workspace" / "data").symlink_to(folder / "workspace" / "data")
+    write_params(initial, SETTINGS)
+    before = runs.of_file(runs.at_start(initial))
     here = runs.of_file(runs.final(folder, STEPS))
     there = runs.of_file(tensors(launching, f"/workspace/elastic/snapshots/step-{STEPS:08d}"))
     assert runs.distance(there, here, before) <= SAME_MODEL
     assert [row["step"] for row in logged] == [row["step"] for row in runs.rows(folder)]
 
 
-def test_mlflow_deleted_and_back_has_every_row_of_a_training_that_went_on(
+def test_mlflow_gets_every_row_after_an_outage(
     stories: dict[str, Future[Any]], launching: Launching, namespace: Namespace
 ) -> None:
     history = stories["tracked"].result()

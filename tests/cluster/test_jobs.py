@@ -1,4 +1,4 @@
-"""The chain of manifests/jobs: to a registered model, by pods that wait, killed or not."""
+"""The jobs of manifests/jobs wait for each other and register a model, even if pods are killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ evaluate: {metrics: [fid]}
 tracking: {uri: "http://mlflow:5000", experiment: ddpm}
 """
 JOBS = ("ddpm-prepare", "ddpm-sample", "ddpm-evaluate")
-# Who a process is, and where it may write.
+# Prints the user of a process, and where it may write.
 WHO = """
 import json, os, pathlib
 def writes(folder):
@@ -34,12 +34,12 @@ def writes(folder):
         return False
     return True
 folders = ("/", "/opt", "/usr/local", "/etc/ddpm", "/tmp", "/dev/shm", "/workspace")
-told = {folder: writes(folder) for folder in folders if os.path.isdir(folder)}
-print(json.dumps({"uid": os.getuid(), "gid": os.getgid(), "writes": told,
+writable = {folder: writes(folder) for folder in folders if os.path.isdir(folder)}
+print(json.dumps({"uid": os.getuid(), "gid": os.getgid(), "writes": writable,
                   "token": os.path.exists("/var/run/secrets/kubernetes.io")}))
 """
 # `ddpm sample` by one process alone from the same snapshots; then seed, number and bytes of the
-# images of both, in order, whoever drew them.
+# images of both, in order.
 COMPARE = """
 import hashlib, json, pathlib, shutil, subprocess
 import numpy as np
@@ -51,10 +51,10 @@ for root in ("/workspace/run", "/workspace/alone"):
     [folder] = pathlib.Path(root, "samples").glob("step-*")
     manifest = json.loads((folder / "manifest.json").read_text())
     images = np.concatenate([np.load(folder / name) for name in manifest["shards"]])
-    told = [manifest["seed"], len(images), hashlib.sha256(images.tobytes()).hexdigest()]
-    print(json.dumps([len(manifest["shards"]), *told]))
+    summary = [manifest["seed"], len(images), hashlib.sha256(images.tobytes()).hexdigest()]
+    print(json.dumps([len(manifest["shards"]), *summary]))
 """
-# Stops the sampling of shard N once it has drawn some of its ten batches; prints how many.
+# Stops the sampling of shard N after some of its ten batches; prints how many.
 STOP = """
 import os, pathlib, signal, sys, time
 def drawn():
@@ -75,7 +75,7 @@ print(json.load(urllib.request.urlopen(url, timeout=30))["model_version"]["versi
 
 
 def rendered(*names: str) -> list[Document]:
-    """The documents of manifests/jobs, of these names or all, for a namespace of tests."""
+    """Return the documents of manifests/jobs, all or these, for a namespace of tests."""
     found = [d for d in documents(ROOT / "manifests" / "jobs") if not names or of(d) in names]
     for document in found:
         document["metadata"].pop("namespace")
@@ -83,7 +83,7 @@ def rendered(*names: str) -> list[Document]:
 
 
 def spec_of(jobs: list[Document], name: str) -> Document:
-    """The spec of one of them, to be changed."""
+    """Return the spec of one of them, which the caller may change."""
     spec: Document = next(job["spec"] for job in jobs if of(job) == name)
     return spec
 
@@ -105,19 +105,19 @@ def pods(namespace: Namespace, job: str) -> list[Document]:
 
 
 def own_pods(namespace: Namespace, job: str) -> list[Document]:
-    """Those of the Job as it is now: the pods of one that was replaced may end a while later."""
+    """Return the pods of the present Job: those of a replaced one may still be ending."""
     uid = namespace.get("job", job)["metadata"]["uid"]
     return namespace.list("pods", f"batch.kubernetes.io/controller-uid={uid}")
 
 
 def waiting(namespace: Namespace) -> list[tuple[str, str]]:
-    """(pod, what it says) of the pods whose init container waits."""
+    """Return (pod, log) of the pods whose init container waits."""
     names = [of(p) for job in ("ddpm-train", *JOBS) for p in pods(namespace, job)]
     return [(name, namespace.kubectl("logs", name, "-c", "wait")) for name in names]
 
 
 def done(namespace: Namespace, name: str) -> bool:
-    """Whether a Job, or the PyTorchJob, has succeeded. Fails at once where it has failed."""
+    """Return whether a Job, or the PyTorchJob, has succeeded. Fails if the job has failed."""
     kind = "job" if name in JOBS else "pytorchjob"
     conditions = namespace.get(kind, name).get("status", {}).get("conditions", [])
     held = {c["type"] for c in conditions if c["status"] == "True"}
@@ -131,8 +131,8 @@ def finish(namespace: Namespace, *names: str) -> None:
 
 
 def compared(namespace: Namespace, name: str) -> list[list[object]]:
-    """[shards, seed, images, SHA-256] of what the pods drew, and of what one process draws."""
-    said = namespace.run(
+    """Return [shards, seed, images, SHA-256] of the pods' samples, and of those of one process."""
+    printed = namespace.run(
         name,
         command=["python", "-c", COMPARE],
         env={"OMP_NUM_THREADS": "1"},
@@ -140,26 +140,28 @@ def compared(namespace: Namespace, name: str) -> list[list[object]]:
         config_maps={"ddpm-params": "/etc/ddpm"},
         seconds=900,
     )
-    return [json.loads(line) for line in said.splitlines()[-2:]]
+    return [json.loads(line) for line in printed.splitlines()[-2:]]
 
 
 @pytest.fixture(scope="module")
 def chain(namespace: Namespace) -> Iterator[Namespace]:
-    """All but the first job applied, so that they wait."""
+    """Apply all jobs but the first, so that they wait."""
     configure(namespace)
     jobs = rendered("ddpm-train", "ddpm-sample", "ddpm-evaluate")
     [drawer] = spec_of(jobs, "ddpm-sample")["template"]["spec"]["containers"]
     drawer["command"] = ["python", "-c", BELOW]
     namespace.apply(jobs)
     wait_until(
-        lambda: len(said := waiting(namespace)) == 7 and all("wait: " in log for _, log in said),
+        lambda: (
+            len(printed := waiting(namespace)) == 7 and all("wait: " in log for _, log in printed)
+        ),
         "seven pods wait",
         600,
     )
     yield namespace
 
 
-def test_each_waits_for_its_input_and_says_so_as_user_1000_on_a_root_that_stays(
+def test_jobs_wait_as_user_1000_on_a_read_only_root(
     chain: Namespace,
 ) -> None:
     for name, log in waiting(chain):
@@ -171,18 +173,18 @@ def test_each_waits_for_its_input_and_says_so_as_user_1000_on_a_root_that_stays(
         assert (found["uid"], found["gid"], found["token"]) == (1000, 1000, False), name
 
 
-def test_a_waiting_pod_ends_when_it_is_told_to(chain: Namespace) -> None:
-    """At once, not at the end of its grace period; and another takes its place."""
+def test_a_waiting_pod_ends_at_once_on_sigterm(chain: Namespace) -> None:
+    """It does not use its grace period, and another pod replaces it."""
     [evaluate] = pods(chain, "ddpm-evaluate")
     chain.kubectl("delete", "pod", of(evaluate), "--grace-period=600", seconds=60)
 
 
-def test_a_killed_sampling_pod_is_drawn_again_alone(chain: Namespace) -> None:
+def test_only_the_shard_of_a_killed_pod_is_sampled_again(chain: Namespace) -> None:
     chain.apply(rendered("ddpm-prepare"))
     victim = wait_until(lambda: sampling(chain), "a sampling pod is at work", 900, pause=0.2)
     stop = ("python", "-c", STOP, index_of(victim))
-    said = chain.kubectl("exec", of(victim), "-c", "sample", "--", *stop, seconds=300)
-    assert 1 <= int(said) <= 9
+    printed = chain.kubectl("exec", of(victim), "-c", "sample", "--", *stop, seconds=300)
+    assert 1 <= int(printed) <= 9
     before = {index_of(p): p["metadata"]["uid"] for p in pods(chain, "ddpm-sample")}
     chain.kubectl("delete", "pod", of(victim), "--grace-period=1", "--wait=false")
     finish(chain, "ddpm-prepare", "ddpm-sample", "ddpm-train")
@@ -200,26 +202,26 @@ def index_of(pod: Document) -> str:
 
 
 def sampling(namespace: Namespace) -> Document | None:
-    """A pod whose wait is over."""
+    """Return a pod that samples; None if all are waiting."""
     found = pods(namespace, "ddpm-sample")
     return next((pod for pod in found if pod["status"]["phase"] == "Running"), None)
 
 
-def test_four_pods_of_which_one_was_killed_draw_the_bytes_of_one(chain: Namespace) -> None:
+def test_four_pods_sample_the_same_bytes_as_one_process(chain: Namespace) -> None:
     finish(chain, "ddpm-sample")
     four, one = compared(chain, "alone")
     assert four[:3] == [4, 1, 160] and one[0] == 1
     assert four[1:] == one[1:]
 
 
-def test_running_again_with_other_settings_makes_what_depends_on_them_and_waits_for_that(
+def test_new_settings_rebuild_only_what_depends_on_them(
     chain: Namespace,
 ) -> None:
-    """As docs/kubernetes.md says; the samples of the run before are those of nobody now."""
+    """As described in docs/kubernetes.md; the samples of the previous run no longer count."""
     finish(chain, "ddpm-sample")
     configure(chain, seed=8)
     jobs = rendered()
-    # Until the evaluation has said what it waits for, however late it starts.
+    # Until the evaluation has printed what it waits for, however late it starts.
     spec_of(jobs, "ddpm-sample")["suspend"] = True
     given = yaml.safe_dump_all(jobs).replace("ddpm:dev", IMAGE)
     replace = ("replace", "--force", "-f", "-")
@@ -235,7 +237,7 @@ def test_running_again_with_other_settings_makes_what_depends_on_them_and_waits_
 
 
 def evaluation(namespace: Namespace) -> str:
-    """What the evaluation says while it waits."""
+    """Return the output of the evaluation while it waits."""
     found = own_pods(namespace, "ddpm-evaluate")
     return "".join(namespace.kubectl("logs", of(pod), "-c", "wait") for pod in found)
 

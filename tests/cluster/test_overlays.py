@@ -1,4 +1,4 @@
-"""Every overlay renders to documents that the API knows, and that the cluster takes."""
+"""Every overlay renders to valid documents that the cluster accepts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rendered(folder: Path) -> list[Document]:
 
 
 @pytest.mark.parametrize("folder", RENDERED, ids=lambda f: str(f.relative_to(PLATFORM.parent)))
-def test_each_is_valid_and_taken_by_the_cluster(empty: Namespace, folder: Path) -> None:
+def test_each_overlay_is_valid_and_accepted(empty: Namespace, folder: Path) -> None:
     documents = rendered(folder)
     assert documents
     own = [d for d in documents if d["kind"] not in ELSEWHERE]
@@ -56,13 +56,13 @@ def test_each_is_valid_and_taken_by_the_cluster(empty: Namespace, folder: Path) 
     for document in namespaced:
         document["metadata"]["namespace"] = empty.name
     given = yaml.safe_dump_all(namespaced)
-    told = applied(given, "--dry-run=server", "--validate=strict")
-    assert told.count("(server dry run)") == len(namespaced)
+    output = applied(given, "--dry-run=server", "--validate=strict")
+    assert output.count("(server dry run)") == len(namespaced)
 
 
 @pytest.mark.parametrize("folder", [PLATFORM, JOBS], ids=["platform", "jobs"])
 def test_plain_files_and_kustomize_give_the_same(folder: Path) -> None:
-    """`kubectl apply -f` reads all that lies there, and passes the Kustomization over."""
+    """`kubectl apply -f` reads all files in a folder, except for the Kustomization."""
     read = kubectl("apply", "--dry-run=client", "-f", str(folder), "-o", "json")
     plain = json.loads(read)["items"]
     for document in plain:
@@ -75,7 +75,7 @@ def test_plain_files_and_kustomize_give_the_same(folder: Path) -> None:
 
 
 def combined(folder: Path, base: Path, *components: str, **more: object) -> list[Document]:
-    """What a Kustomization of one's own gives, made of these components."""
+    """Render a user's own Kustomization with these components."""
     up = Path("../" * len(folder.resolve().parts[1:]))
     own = {
         "resources": [str(up / str(base)[1:])],
@@ -86,7 +86,7 @@ def combined(folder: Path, base: Path, *components: str, **more: object) -> list
     return rendered(folder)
 
 
-def test_another_image_is_named_once(tmp_path: Path) -> None:
+def test_the_image_is_set_in_one_place(tmp_path: Path) -> None:
     image = {"name": "ddpm", "newName": "registry.example/ddpm", "newTag": "1"}
     documents = combined(tmp_path, JOBS, "gpu", "kueue", "s3", images=[image])
     pods = [t for d in documents for t, _ in templates(d)]
@@ -94,17 +94,17 @@ def test_another_image_is_named_once(tmp_path: Path) -> None:
     assert not any("persistentVolumeClaim" in v for t in pods for v in t["spec"]["volumes"])
     assert all("kueue.x-k8s.io/queue-name" in d["metadata"]["labels"] for d in documents)
     gpus = [c["resources"]["limits"].get("nvidia.com/gpu") for t in pods for c in containers(t)]
-    assert gpus.count("1") == 5  # the evaluation's three containers have one in turn
+    assert gpus.count("1") == 5  # the evaluation's three containers use one in turn
 
 
-def test_beside_kfp_a_run_in_s3_leaves_the_claim_that_its_pods_mount(tmp_path: Path) -> None:
+def test_a_run_in_s3_keeps_the_claim_that_kfp_mounts(tmp_path: Path) -> None:
     documents = combined(tmp_path, PLATFORM, "s3", "in-kubeflow")
     assert {d["metadata"]["namespace"] for d in documents} == {"kubeflow"}
     assert named(documents, "ConfigMap")["ddpm-params"]["data"]["workspace"].startswith("s3://")
     assert "ddpm-workspace" in named(documents, "PersistentVolumeClaim")
 
 
-def test_in_kubeflow_only_our_own_pods_are_bound() -> None:
+def test_in_kubeflow_policies_select_only_our_pods() -> None:
     documents = rendered(OVERLAYS / "in-kubeflow") + rendered(OVERLAYS / "in-kubeflow/jobs")
     assert {d["metadata"]["namespace"] for d in documents} == {"kubeflow"}
     kinds = {d["kind"] for d in documents}

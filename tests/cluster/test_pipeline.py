@@ -1,4 +1,4 @@
-"""The compiled pipeline, component by component in pods, as KFP starts them."""
+"""The compiled pipeline, component by component in pods, started like KFP does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(json.load(urllib.request.urlopen(url, timeout=30))["model_version"]["versi
 
 
 @pytest.mark.timeout(1500)
-def test_every_component_runs_as_kfp_starts_it_to_a_registered_model(namespace: Namespace) -> None:
+def test_the_components_run_in_pods_to_a_registered_model(namespace: Namespace) -> None:
     namespace.kubectl("scale", "deployment/ddpm-champion", "--replicas=0")  # nothing to serve
     namespace.ready("mlflow", 900)
     backend = Backend(namespace, COMPILED, account="ddpm-launcher")
@@ -36,7 +36,7 @@ def test_every_component_runs_as_kfp_starts_it_to_a_registered_model(namespace: 
     wanted = {"evaluate", "finish", "plan", "prepare", "register", "sample", "train"}
     assert set(backend.ran) == wanted
     assert len(backend.ran["sample"]) == 2
-    # Training was a PyTorchJob's, of which nothing is left.
+    # Training ran in a PyTorchJob, of which nothing is left.
     (trained,) = backend.ran["train"]
     assert "Created the PyTorchJob" in trained.log
     assert f"train-{backend.run_id}" in trained.log
@@ -62,7 +62,7 @@ def test_every_component_runs_as_kfp_starts_it_to_a_registered_model(namespace: 
 
 
 @pytest.mark.timeout(600)
-def test_a_run_that_fails_says_so_at_its_end(namespace: Namespace) -> None:
+def test_a_failed_run_reports_the_cause_at_its_end(namespace: Namespace) -> None:
     backend = Backend(namespace, COMPILED, account="ddpm-launcher")
     with pytest.raises(Failed, match=r"prepare: 1 problem:\n  train.stepz: unknown key"):
         backend.run(params=TINY, overrides=["train.stepz=3"], workspace="/workspace/other")

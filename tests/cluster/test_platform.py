@@ -1,4 +1,4 @@
-"""One apply sets up the platform, under `restricted`, closed but for what is used."""
+"""One `kubectl apply` sets up the platform: restricted, and with only the network that is used."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from cluster import KubectlFailed, Namespace, wait_until
 
-# Tries until each target is as expected: a policy reaches a new pod up to some seconds after its
-# start. What is closed has to be closed three times in a row.
+# Tries until each target is as expected: policies take effect some seconds after a pod has started.
+# A closed target must be closed three times in a row.
 PROBE = """
 import socket, sys, time
 deadline = time.monotonic() + 90
@@ -39,26 +39,26 @@ try:
 except urllib.error.HTTPError as error:
     print(error.status)
 """
-# What MLflow answers to requests by several names.
+# Prints MLflow's responses to requests with several host names.
 CLIENT = """
 import http.client, json, pathlib, time
 words = pathlib.Path("/etc/resolv.conf").read_text().split()
 place = next(word for word in words if ".svc." in word)
-told = {}
+statuses = {}
 for host in ("mlflow:5000", f"mlflow.{place.split('.')[0]}.svc:5000", "evil:5000"):
     for attempt in range(60):
         try:
             connection = http.client.HTTPConnection("mlflow", 5000, timeout=10)
             connection.request("POST", "/api/2.0/mlflow/experiments/search", '{"max_results": 1}',
                                {"Host": host, "Content-Type": "application/json"})
-            told[host] = connection.getresponse().status
+            statuses[host] = connection.getresponse().status
             break
         except OSError as error:
             print(error, flush=True)
             time.sleep(1)
-print(json.dumps(told))
+print(json.dumps(statuses))
 """
-# As Triton begins, before it compiles a network for a GPU: a library in C, loaded at once.
+# Compiles and loads a C library, as Triton does before it compiles a network for a GPU.
 BUILD = """
 import ctypes, pathlib, subprocess
 source, library = pathlib.Path("/tmp/seven.c"), "/tmp/seven.so"
@@ -70,7 +70,7 @@ print(ctypes.CDLL(library).seven())
 
 @pytest.fixture(scope="module")
 def outside() -> Iterator[Namespace]:
-    """Another namespace: its pods are free, but for one that a policy of its own closes."""
+    """Create a second namespace, in which a policy restricts a single pod."""
     made = Namespace(f"ddpm-test-outside-{secrets.token_hex(3)}")
     made.create(platform=False)
     made.apply(
@@ -89,7 +89,7 @@ def probe(place: Namespace, name: str, targets: list[str], **labels: str) -> Non
     place.pod(name, ["python", "-c", PROBE, *targets], labels=labels, memory="256Mi")
 
 
-def test_all_is_ready_but_the_champion_lives_and_waits_for_a_model(namespace: Namespace) -> None:
+def test_everything_is_ready_except_the_waiting_champion(namespace: Namespace) -> None:
     namespace.ready("mlflow", 300)
     champion = wait_until(lambda: started(namespace, "ddpm-champion"), "the champion starts", 300)
     assert status(namespace, champion, "http://127.0.0.1:8080/health") == 200
@@ -98,12 +98,12 @@ def test_all_is_ready_but_the_champion_lives_and_waits_for_a_model(namespace: Na
     assert [c["restartCount"] for c in pod["status"]["containerStatuses"]] == [0]
     assert {c["type"]: c["status"] for c in pod["status"]["conditions"]}["Ready"] == "False"
     claims = {c["metadata"]["name"]: c["status"]["phase"] for c in namespace.list("pvc")}
-    # A class that waits for its first consumer binds the workspace with the first job.
+    # A StorageClass with WaitForFirstConsumer binds the workspace with the first job.
     assert claims["mlflow"] == "Bound" and set(claims) == {"mlflow", "ddpm-workspace"}
 
 
 def started(namespace: Namespace, name: str) -> str:
-    """The pod of a Deployment whose startup probe has passed; "" while there is none."""
+    """Return the pod of a Deployment whose startup probe has passed; empty without one."""
     for pod in namespace.list("pods", f"app.kubernetes.io/name={name}"):
         if all(c.get("started") for c in pod["status"].get("containerStatuses", [{}])):
             return str(pod["metadata"]["name"])
@@ -114,9 +114,7 @@ def status(namespace: Namespace, pod: str, url: str) -> int:
     return int(namespace.exec(pod, "python", "-c", ASK, url))
 
 
-def test_pods_reach_what_their_labels_say_and_nothing_else(
-    namespace: Namespace, outside: Namespace
-) -> None:
+def test_pods_reach_only_what_their_labels_open(namespace: Namespace, outside: Namespace) -> None:
     namespace.ready("mlflow", 300)
     server = "kubernetes.default.svc.cluster.local"
     mlflow, api = "mlflow,5000", f"{server},443"
@@ -144,19 +142,23 @@ def test_pods_reach_what_their_labels_say_and_nothing_else(
         namespace.finished(name, 150)
 
 
-def test_mlflow_answers_to_the_name_of_its_service(namespace: Namespace) -> None:
-    """Hosts that it does not know it refuses, against DNS rebinding."""
+def test_mlflow_accepts_the_name_of_its_service(namespace: Namespace) -> None:
+    """It refuses other host names, against DNS rebinding."""
     namespace.ready("mlflow", 300)
     uses = {"ddpm.io/uses-mlflow": "true"}
-    said = namespace.run("client", command=["python", "-c", CLIENT], labels=uses, memory="256Mi")
-    told = json.loads(said.splitlines()[-1])
-    assert told == {"mlflow:5000": 200, f"mlflow.{namespace.name}.svc:5000": 200, "evil:5000": 403}
+    printed = namespace.run("client", command=["python", "-c", CLIENT], labels=uses, memory="256Mi")
+    statuses = json.loads(printed.splitlines()[-1])
+    assert statuses == {
+        "mlflow:5000": 200,
+        f"mlflow.{namespace.name}.svc:5000": 200,
+        "evil:5000": 403,
+    }
 
 
-def test_a_pod_has_what_compiling_for_a_gpu_begins_with(namespace: Namespace) -> None:
+def test_a_pod_can_compile_and_load_a_c_library(namespace: Namespace) -> None:
     assert namespace.run("compiler", command=["python", "-c", BUILD]).strip() == "7"
 
 
-def test_what_is_not_restricted_is_refused(namespace: Namespace) -> None:
+def test_unrestricted_pods_are_refused(namespace: Namespace) -> None:
     with pytest.raises(KubectlFailed, match="violates PodSecurity"):
         namespace.kubectl("run", "root", "--image=ddpm:dev", "--restart=Never")

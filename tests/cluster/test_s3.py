@@ -1,4 +1,4 @@
-"""The whole pipeline without a volume: a run in S3, and raw data that DVC keeps there."""
+"""The complete pipeline without a volume: a run in S3, and raw data in DVC on S3."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def store() -> Bucket:
 
 
 @pytest.mark.timeout(1500)
-def test_a_pipeline_without_a_volume_ends_with_a_registered_model(
+def test_a_pipeline_without_a_volume_registers_a_model(
     namespace: Namespace, store: Bucket, tmp_path: Path
 ) -> None:
     registry = Registry(tmp_path / "registry", store.uri("dvc"))
@@ -133,7 +133,7 @@ def serve(namespace: Namespace, registry: Registry, bundle: Path) -> None:
 
 
 def policies(server: dict[str, str]) -> list[Document]:
-    """What a user opens beside manifests/: the ports of this S3 server and of git://."""
+    """Return the policies that a user adds: for the ports of this S3 server and of git://."""
     s3 = urlsplit(os.environ["AWS_ENDPOINT_URL"]).port or 80
     uses = {"ddpm.io/uses-s3": "true"}
     return [

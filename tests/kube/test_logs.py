@@ -240,7 +240,7 @@ def test_nothing_is_printed_after_the_launcher_gave_up() -> None:
         yield from stamped(["at work"])
         started.set()
         assert removed.wait(30)
-        yield from stamped(["told to leave"], minute=1)
+        yield from stamped(["stopping"], minute=1)
 
     log, printed = followed(read)
     with log:

@@ -141,11 +141,11 @@ def test_the_gpu_option_adds_gpus_as_kfp_itself_writes_them(tmp_path: Path) -> N
     @dsl.pipeline(name="plain")
     def one():
         """Request a GPU with KFP's own methods."""
-        drawn = sample(settings="", part="")
-        drawn.set_accelerator_type("nvidia.com/gpu").set_accelerator_limit(1)
-        drawn.set_cpu_limit("8").set_memory_limit("16Gi")
+        sampled = sample(settings="", part="")
+        sampled.set_accelerator_type("nvidia.com/gpu").set_accelerator_limit(1)
+        sampled.set_cpu_limit("8").set_memory_limit("16Gi")
         kubernetes.add_toleration(
-            drawn, key="nvidia.com/gpu", operator="Exists", effect="NoSchedule"
+            sampled, key="nvidia.com/gpu", operator="Exists", effect="NoSchedule"
         )
 
     compiler.Compiler().compile(one, str(plain))

@@ -128,10 +128,10 @@ def test_running_again_skips_what_is_unchanged(
     assert again.run() == "models:/ddpm/1"
     assert again.parts == ["8:0/2"]
     assert contents(finished) == before
-    told = capfd.readouterr().err
-    assert "Preparing" not in told
+    printed = capfd.readouterr().err
+    assert "Preparing" not in printed
     for sentence in ("data in .* are up to date", "train: up to date", "sample: up to date"):
-        assert re.search(sentence, told)
+        assert re.search(sentence, printed)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -173,8 +173,8 @@ def test_an_unknown_setting_ends_a_component_with_a_message(
     with pytest.raises(SystemExit) as ended:
         chain(tmp_path, overrides=["train.stepz=3"]).prepare()
     assert ended.value.code == 1
-    told = capfd.readouterr().err
-    assert told.startswith("prepare: 1 problem:\n  train.stepz: unknown key in train")
+    printed = capfd.readouterr().err
+    assert printed.startswith("prepare: 1 problem:\n  train.stepz: unknown key in train")
 
 
 # A data set that DVC tracks
