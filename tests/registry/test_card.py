@@ -39,7 +39,7 @@ def test_the_card_names_data_scores_evidence_and_caveats(tmp_path: Path) -> None
         r"classes: a\|b (3), c d (2), \<b\>\\x1b\\u202e (1)",
         "are from 500 images",
         "is not an FID",
-        "licence of the images is not known",
+        "does not know the licence of the images",
         "timesteps: 50",
     ):
         assert text in card, card
