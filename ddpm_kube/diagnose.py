@@ -18,7 +18,7 @@ Json = dict[str, Any]
 # A worker that ends this often with the same error, without any progress in between, would fail
 # with it again.
 SAME_ERROR_LIMIT = 3
-MAX_EVENT = 300  # characters of an event's message; the operator quotes whole logs
+MAX_EVENT = 300  # characters of an event's message; the operator quotes entire logs
 OPERATOR_TIMEOUT = 45.0  # seconds until the operator must have done something
 FRESH = 60.0  # seconds, in addition to the patience, after which a refusal counts as over
 
@@ -31,7 +31,7 @@ START_REASONS = {
     "StartError",
     "ContainerCannotRun",
 }
-# Warnings that are not printed, because a Problem or the state of a pod says the same.
+# Warnings that are not printed, because a Problem or the state of a pod contains the same.
 _COVERED = {"FailedScheduling", "Unschedulable", "Failed", "BackOff"}
 _COVERED |= {"FailedCreatePod", "FailedCreateService"}
 # Causes come before their consequences.

@@ -34,7 +34,7 @@ _TIMESTAMPED = re.compile(
 
 
 class Failure(NamedTuple):
-    """One end of a worker's processes, however many of them reported the same error."""
+    """A start of a worker's processes that failed, however many of them reported the error."""
 
     pod: str
     message: str

@@ -76,7 +76,7 @@ class JobSpec:
 
 
 def job_name(run_id: str, stage: str) -> str:
-    """Return a DNS label of at most 52 characters that begins with a letter.
+    """Return a DNS label of at most 52 characters that starts with a letter.
 
     The same run and stage give the same name, so a restarted launcher finds its job. Where
     characters had to be replaced or cut, a hash of the input keeps the names of two runs apart.

@@ -220,8 +220,8 @@ class JobWatch:
     def _explain(self, error: Exception, kind: str, was_permitted: bool) -> Exception:
         """Return the exception that `wait` raises.
 
-        It is WatchLost, which leaves the job alone, unless the first request was refused: an error
-        of the API server later on says nothing about the job.
+        It is WatchLost, which leaves the job alone, unless the first request was refused: a later
+        error of the API server does not mean that the job has failed.
         """
         if not isinstance(error, ERRORS):
             what = f"Cannot read the API server's response about {kind} ({error!r})."

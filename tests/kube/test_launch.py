@@ -16,7 +16,8 @@ from support.mlflow_server import wait_until
 
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
-from ddpm_kube import cluster, launch, options, watch
+from ddpm_kube import cli, cluster, launch, options, watch
+from ddpm_kube.job import RUN_ID
 from ddpm_kube.launch import Outcome
 from ddpm_kube.watch import WatchLost
 
@@ -127,3 +128,19 @@ def test_a_signal_while_the_job_is_created_leaves_no_job(
     assert launcher.wait(60) == 128 + number
     wait_until(lambda: api.asked["create"], "the job was created")
     assert api.job is None
+
+
+# Listing
+
+
+def test_jobs_are_listed_with_complete_names(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.list_()
+    assert capsys.readouterr().out == "No jobs.\n"
+    run = "s3://a-bucket-with-a-long-name/" + "a-long-prefix/" * 5
+    labels = {RUN_ID: run}
+    api.make({"metadata": {"name": "train-run", "labels": labels}, "spec": {}})
+    cli.list_()
+    heads, cells = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["job", "state", "workers", "age", "run", "launcher"]
+    assert cells.split()[:3] == ["train-run", "Running", "0"]
+    assert cells.split()[-2:] == [run, "none"]
