@@ -20,12 +20,12 @@ def evaluate(
     Args:
         worst: The highest score that may be registered; 0: no limit.
     """
-    from ddpm_core.console import telling
+    from ddpm_core.console import report_errors
     from ddpm_core.evaluation.evaluate import evaluate
     from ddpm_core.storage.workspace import REPORT, RESULTS
     from ddpm_kube import artifacts, steps
 
-    with telling("evaluate"):
+    with report_errors("evaluate"):
         config, workspace = steps.open_settings(settings)
         evaluate(config, workspace)
         facts, numbers, rows = artifacts.scores(workspace)

@@ -25,10 +25,10 @@ def finish(
         backend: pytorchjob, or process, which leaves nothing to delete.
         run_id: KFP's id of the run, after which its PyTorchJob is named.
     """
-    from ddpm_core.console import telling
+    from ddpm_core.console import report_errors
     from ddpm_kube import artifacts, steps
 
-    with telling("finish"):
+    with report_errors("finish"):
         cleaned = steps.clean_up(backend, run_id)
         inputs = (params, overrides, workspace, source, tracking)
         text = steps.summary(status.state, status.error_message or "", inputs, cleaned)

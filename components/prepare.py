@@ -25,12 +25,12 @@ def prepare(
         source: prepare.source, for example dvc:REPO#PATH@REV; empty: as in the params.
         tracking: The URI of MLflow; empty: as in the params.
     """
-    from ddpm_core.console import telling
+    from ddpm_core.console import report_errors
     from ddpm_core.data.prepare import prepare
     from ddpm_core.storage.workspace import CONTACT, Workspace
     from ddpm_kube import artifacts, steps
 
-    with telling("prepare"):
+    with report_errors("prepare"):
         config = steps.make_config(params, overrides, workspace, source, tracking)
         opened = Workspace.open(config.workspace)
         manifest = prepare(config, opened)

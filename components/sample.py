@@ -13,11 +13,11 @@ def sample(settings: str, part: str, samples: Output[Dataset], grid: Output[HTML
     Args:
         part: `STEP:I/N`, from `plan`.
     """
-    from ddpm_core.console import telling
+    from ddpm_core.console import report_errors
     from ddpm_core.storage.workspace import GRID, samples_key
     from ddpm_kube import artifacts, steps
 
-    with telling("sample"):
+    with report_errors("sample"):
         config, workspace = steps.open_settings(settings)
         step = steps.sample_part(config, workspace, part)
         facts = artifacts.samples_facts(workspace, step, part)

@@ -24,11 +24,11 @@ def train(
         job: Options of the PyTorchJob (docs/launcher.md); empty: the defaults.
         run_id: KFP's id of the run, after which the job is named.
     """
-    from ddpm_core.console import telling
+    from ddpm_core.console import report_errors
     from ddpm_core.storage.workspace import GRID, snapshot_key
     from ddpm_kube import artifacts, steps
 
-    with telling("train"):
+    with report_errors("train"):
         config, workspace = steps.open_settings(settings)
         steps.train(config, backend, job, run_id)
         step = config.train.steps

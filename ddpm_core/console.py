@@ -69,7 +69,7 @@ def guard() -> None:
 
 
 @contextmanager
-def telling(who: str) -> Iterator[None]:
+def report_errors(who: str) -> Iterator[None]:
     """Print errors that the user can fix as `who: MESSAGE`, and exit with their status.
 
     Everything that the process prints is masked from then on.

@@ -13,7 +13,7 @@ from compiling import compile_pipeline
 
 from ddpm_core.cli.command import SetOption
 from ddpm_core.config import yaml_text
-from ddpm_core.console import telling
+from ddpm_core.console import report_errors
 from ddpm_core.errors import UserError
 from ddpm_kube import options, steps
 
@@ -74,7 +74,7 @@ def local(
     """
     from local import PROCESS, run
 
-    with telling("local"):
+    with report_errors("local"):
         if "://" in w:
             raise UserError(
                 f"-w: got {w}; must be a directory, because kfp.local stores artifacts in files. "
@@ -123,7 +123,7 @@ def submit(
     """Run the pipeline on a KFP server."""
     from submission import Server, follow
 
-    with telling("submit"):
+    with report_errors("submit"):
         inputs = make_inputs(p, s, w, source, worst, options.read_file(job))
         inputs |= {"tracking": tracking, "backend": backend}
         check(inputs)

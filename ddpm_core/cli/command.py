@@ -14,7 +14,7 @@ import typer
 
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
-from ddpm_core.console import say, telling
+from ddpm_core.console import report_errors, say
 from ddpm_core.errors import UserError
 
 ParamsOption = Annotated[
@@ -86,7 +86,7 @@ def verb(function: Callable[..., Any], to: typer.Typer) -> Callable[..., Any]:
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
-            with telling(f"ddpm {sys.argv[1] if len(sys.argv) > 1 else ''}"):
+            with report_errors(f"ddpm {sys.argv[1] if len(sys.argv) > 1 else ''}"):
                 try:
                     function(*args, **kwargs)
                 except UserError as error:

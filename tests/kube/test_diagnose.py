@@ -52,8 +52,8 @@ def test_processes_of_one_start_count_as_one_failure(tmp_path: Path) -> None:
     """Three processes that torchrun starts three times write the error up to nine times."""
     program = tmp_path / "program.py"
     program.write_text(
-        "from ddpm_core.console import telling\nfrom ddpm_core.errors import UserError\n"
-        f"with telling('ddpm train'):\n    raise UserError({MESSAGE!r})\n"
+        "from ddpm_core.console import report_errors\nfrom ddpm_core.errors import UserError\n"
+        f"with report_errors('ddpm train'):\n    raise UserError({MESSAGE!r})\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 

@@ -15,11 +15,11 @@ from ddpm_core.runtime.memory import OutOfMemory, shortage, translate_errors
 
 LIMITED = """
 import resource, sys
-from ddpm_core.console import telling
+from ddpm_core.console import report_errors
 from ddpm_core.errors import require
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + int(sys.argv[1]),) * 2)
-with telling("ddpm evaluate"):
+with report_errors("ddpm evaluate"):
     require(sys.argv[2], "eval")
 """
 

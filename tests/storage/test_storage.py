@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpm_core.console import telling
+from ddpm_core.console import report_errors
 from ddpm_core.data.overlap import OUTPUTS
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.storage import (
@@ -312,7 +312,7 @@ def test_disk_full_error_names_the_path_and_a_remedy(
     place: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit), telling("ddpm report"), full():
+    with pytest.raises(SystemExit), report_errors("ddpm report"), full():
         attempt(disk)
     output = capsys.readouterr().err.replace("\n", " ")
     assert output.startswith(f"ddpm report: File too large: {disk.root}/")
