@@ -320,7 +320,7 @@ def test_a_verdict_that_comes_later_is_a_tag_and_no_second_version(
     store: str, rows: list[Row], tmp_path: Path
 ) -> None:
     project = Project(tmp_path, "digits-looked-at-later", store)
-    unasked = {key: value for key, value in rows[0].items() if key != "memorisation"}
+    unasked = {key: value for key, value in rows[0].plain().items() if key != "memorisation"}
     assert project.register(unasked)["promoted"]
     assert project.champion().tags["memorisation"] == "unknown"
     asked = {**unasked, "memorisation": {"verdict": "none"}}
