@@ -321,7 +321,7 @@ def test_a_later_verdict_becomes_a_tag_and_no_second_version(
     store: str, rows: list[Row], tmp_path: Path
 ) -> None:
     project = Project(tmp_path, "digits-looked-at-later", store)
-    unchecked = {key: value for key, value in rows[0].items() if key != "memorisation"}
+    unchecked = {key: value for key, value in rows[0].plain().items() if key != "memorisation"}
     assert project.register(unchecked).promoted
     assert project.champion().tags["memorisation"] == "unknown"
     checked = {**unchecked, "memorisation": {"verdict": "none"}}
