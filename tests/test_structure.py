@@ -103,12 +103,6 @@ def test_no_function_is_longer_than_60_lines() -> None:
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-def test_documents_name_tests_that_exist() -> None:
-    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for name in re.findall(r"tests/[\w/]+\.py", path.read_text(encoding="utf-8")):
-            assert (ROOT / name).is_file(), f"{path.name} names {name}"
-
-
 def test_no_file_contains_a_package_index_or_local_path() -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
