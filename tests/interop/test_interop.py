@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddpm_core import rng
 from ddpm_core.config import load as params
-from ddpm_core.config.template import presets
+from ddpm_core.config.template import PRESETS, presets
 from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.errors import UserError
 from ddpm_core.interop import scheduler, tensors, unet2d
@@ -28,7 +28,6 @@ from ddpm_core.models.unet import UNet
 from ddpm_core.training.dry_run import expected
 from ddpm_core.training.init import network_config
 
-PRESETS = Path(params.__file__).parent / "presets"
 PLAIN, ATTENDING = "DownBlock2D", "AttnDownBlock2D"
 
 
