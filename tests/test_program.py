@@ -53,7 +53,7 @@ def test_every_verb_reports_invalid_params(tmp_path: Path, verb: str) -> None:
         (["evaluate"], "ddpm"),
         (["sample", "--shard", "4/4"], "I from 0 to N - 1"),
         (["train", "--resume", "never"], "must be auto or strict"),
-        (["train", "-S", "device=cuda:77"], "device: cuda:77"),
+        (["train", "-S", "device=cuda:77"], "device: got cuda:77"),
         (["train", "-p", "absent.yaml"], "Cannot read the params file absent.yaml"),
         (["check-data", "absent"], "absent"),
         (["check-data", "gs://bucket/x"], "got 'gs://bucket/x'"),

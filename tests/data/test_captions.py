@@ -67,7 +67,7 @@ def test_captions_from_hugging_face_metadata(tmp_path: Path, kind: str) -> None:
         ),
         ("metadata.csv", 'file_name,text\na,"x\n', "invalid CSV: unexpected end"),
         ("metadata.csv", b"file_name,text\na,\xff\n", "is not UTF-8 text: invalid start byte at"),
-        ("metadata.csv", "id,n\n1,2\n".encode("utf-16-le"), "is not UTF-8 text: it has NUL"),
+        ("metadata.csv", "id,n\n1,2\n".encode("utf-16-le"), "is not UTF-8 text: it contains NUL"),
         ("metadata.jsonl", b'{"file_name": "a", "text": "\xe9"}', "is not UTF-8 text: invalid"),
         ("captions.jsonl", b'{"file": "a", "caption": "\xe9"}', "is not UTF-8 text: invalid"),
     ],

@@ -225,7 +225,7 @@ def test_object_changed_while_reading_is_an_error(bucket: tuple[Any, str]) -> No
     images = source.listing().images
     client.put_object(Bucket=name, Key="x/0.png", Body=b"two")
     with pytest.raises(
-        UserError, match=rf"S3 failed at s3://{name}/x/0\.png: .*PreconditionFailed"
+        UserError, match=rf"S3 request failed for s3://{name}/x/0\.png: .*PreconditionFailed"
     ):
         list(source.read(images))
 

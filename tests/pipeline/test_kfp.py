@@ -174,7 +174,7 @@ def test_an_unknown_setting_ends_a_component_with_a_message(
         chain(tmp_path, overrides=["train.stepz=3"]).prepare()
     assert ended.value.code == 1
     printed = capfd.readouterr().err
-    assert printed.startswith("prepare: 1 problem:\n  train.stepz: unknown key in train")
+    assert printed.startswith("prepare: 1 problem:\n  -S train.stepz: unknown key in train")
 
 
 # A data set that DVC tracks

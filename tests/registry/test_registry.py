@@ -259,7 +259,7 @@ def test_a_champion_for_images_of_another_size_is_replaced(
     ("sampler", "message"),
     [
         ({"steps": 60}, "sample.steps: got 60; must be at most 50, the number of timesteps"),
-        ({"classes": ["3"]}, "was trained with model.conditioning none: leave it out, or train"),
+        ({"classes": ["3"]}, "the checkpoint was trained with none. Omit the setting, or train"),
     ],
 )
 def test_a_champion_without_the_candidates_sampling_is_replaced(
