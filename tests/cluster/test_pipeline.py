@@ -64,7 +64,7 @@ def test_the_components_run_in_pods_to_a_registered_model(namespace: Namespace) 
 @pytest.mark.timeout(600)
 def test_a_failed_run_reports_the_cause_at_its_end(namespace: Namespace) -> None:
     backend = Backend(namespace, COMPILED, account="ddpm-launcher")
-    with pytest.raises(Failed, match=r"prepare: 1 problem:\n  train.stepz: unknown key"):
+    with pytest.raises(Failed, match=r"prepare: 1 problem:\n  -S train.stepz: unknown key"):
         backend.run(params=TINY, overrides=["train.stepz=3"], workspace="/workspace/other")
     assert set(backend.ran) == {"finish"}
     (finished,) = backend.ran["finish"]
