@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from filelock import FileLock
-
 from ddpm_core.errors import UserError, require
 from ddpm_core.storage.staging import remove, staged_folder, sweep_beside
 from ddpm_core.text import masked
@@ -225,6 +223,9 @@ def _create_store(mlflow: Any, path: Path) -> None:
 
 def _rename_unless_exists(staging: Path, path: Path) -> None:
     """Rename a file, but keep an existing target; a lock excludes other processes meanwhile."""
+    # Imported here: only a store that is created needs it, and every `ddpm wait` loads this module.
+    from filelock import FileLock
+
     lock = path.with_name(f".{path.name}.lock")
     with FileLock(lock, fallback_to_soft=False):
         if not path.exists():
