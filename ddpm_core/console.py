@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from ddpm_core.config.durations import in_words
-from ddpm_core.errors import Interrupted, UserError
+from ddpm_core.errors import Interrupted, UserError, write_termination_message
 from ddpm_core.runtime import log_records, memory
 from ddpm_core.text import masked, shown
 
@@ -72,19 +72,25 @@ def guard() -> None:
 def report_errors(who: str) -> Iterator[None]:
     """Print errors that the user can fix as `who: MESSAGE`, and exit with their status.
 
-    Everything that the process prints is masked from then on.
+    Everything that the process prints is masked from then on. In a pod the error also becomes the
+    termination message, in place of that of an earlier process of the container.
     """
     guard()
+    write_termination_message("")
 
-    def report(message: str) -> None:
+    def report(message: str, error: BaseException) -> None:
+        from ddpm_core.pods import advice  # it imports the storage, which imports this module
+
+        message = f"{message} {advice(error)}".strip()
         say(f"{who}: {message}")
         log_records.write_error(message)
+        write_termination_message(message)
 
     try:
         with memory.translate_errors():
             yield
     except UserError as error:
-        report(str(error))
+        report(str(error), error)
         raise SystemExit(1) from None
     except Interrupted as stop:
         say(str(stop))
@@ -95,7 +101,7 @@ def report_errors(who: str) -> Iterator[None]:
         at = error.filename2 or error.filename  # the target of a copy or a rename
         place = f": {at}" if at else ""
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-        report(f"{error.strerror or error}{place}.{notes}")
+        report(f"{error.strerror or error}{place}.{notes}", error)
         raise SystemExit(1) from None
 
 

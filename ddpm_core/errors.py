@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 
 from ddpm_core.text import counted, masked
 
 MAX_SHOWN = 60  # characters of a value in a message
+TERMINATION_LOG = Path("/dev/termination-log")  # Kubernetes puts this file into each container
+_MAX_TERMINATION = 4096  # bytes of it that Kubernetes keeps
 
 
 @dataclass(frozen=True)
@@ -122,3 +127,17 @@ def not_installed(package: str, extra: str) -> str:
         f"The package {package!r} is not installed. It comes with the extra {extra!r}: "
         f"pip install 'ddpm-core[{extra}]'"
     )
+
+
+def write_termination_message(error: BaseException | str) -> None:
+    """Write {"error": MESSAGE} where Kubernetes reads why a container ended; "" clears it.
+
+    `kubectl describe pod` shows it, and programs read it from the pod's status even if the log is
+    gone. A long message is cut. Does nothing where the file does not exist or is not writable.
+    """
+    message = masked(str(error))
+    while len(data := json.dumps({"error": message}).encode()) > _MAX_TERMINATION:
+        message = message[: len(message) * 3 // 4]
+    with suppress(OSError), TERMINATION_LOG.open("r+b") as file:  # never creates the file
+        file.truncate()
+        file.write(data if message else b"")

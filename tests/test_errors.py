@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ddpm_core import errors
 from ddpm_core.config.problems import problems_of
-from ddpm_core.errors import Invalid, Problem, UserError, got, invalid
+from ddpm_core.console import report_errors
+from ddpm_core.errors import Invalid, Problem, UserError, got, invalid, write_termination_message
 
 
 @pytest.mark.parametrize(
@@ -70,3 +74,41 @@ def test_problems_of_any_model(given: dict[str, object], expected: Problem) -> N
     with pytest.raises(ValidationError) as caught:
         Outer.model_validate(given)
     assert problems_of(caught.value, Outer) == [expected]
+
+
+# The termination message of a container
+
+
+@pytest.fixture
+def termination_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "termination-log"
+    monkeypatch.setattr(errors, "TERMINATION_LOG", file)
+    return file
+
+
+def test_the_last_error_is_the_termination_message(termination_log: Path) -> None:
+    termination_log.write_text("a longer message of an earlier process")
+    with pytest.raises(SystemExit), report_errors("ddpm train"):
+        assert termination_log.read_text() == ""
+        raise UserError("https://me:hunter2@h is gone.")
+    assert json.loads(termination_log.read_text()) == {"error": "https://***@h is gone."}
+    with pytest.raises(SystemExit), report_errors("ddpm train"):
+        raise OSError(28, "No space left on device", "/workspace/run")
+    expected = {"error": "No space left on device: /workspace/run."}
+    assert json.loads(termination_log.read_text()) == expected
+
+
+@pytest.mark.parametrize("text", ["x" * 10_000, "\x00" * 10_000, "ü" * 10_000])
+def test_a_long_termination_message_is_cut(termination_log: Path, text: str) -> None:
+    termination_log.touch()
+    write_termination_message(UserError(text))
+    data = termination_log.read_bytes()
+    assert 2048 < len(data) <= 4096
+    assert text.startswith(json.loads(data)["error"])
+
+
+def test_a_missing_termination_log_is_not_created(termination_log: Path) -> None:
+    write_termination_message("gone")
+    assert not termination_log.exists()
+    termination_log.mkdir()
+    write_termination_message("not a file")
