@@ -60,19 +60,19 @@ def train(
     ] = None,
     namespace: NamespaceOption = None,
     patience: Annotated[
-        str, typer.Option(help="How long workers may be without a node, quota or image.")
-    ] = "30s",
+        str | None,
+        typer.Option(help="To wait for nodes, quota, images and the operator. Default: 15m."),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the job after it has ended.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job and exit.")] = False,
 ) -> None:
     """Train in a PyTorchJob and follow it to its end.
 
-    Prints the cause if the job fails, and deletes the job.
+    Prints the cause if the job fails, and deletes the job. If training is up to date, creates none.
     """
     given = {"min_replicas": min_replicas, "max_replicas": max_replicas, "image": image}
-    wanted = merge_options(options, {**given, "volumes": volume}, k or [])
+    wanted = merge_options(options, {**given, "volumes": volume, "patience": patience}, k or [])
     config = load(p, w, s)
-    seconds = parse_duration(patience)
     require("kubernetes", "pipeline")
     from ddpm_kube.launch import preview, train
     from ddpm_kube.options import read
@@ -81,7 +81,7 @@ def train(
     if dry_run:
         typer.echo(yaml.safe_dump(preview(config, chosen, run, os.environ, namespace)))
         return
-    train(config, chosen, run, os.environ, namespace, patience=seconds, keep=keep)
+    train(config, chosen, run, os.environ, namespace, keep=keep)
 
 
 @command

@@ -32,7 +32,7 @@ ERRORS = (ApiException, urllib3.exceptions.HTTPError, OSError, ValueError)  # of
 TRANSIENT = (0, None, 429, 500, 502, 503, 504)  # HTTP statuses worth a retry
 EXPIRED = 410  # the resource version of a watch is too old: list again
 REFUSED = (401, 403)  # API servers also send these for a while after a restart
-RETRY_FOR = 60.0  # seconds from the first failure
+RETRY_FOR = 60.0  # seconds from the first failure; longer with more `patience`
 PAUSES = (0.5, 8.0)  # seconds: the first pause, which doubles up to the longest
 TIMEOUTS = (5, 30)  # seconds: to connect, and to read
 INSTALL_OPERATOR = (
@@ -58,16 +58,19 @@ class NotFound(UserError):
 
 
 class Retry:
-    """The retry policy of every request: for RETRY_FOR seconds from the first failure.
+    """The retry policy of every request: for a while from the first failure.
 
-    With `doing`, such as "list pods", an outage is reported once when it starts and once when it is
-    over. `stopped` ends the retries early. Set `permitted` once a request was served: then refusals
-    are retried too, because an API server that restarts refuses everybody for a while.
+    That is RETRY_FOR or `patience` seconds, whichever is longer. With `doing`, such as "list pods",
+    an outage is reported once when it starts and once when it is over. `failing` is True during an
+    outage. `stopped` ends the retries early. Set `permitted` once a request was served: then
+    refusals are retried too, because an API server that restarts refuses everybody for a while.
     """
 
-    def __init__(self, doing: str = "", stopped: threading.Event | None = None) -> None:
-        self.permitted = False
-        self._doing, self._stopped = doing, stopped
+    def __init__(
+        self, doing: str = "", stopped: threading.Event | None = None, patience: float = 0.0
+    ) -> None:
+        self.permitted = self.failing = False
+        self._doing, self._stopped, self._limit = doing, stopped, max(RETRY_FOR, patience)
 
     def __call__(self, call: Callable[[], T]) -> T:
         """Return the result of `call`, or raise its last error."""
@@ -77,11 +80,12 @@ class Retry:
             # Not tenacity's own limit, which includes the first attempt: that may take a minute.
             nonlocal deadline
             failed_at = state.outcome_timestamp or 0.0
-            deadline = failed_at + RETRY_FOR if state.attempt_number == 1 else deadline
+            deadline = failed_at + self._limit if state.attempt_number == 1 else deadline
             stopped = self._stopped is not None and self._stopped.is_set()
             return stopped or failed_at + state.upcoming_sleep > deadline
 
         def report(state: tenacity.RetryCallState) -> None:
+            self.failing = True
             if self._doing and state.outcome and (error := state.outcome.exception()):
                 message = error_message(error)
                 outage.begins(f"Cannot {self._doing} at present: {message}. Retrying.")
@@ -95,6 +99,7 @@ class Retry:
             reraise=True,
         )
         result = policy(call)
+        self.failing = False
         outage.ends("The API server responds again.")
         return result
 
@@ -113,14 +118,14 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, ERRORS) and _status(error) in TRANSIENT
 
 
-def request(call: Callable[[], T], doing: str) -> T:
+def request(call: Callable[[], T], doing: str, patience: float = 0.0) -> T:
     """Return the result of a request, with retries.
 
     Raises:
         AlreadyExists, NotFound, UserError: with the API server's message.
     """
     try:
-        return Retry(doing)(call)
+        return Retry(doing, patience=patience)(call)
     except ERRORS as error:
         raise explained(error, doing) from error
 
@@ -179,11 +184,15 @@ def _status(error: BaseException) -> int | None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """One namespace of a cluster."""
+    """One namespace of a cluster.
+
+    Requests are retried for RETRY_FOR or `patience` seconds, whichever is longer.
+    """
 
     namespace: str
     jobs: client.CustomObjectsApi
     core: client.CoreV1Api
+    patience: float = 0.0
 
     def create(self, job: Json) -> Json:
         """Create a job, and return it as the API server has it. Raises AlreadyExists, UserError.
@@ -201,15 +210,15 @@ class Cluster:
         return self._request("create the PyTorchJob", call, *self._kind, body=job)
 
     def job(self, name: str) -> Json | None:
-        """Return a job; None if it does not exist."""
-        call = self.jobs.get_namespaced_custom_object
-        return self._find("read the PyTorchJob", call, *self._kind, name)
-
-    def all_jobs(self, labels: str = "") -> list[Json]:
-        """Return the jobs with these labels.
+        """Return a job; None if it does not exist.
 
         Raises UserError; without the Training Operator, with the command that installs it.
         """
+        call = self.jobs.get_namespaced_custom_object
+        return self._find("read the PyTorchJob", call, *self._kind, name)
+
+    def all_jobs(self, labels: str) -> list[Json]:
+        """Return the jobs with these labels."""
         call = self.jobs.list_namespaced_custom_object
         found = self._request("list PyTorchJobs", call, *self._kind, label_selector=labels)
         return list(found["items"])
@@ -269,7 +278,10 @@ class Cluster:
         return self._find("read the pod", call, name, self.namespace)
 
     def _request(self, doing: str, call: Call, *args: Any, **kwargs: Any) -> Json:
-        return request(lambda: call(*args, **kwargs, _request_timeout=TIMEOUTS), doing)
+        def send() -> Json:
+            return call(*args, **kwargs, _request_timeout=TIMEOUTS)
+
+        return request(send, doing, self.patience)
 
     def _find(self, doing: str, call: Call, *args: Any, **kwargs: Any) -> Json | None:
         """Return the response; None if the object does not exist."""
@@ -283,7 +295,7 @@ class Cluster:
         return GROUP, VERSION, self.namespace, PLURAL
 
 
-def connect(namespace: str | None, pod_namespace: str | None) -> Cluster:
+def connect(namespace: str | None, pod_namespace: str | None, patience: float = 0.0) -> Cluster:
     """Return the cluster of this pod, if `pod_namespace` is given, else that of the kubeconfig.
 
     Raises UserError without a cluster, and for an invalid kubeconfig.
@@ -312,6 +324,7 @@ def connect(namespace: str | None, pod_namespace: str | None) -> Cluster:
         namespace or pod_namespace or current or "default",
         client.CustomObjectsApi(api),
         client.CoreV1Api(api),
+        patience,
     )
 
 
@@ -350,11 +363,13 @@ class Location:
         }
 
 
-def locate(environment: Mapping[str, str], namespace: str | None = None) -> Location:
+def locate(
+    environment: Mapping[str, str], namespace: str | None = None, patience: float = 0.0
+) -> Location:
     """Find the cluster and the launcher's own pod. Raises UserError without a cluster."""
     in_pod = "KUBERNETES_SERVICE_HOST" in environment and _NAMESPACE.exists()
     pod_namespace = _NAMESPACE.read_text().strip() if in_pod else None
-    cluster = connect(namespace, pod_namespace)
+    cluster = connect(namespace, pod_namespace, patience)
     if pod_namespace is None or pod_namespace != cluster.namespace:
         return Location(cluster, None)
     name = next((environment[key] for key in _POD_NAMES if environment.get(key)), "")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ddpm_core.config.durations import in_words
 from ddpm_core.console import say
 from ddpm_kube.job import CONTAINER
 from ddpm_kube.logs import Logs, short
 from ddpm_kube.spec import JobSpec
-from ddpm_kube.watch import View
+from ddpm_kube.watch import WORKLOAD, View
 
 Json = dict[str, Any]
 
@@ -19,8 +22,7 @@ Json = dict[str, Any]
 # with it again.
 SAME_ERROR_LIMIT = 3
 MAX_EVENT = 300  # characters of an event's message; the operator quotes entire logs
-OPERATOR_TIMEOUT = 45.0  # seconds until the operator must have done something
-FRESH = 60.0  # seconds, in addition to the patience, after which a refusal counts as over
+REMIND_INTERVAL = 60.0  # seconds between two lines about what a job waits for
 
 # Kubernetes' own words
 IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}
@@ -61,104 +63,115 @@ class Problem:
 class Diagnosis:
     """Looks at a job again and again, reports what changes, and decides when it has failed.
 
-    A problem that may pass (no room, no quota, no image) ends the job after `patience` seconds, if
-    fewer than min_replicas workers are running then: enough workers train without the others.
+    A problem that may pass (no controller, room, quota or image) ends the job once it has lasted
+    for `options.patience` while fewer than min_replicas workers are running: enough workers train
+    without the others.
     """
 
-    def __init__(
-        self, spec: JobSpec, patience: float, print_line: Callable[[str], None] = say
-    ) -> None:
-        self._spec, self._patience, self._print = spec, patience, print_line
+    def __init__(self, spec: JobSpec, print_line: Callable[[str], None] = say) -> None:
+        self._spec, self._print = spec, print_line
         self._since: dict[tuple[str, str], float] = {}  # when each problem was first seen
+        self._suspended_since: float | None = None
+        self._remind_at: float | None = None
         self._printed: set[str] = set()
         self._states: dict[str, str] = {}  # of the job and its workers, as last printed
-        self._waiting_since: dict[str, float] = {}  # for the operator, by what is missing
-        self._suspended = False
-        self._event_counts: dict[str, tuple[int, float]] = {}  # by uid, with the time of the change
 
     def failure(self, view: View, logs: Logs, now: float) -> str:
-        """Return why the job must be given up; empty while it may succeed. `now` is in seconds."""
+        """Return why the job must be given up; empty while it may succeed.
+
+        `now` is in seconds, of a clock that only runs while `view` is current.
+        """
         self._report_changes(view)
         state, message = condition(view.job)
-        if state == "Suspended":
-            if not self._suspended:
-                queue = self._spec.options.queue
-                reason = f" (Kueue's queue {queue} has not admitted it)" if queue else ""
-                self._print(f"The job is suspended{reason}; waiting until it is resumed.")
-            self._suspended = True
-            self._since.clear()
-            self._waiting_since.clear()
-            return ""
-        self._suspended = False
-        problems = list(find_problems(view, self._fresh_events(view, now)))
         if state == "Failed":
-            return _job_failure(view, logs, message, problems)
-        return (
-            self._operator_is_missing(view, state, now)
-            or self._lasting_problem(view, problems, now)
-            or self._pods_are_missing(view, now)
-            or _repeated_error(logs)
+            return _job_failure(view, logs, message)
+        if is_suspended(view.job):
+            self._wait_for_queue(view, now)
+            return ""
+        if self._suspended_since is not None:
+            self._suspended_since = self._remind_at = None
+        return self._lasting_problem(view, state, now) or _repeated_error(logs)
+
+    def _wait_for_queue(self, view: View, now: float) -> None:
+        """Report why Kueue has not admitted the job. That takes as long as it takes."""
+        self._since.clear()
+        queue = self._spec.options.queue
+        if self._suspended_since is None:
+            self._suspended_since, self._remind_at = now, None
+            reason = f" (Kueue's queue {queue} has not admitted it)" if queue else ""
+            self._print(f"The job is suspended{reason}; waiting until it is resumed.")
+        self._remind(
+            f"Suspended for {in_words(now - self._suspended_since)}"
+            + (f" in the queue {queue}" if queue else "")
+            + f": {queue_reason(view) or self._command('describe workloads')}",
+            now,
         )
 
-    def _lasting_problem(self, view: View, problems: list[Problem], now: float) -> str:
-        self._since = {p.key: self._since.get(p.key, now) for p in problems}
+    def _lasting_problem(self, view: View, state: str, now: float) -> str:
+        problems = list(find_problems(view, self._spec.options.max_replicas))
         for problem in problems:
             self._print_once(problem.message)
-        permanent = [p for p in problems if p.permanent]
-        lasting = [p for p in problems if now - self._since[p.key] >= self._patience]
-        cause = _most_causal(permanent) or _most_causal(lasting)
-        if cause is None:
-            return ""
+        if permanent := _most_causal([p for p in problems if p.permanent]):
+            return permanent.message
         running = sum(is_running(pod) for pod in view.pods.values())
-        if not cause.permanent and running >= self._spec.options.min_replicas:
+        if running < self._spec.options.min_replicas:
+            return self._impatience(problems or list(self._missing_pods(view, state)), now)
+        self._since.clear()
+        self._remind_at = None
+        if problems:
             self._print_once(
                 f"{running} workers are running, at least min_replicas "
                 f"({self._spec.options.min_replicas}): training continues without "
-                f"{cause.worker}."
+                f"{problems[0].worker}."
             )
-            return ""
-        return cause.message
+        return ""
 
-    def _operator_is_missing(self, view: View, state: str, now: float) -> str:
-        touched = bool(state or view.pods or view.events)
-        untouched = bool(view.job and view.events_readable and not touched)
-        if not self._lasts("any action", untouched, now):
-            return ""
-        return (
-            f"No controller picked up the job within {OPERATOR_TIMEOUT:.0f} s. Is the Training "
-            "Operator running and watching this namespace? Check "
-            "`kubectl -n kubeflow get deployment training-operator`."
-        )
+    def _impatience(self, problems: list[Problem], now: float) -> str:
+        """Return the cause once a problem has lasted for `patience`; report it once a minute."""
+        patience = self._spec.options.patience_seconds
+        self._since = {p.key: self._since.get(p.key, now) for p in problems}
+        if cause := _most_causal([p for p in problems if now - self._since[p.key] >= patience]):
+            return f"{cause.message} This has lasted {in_words(patience)} (patience)."
+        if cause := _most_causal(problems):
+            waited = in_words(now - self._since[cause.key])
+            self._remind(f"Waiting for {waited} of {in_words(patience)}: {cause.message}", now)
+        else:
+            self._remind_at = None
+        return ""
 
-    def _pods_are_missing(self, view: View, now: float) -> str:
-        """Without events, which would say why, missing pods are all there is to see."""
-        too_few = len(view.pods) < self._spec.options.min_replicas
-        if not self._lasts("pods", too_few and not view.events_readable, now):
-            return ""
-        return (
-            f"The operator created no pods within {OPERATOR_TIMEOUT:.0f} s. Either it is not "
-            "running, or a quota or Pod Security refuses them. This launcher may not read the "
-            f"events that say which: run `kubectl -n {self._spec.namespace} describe pytorchjob "
-            f"{self._spec.name}`."
-        )
+    def _remind(self, text: str, now: float) -> None:
+        """Print a line once a minute; the first one a minute after the wait began."""
+        if self._remind_at is not None and now >= self._remind_at:
+            self._print(text)
+        elif self._remind_at is not None:
+            return
+        self._remind_at = now + REMIND_INTERVAL
 
-    def _lasts(self, name: str, is_missing: bool, now: float) -> bool:
-        """Return whether something has been missing at each look for OPERATOR_TIMEOUT seconds."""
-        if not is_missing:
-            self._waiting_since.pop(name, None)
-            return False
-        return now - self._waiting_since.setdefault(name, now) >= OPERATOR_TIMEOUT
+    def _missing_pods(self, view: View, state: str) -> Iterator[Problem]:
+        """Yield what may be wrong if there are too few pods and no event says why."""
+        if view.job is None or len(view.pods) >= self._spec.options.min_replicas:
+            return
+        if not view.events_readable:
+            message = (
+                "The Training Operator has not created the pods. Either it is not running, or a "
+                "quota or Pod Security refuses them. This launcher may not read the events that "
+                f"say which: {self._command(f'describe pytorchjob {self._spec.name}')}."
+            )
+        elif state or view.events:
+            message = (
+                "The Training Operator has not created the pods. Check its log: "
+                "`kubectl -n kubeflow logs deployment/training-operator`."
+            )
+        else:
+            message = (
+                "No controller has picked up the job. Is the Training Operator running and "
+                "watching this namespace? Check `kubectl -n kubeflow get deployment "
+                "training-operator`."
+            )
+        yield Problem("", "NoPods", message)
 
-    def _fresh_events(self, view: View, now: float) -> list[Json]:
-        """Return the events that occurred, or occurred again, a short while ago."""
-        fresh = []
-        for event in view.events:
-            uid, count = event["metadata"]["uid"], event.get("count") or 1
-            if self._event_counts.get(uid, (0, 0.0))[0] != count:
-                self._event_counts[uid] = count, now
-            if now - self._event_counts[uid][1] < FRESH + self._patience:
-                fresh.append(event)
-        return fresh
+    def _command(self, arguments: str) -> str:
+        return f"run `kubectl -n {self._spec.namespace} {arguments}`"
 
     def _report_changes(self, view: View) -> None:
         state = condition(view.job)[0] or self._states.get("job", "")  # empty while it is resumed
@@ -182,13 +195,14 @@ class Diagnosis:
             self._print(text)
 
 
-def _job_failure(view: View, logs: Logs, message: str, problems: list[Problem]) -> str:
+def _job_failure(view: View, logs: Logs, message: str) -> str:
     """Return the cause of a job's failure, as far as it can be seen."""
+    problems = [p for name, pod in view.pods.items() for p in pod_problems(name, pod)]
     problem = _most_causal([p for p in problems if p.permanent])
     if problem:
         return problem.message
     states = [f"{short(name)}: {pod_state(pod)}" for name, pod in sorted(view.last_seen.items())]
-    error = logs.last_error()
+    error = logs.last_error() or next(filter(None, map(_last_message, view.last_seen.values())), "")
     details = f"The workers' last error: {error}" if error else "; ".join(states)
     return f"The job failed: {message}. {details}".rstrip(". ") + "."
 
@@ -211,13 +225,17 @@ def _most_causal(problems: list[Problem]) -> Problem | None:
 # Problems
 
 
-def find_problems(view: View, fresh_events: list[Json]) -> Iterator[Problem]:
+def find_problems(view: View, replicas: int) -> Iterator[Problem]:
     """Yield the problems of the pods, and of workers whose pods could not be created."""
     for name, pod in view.pods.items():
         yield from pod_problems(name, pod)
     existing = {short(name) for name in view.pods}
-    for event in fresh_events:
-        yield from (p for p in creation_problems(event) if p.worker not in existing)
+    for event in view.events if len(existing) < replicas else ():
+        for problem in creation_problems(event):
+            # Once any worker existed, a refusal may be long over; its event is kept for an hour.
+            permanent = problem.permanent and not view.last_seen
+            if problem.worker not in existing:
+                yield replace(problem, permanent=permanent)
 
 
 def pod_problems(name: str, pod: Json) -> Iterator[Problem]:
@@ -266,7 +284,9 @@ def creation_problems(event: Json) -> Iterator[Problem]:
     message = event_message(event)
     named = re.search(r'"[a-z0-9.-]+-(worker-\d+)"', message)
     worker = named[1] if named else "a worker"
-    # The API server gives no reason apart from these words.
+    # The API server gives no reason apart from these words. It also forbids the operator itself
+    # to create pods for a while after a restart.
+    forbidden = "is forbidden" in message and "cannot create resource" not in message
     if "exceeded quota" in message:
         yield Problem(
             worker,
@@ -274,9 +294,9 @@ def creation_problems(event: Json) -> Iterator[Problem]:
             f"The quota of the namespace does not allow {worker}: {message}. Request less (cpu, "
             "memory, gpu, max_replicas), or wait until other pods have ended.",
         )
-    elif "violates PodSecurity" in message:
-        text = f"The namespace's Pod Security refuses {worker}: {message}."
-        yield Problem(worker, "PodSecurity", text)
+    elif forbidden or "denied the request" in message or "is invalid" in message:
+        text = f"The API server refuses to create {worker}: {message}."
+        yield Problem(worker, "refused", text, permanent=True)
     else:
         yield Problem(worker, event["reason"], f"{worker} cannot be created: {message}.")
 
@@ -297,6 +317,26 @@ def condition(job: Json | None) -> tuple[str, str]:
 
 def is_finished(job: Json) -> bool:
     return condition(job)[0] in ("Succeeded", "Failed")
+
+
+def is_suspended(job: Json | None) -> bool:
+    """Return whether the job must not run at present; Kueue decides that, or a person."""
+    return bool((job or {}).get("spec", {}).get("runPolicy", {}).get("suspend"))
+
+
+def queue_reason(view: View) -> str:
+    """Return why Kueue has not admitted the job, from its newest event; empty if unknown.
+
+    Events of an earlier job of this name are older than the job.
+    """
+    created = view.job["metadata"].get("creationTimestamp", "") if view.job else ""
+    pending = []
+    for event in view.events:
+        moment = str(event.get("lastTimestamp") or event.get("eventTime") or "")
+        is_reason = event["involvedObject"].get("kind") == WORKLOAD and event["reason"] == "Pending"
+        if is_reason and moment >= created:
+            pending.append((moment, event_message(event)))
+    return max(pending, default=("", ""))[1]
 
 
 def is_running(pod: Json) -> bool:
@@ -329,6 +369,16 @@ def event_object(event: Json) -> str:
 
 def event_message(event: Json) -> str:
     return _one_line(event.get("message"))
+
+
+def _last_message(pod: Json) -> str:
+    """Return the error with which `ddpm` ended in a container, from its termination message."""
+    status = _container_status(pod)
+    for state in ("state", "lastState"):
+        ended = status.get(state, {}).get("terminated", {})
+        with suppress(ValueError, KeyError, TypeError):
+            return str(json.loads(ended["message"])["error"])
+    return ""
 
 
 def _container_spec(pod: Json) -> Json:

@@ -3,6 +3,7 @@
 The launcher runs in a pod that may be restarted or told to stop. So the name of the job follows
 from run and stage; a running job with the same spec is followed instead of created; a finished one
 is replaced, because `ddpm train` itself knows what is left to do; and SIGTERM deletes the job.
+If the workspace shows that nothing is left to do, no job is created.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ddpm_core.chain import CHECKS
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import Interrupted, UserError
@@ -35,7 +37,6 @@ from ddpm_kube.options import Options
 from ddpm_kube.spec import JobSpec
 from ddpm_kube.watch import JobWatch, View, WatchLost
 
-PATIENCE = 30.0  # seconds that a worker may be without a node, quota or image
 LOOK_INTERVAL = 1.0  # seconds between two looks at a job that does not change
 
 Json = dict[str, Any]
@@ -71,38 +72,49 @@ def train(
     run_id: str,
     environment: Mapping[str, str],
     namespace: str | None = None,
-    patience: float = PATIENCE,
     keep: bool = False,
-) -> Outcome:
-    """Train in a PyTorchJob, and delete it afterwards unless `keep`.
+) -> Outcome | None:
+    """Train in a PyTorchJob, and delete it afterwards unless `keep`; None if nothing is to do.
 
     Raises:
         UserError: the job failed, with the cause. WatchLost: it may still be running.
         Interrupted: after SIGTERM or Ctrl-C; the job is deleted.
     """
     with interrupted_by_signals():
-        location = locate(environment, namespace)
-        cluster = location.cluster
-        cluster.all_jobs("none=none")  # fails without the operator, or without permission
+        location = locate(environment, namespace, options.patience_seconds)
         spec = make_spec(config, options, run_id, location)
-        started, job = time.monotonic(), build(spec, location.owner)
-        try:
-            job = create_or_find(location, job)
-            follow(cluster, spec, patience)
-        except Interrupted:
-            cancel(cluster, job)
-            raise
-        except WatchLost:
-            raise
-        except UserError:
-            if not keep and "uid" in job["metadata"]:
-                clean_up(cluster, job)
-            raise
-        outcome = read_outcome(spec.name, time.monotonic() - started, config.workspace)
-        say(str(outcome))
-        if not keep:
+        # Fails without the operator, or without permission.
+        earlier = location.cluster.job(spec.name)
+        if (earlier is None or is_over(earlier)) and is_trained(config, location):
+            say("train: up to date; no PyTorchJob is created.")
+            if earlier and not keep:
+                clean_up(location.cluster, earlier)
+            return None
+        return run(spec, location, keep)
+
+
+def run(spec: JobSpec, location: Location, keep: bool) -> Outcome:
+    """Create or find the job and follow it to its end; see `train`."""
+    cluster, started = location.cluster, time.monotonic()
+    job = build(spec, location.owner)
+    try:
+        job = create_or_find(location, job)
+        follow(cluster, spec)
+    except Interrupted:
+        cancel(replace(cluster, patience=0.0), job)
+        raise
+    except WatchLost:
+        raise
+    except UserError:
+        if not keep and "uid" in job["metadata"]:
             clean_up(cluster, job)
-        return outcome
+        raise
+    workspace = open_workspace(spec.config, location)
+    outcome = read_outcome(spec.name, time.monotonic() - started, workspace)
+    say(str(outcome))
+    if not keep:
+        clean_up(cluster, job)
+    return outcome
 
 
 def preview(
@@ -120,6 +132,28 @@ def preview(
 def make_spec(config: Config, options: Options, run_id: str, location: Location) -> JobSpec:
     image = options.image or location.image
     return JobSpec(config, options, run_id, location.cluster.namespace, image)
+
+
+def open_workspace(config: Config, location: Location) -> Workspace | None:
+    """Return the workspace if it can be read from here.
+
+    Outside the cluster, the path of a volume may be a different directory.
+    """
+    if "://" not in config.workspace and location.pod is None:
+        return None
+    try:
+        return Workspace.open(config.workspace)
+    except (UserError, OSError):
+        return None
+
+
+def is_trained(config: Config, location: Location) -> bool:
+    """Return whether `ddpm train` has nothing to do; False if that cannot be seen from here."""
+    workspace = open_workspace(config, location)
+    try:
+        return workspace is not None and CHECKS["train"]()(config, workspace) is None
+    except (UserError, OSError):
+        return False
 
 
 @contextmanager
@@ -158,7 +192,7 @@ def create_or_find(location: Location, job: Json) -> Json:
             return created
         if found is None:
             continue
-        if "deletionTimestamp" in found["metadata"] or is_finished(found):
+        if is_over(found):
             say(f"Removing the PyTorchJob {name} of an earlier attempt first.")
             if not cluster.remove(found):
                 raise UserError(
@@ -181,15 +215,20 @@ def create_or_find(location: Location, job: Json) -> Json:
         return found
 
 
+def is_over(job: Json) -> bool:
+    return "deletionTimestamp" in job["metadata"] or is_finished(job)
+
+
 def is_different(job: Json, wanted: Json) -> bool:
     """Return whether a job was built from another spec."""
     hashes = {one["metadata"].get("annotations", {}).get(SPEC_HASH) for one in (job, wanted)}
     return len(hashes) > 1
 
 
-def follow(cluster: Cluster, spec: JobSpec, patience: float) -> None:
+def follow(cluster: Cluster, spec: JobSpec) -> None:
     """Print what the job does until it has succeeded. Raises UserError with the cause if not."""
-    diagnosis, seen = Diagnosis(spec, patience), False
+    diagnosis, seen = Diagnosis(spec), False
+    watched, looked_at = 0.0, time.monotonic()
     with JobWatch(cluster, spec.name) as watch, Logs(cluster) as logs:
         while True:
             view = watch.wait(LOOK_INTERVAL)
@@ -197,7 +236,12 @@ def follow(cluster: Cluster, spec: JobSpec, patience: float) -> None:
             if seen and (view.job is None or "deletionTimestamp" in view.job["metadata"]):
                 raise UserError(f"Another process deleted the PyTorchJob {spec.name}.")
             logs.follow(view.pods)
-            failure = diagnosis.failure(view, logs, time.monotonic())
+            # Waiting does not count while the API server does not respond: nobody knows then
+            # whether the problem is still there.
+            now = time.monotonic()
+            watched += now - looked_at if watch.is_current else 0.0
+            looked_at = now
+            failure = diagnosis.failure(view, logs, watched)
             if failure:
                 logs.finish(5.0)
                 explain(view, logs)
@@ -222,12 +266,11 @@ def explain(view: View, logs: Logs) -> None:
         say(f"    {kind} {reason} {event_object(event)}: {message}")
 
 
-def read_outcome(job: str, seconds: float, uri: str) -> Outcome:
+def read_outcome(job: str, seconds: float, workspace: Workspace | None) -> Outcome:
     """Return what a job has left in the workspace, if that can be read from here."""
     try:
-        workspace = Workspace.open(uri)
-        snapshots = workspace.steps(SNAPSHOTS)
-        rows = list(read_rows(workspace.path(LOG))) if snapshots else []
+        snapshots = workspace.steps(SNAPSHOTS) if workspace else []
+        rows = list(read_rows(workspace.path(LOG))) if workspace and snapshots else []
     except (UserError, OSError):
         return Outcome(job, seconds)
     if not snapshots:

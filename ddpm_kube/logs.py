@@ -126,7 +126,7 @@ class Logs:
 
     def _read(self, pod: str, container: str, source: str, is_previous: bool) -> None:
         """Read the log of one container to its end; a broken connection is opened again."""
-        retry = Retry(stopped=self._stopped)
+        retry = Retry(stopped=self._stopped, patience=self._cluster.patience)
         while not self._stopped.is_set():
             try:
                 response = retry(lambda: self._open(pod, source, is_previous))

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from kubernetes.client.exceptions import ApiException
 
+from ddpm_core.config.durations import in_words
 from ddpm_core.console import warn
 from ddpm_core.errors import UserError
 from ddpm_kube.cluster import (
@@ -35,6 +36,7 @@ from ddpm_kube.job import GROUP, PLURAL, VERSION
 WATCH_SECONDS = 50  # after which the server ends a watch, and the next one starts
 TIMEOUTS = (5, WATCH_SECONDS + 15)  # seconds: to connect, and to read
 JOB_LABEL = "training.kubeflow.org/job-name"
+WORKLOAD = "Workload"  # the object with which Kueue queues a job, named pytorchjob-JOB-HASH
 
 Json = dict[str, Any]
 
@@ -48,7 +50,7 @@ class View:
     """What is known of a job. Names of pods are keys.
 
     `last_seen` keeps each pod's last state: the operator deletes the pods of a failed job.
-    `events` are those of this job and its pods, deleted pods included.
+    `events` are those of this job, its pods, deleted pods included, and its Kueue workload.
     """
 
     job: Json | None = None
@@ -86,7 +88,8 @@ class View:
         known = {event["metadata"]["uid"]: at for at, event in enumerate(self.events)}
         unmatched = []
         for event in self._unmatched:
-            if event["involvedObject"].get("uid") not in self._uids:
+            about = event["involvedObject"]
+            if about.get("uid") not in self._uids and about.get("kind") != WORKLOAD:
                 unmatched.append(event)
             elif (uid := event["metadata"]["uid"]) in known:
                 self.events[known[uid]] = event
@@ -104,6 +107,7 @@ class JobWatch:
         self._name = name
         self._changes: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
         self._stopped = threading.Event()
+        self._limit = max(RETRY_FOR, cluster.patience)
         namespace = cluster.namespace
         self._calls: dict[str, Callable[..., Any]] = {
             "jobs": partial(
@@ -116,6 +120,9 @@ class JobWatch:
             ),
             "events": partial(cluster.core.list_namespaced_event, namespace),
         }
+        self._retries = {
+            kind: Retry(f"watch {kind}", self._stopped, cluster.patience) for kind in self._calls
+        }
 
     def __enter__(self) -> Self:
         for kind in self._calls:
@@ -124,6 +131,11 @@ class JobWatch:
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
+
+    @property
+    def is_current(self) -> bool:
+        """Return False while requests fail: the view may be out of date."""
+        return not any(retry.failing for retry in self._retries.values())
 
     def wait(self, seconds: float) -> View:
         """Return the view after the next changes, at most `seconds` later.
@@ -148,8 +160,8 @@ class JobWatch:
             return self.view
 
     def _run(self, kind: str) -> None:
-        """List and watch until stopped. Any error is passed on: the view never goes stale."""
-        retry = Retry(f"watch {kind}", self._stopped)
+        """List and watch until stopped. An error that lasts is passed on to `wait`."""
+        retry = self._retries[kind]
         try:
             while not self._stopped.is_set():
                 self._list_and_watch(kind, retry)
@@ -215,6 +227,8 @@ class JobWatch:
         if kind != "events":
             return True
         about = str(item["involvedObject"].get("name", ""))
+        if item["involvedObject"].get("kind") == WORKLOAD:
+            return about.startswith(f"pytorchjob-{self._name}-")
         return about == self._name or about.startswith(f"{self._name}-worker-")
 
     def _explain(self, error: Exception, kind: str, was_permitted: bool) -> Exception:
@@ -227,7 +241,7 @@ class JobWatch:
             what = f"Cannot read the API server's response about {kind} ({error!r})."
         elif is_transient(error):
             message = error_message(error)
-            what = f"The API server did not respond for {RETRY_FOR:.0f} s ({message})."
+            what = f"The API server did not respond for {in_words(self._limit)} ({message})."
         elif was_permitted:
             what = f"The API server no longer permits to watch {kind} ({error_message(error)})."
         else:

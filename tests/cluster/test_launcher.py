@@ -52,7 +52,7 @@ def test_the_schema_of_the_cluster_knows_every_field(
         kubectl("apply", *check, "-f", "-", given=yaml.safe_dump(job))
 
 
-def test_a_suspended_job_is_awaited_and_a_finished_one_replaced(
+def test_a_suspended_job_is_awaited_and_a_finished_one_removed(
     launching: Launching, namespace: Namespace
 ) -> None:
     arguments = launching.arguments(launching.workspace("whole"), options=["queue=research"])
@@ -76,8 +76,7 @@ def test_a_suspended_job_is_awaited_and_a_finished_one_replaced(
     launching.launch("launcher-again", arguments)
     assert launching.ends("launcher-again") == "Succeeded"
     output = launching.output("launcher-again")
-    assert f"Removing the PyTorchJob {name} of an earlier attempt first." in output
-    assert "train: 5/40 steps" not in output
+    assert output == "train: up to date; no PyTorchJob is created.\n"
     assert not launching.left(name)
 
 

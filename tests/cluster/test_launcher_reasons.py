@@ -1,4 +1,4 @@
-"""The launcher, as a pod, names the cause of a failed PyTorchJob in time.
+"""The launcher, as a pod with little patience, names the cause of a failed PyTorchJob in time.
 
 Each cause comes from a real pod, quota, policy or account. Four cases run at a time.
 """
@@ -18,6 +18,7 @@ from ddpm_kube.spec import job_name
 
 pytestmark = pytest.mark.timeout(900)
 
+PATIENCE = ("--patience", "30s")
 WITHIN = 60.0  # seconds
 # Refuses pods that request a GPU, and no others.
 QUOTA: Document = {
@@ -51,16 +52,18 @@ CASES = {
     "image-name": Case("cannot get its image: InvalidImageName of", ("--image", "ddpm:dev:twice")),
     "room": Case("worker-0 is Unschedulable: 0/", ("-K", "memory=9Ti")),
     "quota": Case("exceeded quota: no-gpu", GPU),
-    "account": Case('serviceaccount "absent" not found', ("-K", "service_account=absent")),
+    "account": Case(
+        "The API server refuses to create worker-0: ", ("-K", "service_account=absent")
+    ),
     "secret": Case("CreateContainerConfigError", ("-K", "secrets=[absent]")),
-    "blind": Case("The operator created no pods within 45 s.", GPU, BLIND),
+    "blind": Case("The Training Operator has not created the pods. Either", GPU, BLIND),
     # The operator ignores jobs of another controller, as if it were not running.
     "operator": Case(
-        "No controller picked up the job within 45 s. Is the Training Operator running",
+        "No controller has picked up the job. Is the Training Operator running",
         change=lambda job: job["spec"]["runPolicy"].update(managedBy="kueue.x-k8s.io/multikueue"),
     ),
     "policy": Case(
-        "Pod Security refuses worker-0",
+        "violates PodSecurity",
         change=lambda job: pod_of(job)["containers"][0]["securityContext"].update(
             allowPrivilegeEscalation=True
         ),
@@ -115,7 +118,8 @@ def outputs(launching: Launching) -> dict[str, str]:
             job = made_here(launching, workspace)
             case.change(job)
             launching.namespace.apply(job)
-        launching.launch(pod, launching.arguments(workspace, *case.arguments), case.account)
+        arguments = launching.arguments(workspace, *PATIENCE, *case.arguments)
+        launching.launch(pod, arguments, case.account)
         with suppress(AssertionError):  # the test of this case fails instead
             launching.ends(pod)
         return launching.output(pod)

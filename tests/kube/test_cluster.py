@@ -60,6 +60,13 @@ def test_a_request_is_retried_for_a_minute_with_growing_pauses(clock: Clock) -> 
     assert RETRY_FOR - 8.0 < clock.now <= RETRY_FOR
 
 
+def test_requests_of_a_patient_launcher_are_retried_longer(clock: Clock) -> None:
+    core: Any = SimpleNamespace(read_namespaced_pod=lambda *_, **__: unavailable())
+    with pytest.raises(UserError, match="Cannot read the pod: 503 away"):
+        Cluster("ddpm", core, core, patience=900.0).pod("launcher")
+    assert 892 < clock.now <= 900 and max(clock.pauses) == 8.0
+
+
 def test_the_minute_starts_with_a_requests_first_failure(clock: Clock) -> None:
     retry = Retry()
     for _ in range(3):

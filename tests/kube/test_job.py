@@ -493,6 +493,28 @@ def test_a_duration_without_a_unit_is_refused() -> None:
         cli.parse_duration("90")
 
 
+@pytest.mark.parametrize(("given", "seconds"), [("90s", 90), ("2h", 7200), (900, 900), (60.0, 60)])
+def test_patience_is_a_duration(given: object, seconds: int) -> None:
+    assert options.read({"patience": given}).patience_seconds == seconds
+
+
+@pytest.mark.parametrize("given", ["soon", "0s", "-5m", "", True])
+def test_other_values_of_patience_are_refused(given: object) -> None:
+    with pytest.raises(UserError, match=r"patience: got .*; must be a time such as 90s, 15m or 2h"):
+        options.read({"patience": given})
+
+
+def test_a_launcher_with_more_patience_adopts_the_job() -> None:
+    assert spec().options.patience_seconds == 15 * 60
+    assert build(spec(patience="2h")) == build(spec())
+
+
+def test_the_job_has_no_deadline_but_its_own() -> None:
+    """A launcher that is lost and started again finds its job after any time before that."""
+    times = {key for key in flat(build(spec())) if "deadline" in key.lower() or "ttl" in key}
+    assert times == {"spec/runPolicy/activeDeadlineSeconds"}
+
+
 def test_the_commands_load_without_torch_or_kubernetes() -> None:
     code = (
         "import sys; from ddpm_kube import cli; from ddpm_kube import job, options, spec; "

@@ -144,7 +144,7 @@ def test_a_node_clock_that_is_ahead_loses_no_line() -> None:
         return Answer([f"{ahead.isoformat()} a"])
 
     api: Any = SimpleNamespace(
-        namespace="ddpm", core=SimpleNamespace(read_namespaced_pod_log=answer)
+        namespace="ddpm", patience=0.0, core=SimpleNamespace(read_namespaced_pod_log=answer)
     )
     followed_until(complete, Logs(api, str))
     assert asked[0] == 0 and asked[1] > 10

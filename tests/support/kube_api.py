@@ -1,4 +1,4 @@
-"""A small API server over HTTP: a namespace with one PyTorchJob, its pod and no events."""
+"""A small API server over HTTP: a namespace with at most one PyTorchJob and its pod."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ Plain = dict[str, Any]
 class Api(ThreadingHTTPServer):
     """`job` is the created job, `asked` counts the requests by kind, such as "watch pods".
 
-    `status(request, number)` returns the HTTP status for the n-th request of a kind. `state` is the
-    condition of the job; `slow` is how many seconds it takes to create one.
+    `status(request, number)` returns the HTTP status for the n-th request of a kind; 0: the server
+    breaks the connection. `state` is the condition of the job, `conditions` are those of its pod;
+    `slow` is how many seconds it takes to create a job.
     """
 
     daemon_threads = True
@@ -32,6 +33,7 @@ class Api(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.job: Plain | None = None
         self.state, self.message, self.slow = "Running", "It runs.", 0.0
+        self.conditions: list[Plain] = []
         self.asked: Counter[str] = Counter()
         self.status: Callable[[str, int], int] = lambda request, number: 200
 
@@ -48,16 +50,19 @@ class Api(ThreadingHTTPServer):
             return []
         condition = {"type": self.state, "status": "True", "message": self.message}
         self.job["status"] = {"conditions": [condition]}
-        return [self.job] if kind == "pytorchjobs" else [worker(self.job["metadata"]["name"])]
+        if kind == "pytorchjobs":
+            return [self.job]
+        return [worker(self.job["metadata"]["name"], self.conditions)]
 
 
-def worker(job: str) -> Plain:
-    """Return a running pod."""
+def worker(job: str, conditions: list[Plain]) -> Plain:
+    """Return a running pod; with conditions, one that is pending."""
     status = {"name": "pytorch", "state": {"running": {}}}
+    waiting = {"phase": "Pending", "conditions": conditions}
     return {
         "metadata": {"name": f"{job}-worker-0", "uid": "p-1", "resourceVersion": "1"},
         "spec": {"containers": [{"name": "pytorch", "image": "ddpm:dev"}]},
-        "status": {"phase": "Running", "containerStatuses": [status]},
+        "status": waiting if conditions else {"phase": "Running", "containerStatuses": [status]},
     }
 
 
@@ -72,7 +77,11 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self._body())
         self.server.asked["making"] += 1
         time.sleep(self.server.slow)
-        if self._allowed("create"):
+        if not self._allowed("create"):
+            return
+        if self.server.job:
+            self._answer(409, {"message": "exists"})
+        else:
             self._answer(201, self.server.make(body))
 
     def do_DELETE(self) -> None:
@@ -91,13 +100,15 @@ class _Handler(BaseHTTPRequestHandler):
             if self._allowed(f"watch {kind}"):
                 self._watched(kind)
         elif self._allowed(f"list {kind}"):
-            items = [] if "none%3Dnone" in query else self.server.listed(kind)
-            self._answer(200, {"metadata": {"resourceVersion": "1"}, "items": items})
+            listed = {"metadata": {"resourceVersion": "1"}, "items": self.server.listed(kind)}
+            self._answer(200, listed)
 
     def _allowed(self, request: str) -> bool:
         self.server.asked[request] += 1
         status = self.server.status(request, self.server.asked[request])
-        if status != 200:
+        if status == 0:
+            self.close_connection = True
+        elif status != 200:
             self._answer(status, {"message": f"{request}: no"})
         return status == 200
 

@@ -39,7 +39,7 @@ def followed(read: Read) -> tuple[Logs, list[str]]:
         return Answer(read(previous))
 
     core = SimpleNamespace(read_namespaced_pod_log=answer)
-    cluster: Any = SimpleNamespace(namespace="ddpm", core=core)
+    cluster: Any = SimpleNamespace(namespace="ddpm", core=core, patience=0.0)
     return Logs(cluster, printed.append), printed
 
 
