@@ -216,6 +216,7 @@ def create_or_find(location: Location, job: Json) -> Json:
 
 
 def is_over(job: Json) -> bool:
+    """Return whether a job has ended or is being deleted."""
     return "deletionTimestamp" in job["metadata"] or is_finished(job)
 
 
@@ -236,8 +237,8 @@ def follow(cluster: Cluster, spec: JobSpec) -> None:
             if seen and (view.job is None or "deletionTimestamp" in view.job["metadata"]):
                 raise UserError(f"Another process deleted the PyTorchJob {spec.name}.")
             logs.follow(view.pods)
-            # Waiting does not count while the API server does not respond: nobody knows then
-            # whether the problem is still there.
+            # During an outage the view is old, and the problem in it may be over. So the
+            # patience with it does not run out then.
             now = time.monotonic()
             watched += now - looked_at if watch.is_current else 0.0
             looked_at = now

@@ -154,7 +154,7 @@ def test_an_outage_of_the_api_server_is_waited_for(
 
 
 def test_an_outage_does_not_count_as_waiting(api: Api) -> None:
-    """Nobody knows meanwhile whether the pod still has no node."""
+    """The pod may have got a node meanwhile."""
     api.conditions = [{"type": "PodScheduled", "reason": "Unschedulable", "message": "no node"}]
     api.status = outage(api, 503, seconds=8.0)
     assert train(patience="4s")
