@@ -7,8 +7,8 @@ import pickle
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ddpm_core.config.problems import problems_of
 from ddpm_core.errors import Invalid, Problem, UserError, got, invalid
+from ddpm_core.problems import problems_of
 
 
 @pytest.mark.parametrize(
