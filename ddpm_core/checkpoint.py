@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, InstanceOf
+from pydantic import BaseModel, Field, InstanceOf, ValidationError
 
 from ddpm_core import __version__
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
-from ddpm_core.config.problems import fields_of, section_of
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.models.config import UNetConfig
+from ddpm_core.problems import fields_of, problems_of, section_of
 from ddpm_core.storage import MANIFEST, verify
 from ddpm_core.storage.files import (
     Count,
@@ -200,8 +200,9 @@ def _network(fields: dict[str, Any], name: str, made_by: str | None) -> UNetConf
     known = {field: value for field, value in fields.items() if field in names}
     try:
         network = UNetConfig.from_dict(known)
-    except ValueError as error:
-        raise Corrupt(f"{name} is damaged: network: {error!s:.500}.") from error
+    except ValidationError as error:
+        found = problems_of(error, UNetConfig)
+        raise Corrupt(f"The network in {name} is damaged:", found) from error
     if unknown := sorted(fields.keys() - known.keys()):
         what = f"has unknown network fields: {', '.join(unknown)}."
         raise _other_version_error(name, what, made_by)
@@ -339,9 +340,10 @@ def must_be_there(workspace: Workspace, step: int) -> None:
     """Raise UserError, which lists the available steps, if a step has no checkpoint."""
     if not workspace.storage.exists(snapshot_key(step)):
         steps = workspace.steps(SNAPSHOTS)
-        available = ", ".join(map(str, steps)) or "none; run `ddpm train` first"
+        available = ", ".join(map(str, steps)) or "none"
         raise UserError(
-            f"There is no checkpoint of step {step} in {workspace.uri} (available: {available})."
+            f"There is no checkpoint of step {step} in {workspace.uri} (available: {available}).",
+            run=() if steps else ("train",),
         )
 
 

@@ -79,7 +79,8 @@ def report_errors(who: str) -> Iterator[None]:
     write_termination_message("")
 
     def report(message: str, error: BaseException) -> None:
-        from ddpm_core.pods import advice  # it imports the storage, which imports this module
+        # Imported here: it imports the storage, which imports this module.
+        from ddpm_core.runtime.pods import advice
 
         message = f"{message} {advice(error)}".strip()
         say(f"{who}: {message}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,22 +30,29 @@ class Problem:
     expected: str = ""  # "must be at least 1"
     hint: str = ""  # "did you mean train.optimizer.lr?"
     option: str = ""  # the command-line option that set it, such as -S
-    involves: tuple[str, ...] = ()  # other settings that this one was compared with
+    involves: tuple[str, ...] = ()  # the other settings without which it could be valid
 
     def __str__(self) -> str:
         said = "; ".join(part for part in (self.got, self.expected, self.hint) if part)
         return f"{self.option} {self.path}: {said}".lstrip()
 
     def below(self, section: str) -> Problem:
-        """Return the problem with its paths relative to the parent of `section`."""
-        involves = tuple(f"{section}.{path}" for path in self.involves)
-        return replace(self, path=f"{section}.{self.path}", involves=involves)
+        """Return the problem with its paths relative to the parent of `section`.
+
+        A problem without a path becomes that of `section` itself, which is then a value.
+        """
+        path, *involves = (f"{section}.{path}" for path in (self.path, *self.involves))
+        return replace(self, path=path.rstrip("."), involves=tuple(involves))
 
 
 def got(value: object) -> str:
     """Return "got VALUE", with the value as a person would write it in YAML, cut if it is long."""
     named = {None: "null", True: "true", False: "false"}
-    text = named[value] if value is None or isinstance(value, bool) else repr(value)
+    try:
+        text = named[value] if value is None or isinstance(value, bool) else repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits; nested lists
+        return f"got a value of type {type(value).__name__}"
+    text = masked(text)  # before it is cut, which might remove the end of a secret's context
     return f"got {text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + '...'}"
 
 
@@ -52,17 +60,22 @@ class UserError(Exception):
     """An error that the user can fix; exit status 1.
 
     The message says what is wrong, what is allowed and what to do. `problems` are listed below it,
-    one a line. The text may reach a log, an HTTP answer or a page, so `str` masks the secrets of
-    URIs.
+    one a line. `run` are the verbs of `ddpm` that solve it; the program sets `options` to the
+    command-line options that they need as well. The text may reach a log, an HTTP answer or a page,
+    so `str` masks the secrets of URIs.
     """
 
-    def __init__(self, message: str = "", problems: Sequence[Problem] = ()) -> None:
+    def __init__(
+        self, message: str = "", problems: Sequence[Problem] = (), run: Sequence[str] = ()
+    ) -> None:
         super().__init__(message)
-        self.problems = tuple(problems)
+        self.problems, self.run = tuple(problems), tuple(run)
+        self.options: Sequence[str] = ()
 
     def __str__(self) -> str:
-        lines = [super().__str__(), *(f"  {problem}" for problem in self.problems)]
-        return masked("\n".join(lines))
+        commands = [f"`{shlex.join(['ddpm', verb, *self.options])}`" for verb in self.run]
+        message = super().__str__() + (f" Run {' and '.join(commands)}." if commands else "")
+        return masked("\n".join([message, *(f"  {problem}" for problem in self.problems)]))
 
 
 def invalid(problems: Sequence[Problem], place: str = "") -> UserError:
@@ -77,7 +90,7 @@ def invalid(problems: Sequence[Problem], place: str = "") -> UserError:
 class Invalid(ValueError):
     """Problems that a pydantic validator found. Their paths are relative to the validated section.
 
-    `config.problems.problems_of` takes them out of the ValidationError again.
+    `problems.problems_of` takes them out of the ValidationError again.
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:

@@ -251,7 +251,8 @@ def must_be_unchanged(rows: Iterable[AnyRow]) -> None:
         if not row.is_unchanged():
             raise UserError(
                 f"The score of step {row.step} was edited or damaged after it was measured, or was "
-                "written by an older version: run `ddpm evaluate`."
+                "written by an older version.",
+                run=("evaluate",),
             )
 
 

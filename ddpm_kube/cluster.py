@@ -152,6 +152,8 @@ def explained(error: Exception, doing: str) -> Exception:
     status, message = _status(error), error_message(error)
     if status == 409:
         return AlreadyExists(message)
+    # The API server sends the same codes and reasons for a missing object and a missing resource,
+    # and for an exceeded quota and a missing permission. Only its words differ.
     if status == 404 and ("page not found" in message or "could not find the requested" in message):
         return UserError(
             "This cluster has no resource PyTorchJob: Kubeflow's Training Operator is not "

@@ -12,8 +12,10 @@ from pydantic import BeforeValidator, Field, ValidationError
 from ddpm_core.config import yaml_text
 from ddpm_core.config.durations import duration
 from ddpm_core.config.section import Processes, Section, as_tuple
-from ddpm_core.errors import UserError
-from ddpm_core.text import counted
+from ddpm_core.errors import UserError, invalid
+from ddpm_core.problems import problems_of
+
+PLACE = "the options of the job"  # in errors
 
 _UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _UNITS |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -161,18 +163,11 @@ def read_file(path: Path | None) -> dict[str, Any]:
 
 
 def read(given: Mapping[str, Any]) -> Options:
-    """Validate options. Raises UserError that lists all mistakes, each with its path."""
+    """Validate options. Raises UserError that lists all problems, each with its path."""
     try:
         return Options.model_validate(_with_integers(dict(given)))
     except ValidationError as error:
-        lines = [_describe(item) for item in error.errors(include_url=False)]
-    raise mistakes_error(lines)
-
-
-def mistakes_error(mistakes: list[str]) -> UserError:
-    """Return an error with one line per mistake."""
-    lines = "\n".join(f"  {line}" for line in mistakes)
-    return UserError(f"{counted(len(mistakes), 'mistake')} in the options of the job:\n{lines}")
+        raise invalid(problems_of(error, Options), PLACE) from error
 
 
 def _with_integers(value: Any) -> Any:
@@ -182,16 +177,3 @@ def _with_integers(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_with_integers(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _describe(item: Any) -> str:
-    """Return one of pydantic's errors as `path: got VALUE; must be ...`."""
-    path = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        return f"{path}: unknown option; options are {', '.join(Options.model_fields)}"
-    if item["type"] == "missing":
-        return f"{path}: missing (required)"
-    expected = str(item["msg"]).removeprefix("Value error, ").replace("Input should", "must", 1)
-    if item["type"] == "string_pattern_mismatch":
-        expected = f"must match {item['ctx']['pattern']}"
-    return f"{path}: got {item['input']!r}; {expected}"

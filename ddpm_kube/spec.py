@@ -11,9 +11,10 @@ from pathlib import PurePosixPath
 import yaml
 
 from ddpm_core.config import Config
+from ddpm_core.errors import Problem, got, invalid
 from ddpm_core.text import masked
 from ddpm_core.tracking.run import flatten
-from ddpm_kube.options import Options, amount, mistakes_error
+from ddpm_kube.options import PLACE, Options, amount
 
 # Names of environment variables that usually hold secrets.
 _SECRET = re.compile(
@@ -44,9 +45,8 @@ class JobSpec:
             _check_paths,
             _check_secrets,
         )
-        mistakes = [mistake for check in checks for mistake in check(self)]
-        if mistakes:
-            raise mistakes_error(mistakes)
+        if problems := [problem for check in checks for problem in check(self)]:
+            raise invalid(problems, PLACE)
 
     @property
     def name(self) -> str:
@@ -110,109 +110,105 @@ def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-# Checks: each yields a line per mistake
+# Checks: each yields a Problem per impossible combination
 
 
-def _check_counts(spec: JobSpec) -> Iterator[str]:
+def _check_counts(spec: JobSpec) -> Iterator[Problem]:
     options, batch = spec.options, spec.config.train.batch_size
     if not spec.run_id.strip():
-        yield "run_id: empty; required, because the name of the job is derived from it"
+        yield Problem("run_id", "empty", "required, because it names the job")
     if not spec.image:
-        yield "image: missing; required, because the launcher does not run in a pod with an image"
+        expected = "required, because the launcher does not run in a pod with an image"
+        yield Problem("image", "missing", expected)
     if options.min_replicas > options.max_replicas:
-        yield (
-            f"min_replicas: got {options.min_replicas}; must be at most max_replicas, "
-            f"{options.max_replicas}"
-        )
+        expected = f"must be at most max_replicas, {options.max_replicas}"
+        yield Problem("min_replicas", got(options.min_replicas), expected)
     total = options.max_replicas * spec.processes
     if total > batch:
-        yield (
-            f"max_replicas: {options.max_replicas} workers with {spec.processes} processes each "
-            f"are {total} processes; must be at most train.batch_size, {batch}"
-        )
+        count = f"got {options.max_replicas} with {spec.processes} processes each: {total}"
+        yield Problem("max_replicas", count, f"must be at most train.batch_size, {batch}")
 
 
-def _check_devices(spec: JobSpec) -> Iterator[str]:
+def _check_devices(spec: JobSpec) -> Iterator[Problem]:
     options, device = spec.options, spec.config.device
     if device == "mps":
-        yield "device: got mps, which pods do not have; set cpu, cuda or auto"
+        yield Problem("device", "got mps, which pods do not have", "must be cpu, cuda or auto")
     if device.startswith("cuda") and not options.gpu:
-        yield f"gpu: got 0 with device {device}; set gpu, or device cpu"
+        yield Problem("gpu", f"got 0 with device {device}", hint="set gpu, or device cpu")
     if options.gpu and device == "cpu":
-        yield f"gpu: got {options.gpu} with device cpu, which does not use them; set device auto"
+        count = f"got {options.gpu} with device cpu, which does not use them"
+        yield Problem("gpu", count, hint="set device auto")
     if options.gpu and ":" in device:
-        yield f"device: got {device}; must be cuda, because each process has its own GPU"
+        expected = "must be cuda, because each process has its own GPU"
+        yield Problem("device", f"got {device}", expected)
     if options.gpu and spec.processes != options.gpu:
-        yield (
-            f"processes: got {spec.processes} with gpu {options.gpu}; must be equal, because NCCL "
-            "requires one GPU per process"
-        )
+        expected = "must be equal, because NCCL requires one GPU per process"
+        yield Problem("processes", f"got {spec.processes} with gpu {options.gpu}", expected)
 
 
-def _check_sizes(spec: JobSpec) -> Iterator[str]:
+def _check_sizes(spec: JobSpec) -> Iterator[Problem]:
     options = spec.options
     cpu, memory, shm = options.cpu_request, options.max_memory, options.max_shm
     if amount(cpu) > amount(options.max_cpu):
-        yield f"cpu: got {cpu}; must be at most cpu_limit, {options.max_cpu}"
+        yield Problem("cpu", f"got {cpu}", f"must be at most cpu_limit, {options.max_cpu}")
     if not amount(cpu):
-        yield f"cpu: got {cpu}; must be more than 0"
+        yield Problem("cpu", f"got {cpu}", "must be more than 0")
     if amount(memory) < 2**26:
-        yield f"memory: got {memory}; must be at least 64Mi (is the unit missing?)"
+        yield Problem("memory", f"got {memory}", "must be at least 64Mi", "is the unit missing?")
     if amount(shm) >= amount(memory):
-        yield f"shm: got {shm}; must be less than memory, {memory}, which includes it"
-    if len(spec.params.encode()) > _MAX_PARAMS:
-        yield f"params: more than {_MAX_PARAMS // 1024} KiB, the most that fits in an annotation"
+        expected = f"must be less than memory, {memory}, which includes it"
+        yield Problem("shm", f"got {shm}", expected)
+    if (size := len(spec.params.encode())) > _MAX_PARAMS:
+        expected = f"must be at most {_MAX_PARAMS // 1024} KiB, to fit in an annotation"
+        yield Problem("params", f"got {size / 1024:.0f} KiB", expected)
 
 
-def _check_times(spec: JobSpec) -> Iterator[str]:
+def _check_times(spec: JobSpec) -> Iterator[Problem]:
     options = spec.options
     if options.grace_seconds <= options.shutdown_seconds:
-        yield (
-            f"grace_seconds: got {options.grace_seconds}; must be more than shutdown_seconds, "
-            f"{options.shutdown_seconds}, or pods are killed while they save"
-        )
+        expected = f"must be more than shutdown_seconds, {options.shutdown_seconds}"
+        hint = "otherwise pods are killed while they save"
+        yield Problem("grace_seconds", got(options.grace_seconds), expected, hint)
     if options.deadline_seconds <= options.grace_seconds:
-        yield (
-            f"deadline_seconds: got {options.deadline_seconds}; must be more than grace_seconds, "
-            f"{options.grace_seconds}"
-        )
+        expected = f"must be more than grace_seconds, {options.grace_seconds}"
+        yield Problem("deadline_seconds", got(options.deadline_seconds), expected)
 
 
-def _check_paths(spec: JobSpec) -> Iterator[str]:
+def _check_paths(spec: JobSpec) -> Iterator[Problem]:
     """Training must write to storage that all workers, and their replacements, can reach."""
     options, config = spec.options, spec.config
     paths = [claim.path for claim in options.volumes]
     for path in sorted({path for path in paths if paths.count(path) > 1}):
-        yield f"volumes: {path} is mounted twice"
+        yield Problem("volumes", f"{path} is mounted twice")
     for path in paths:
         if any(_is_below(path, at) or _is_below(at, path) for at in _RESERVED):
-            yield f"volumes: got {path}; the job itself mounts {', '.join(_RESERVED)}"
+            yield Problem("volumes", f"got {path}", f"the job itself mounts {', '.join(_RESERVED)}")
     writable = [claim.path for claim in options.volumes if not claim.read_only]
     if "://" not in config.workspace and not _is_below(config.workspace, *writable):
-        yield (
-            f"workspace: {config.workspace} is not on a writable volume of the workers "
-            f"(volumes: {', '.join(writable) or 'none'}); add one, or use s3://bucket/prefix"
-        )
+        mounted = ", ".join(writable) or "none"
+        lost = f"{config.workspace} is not on a writable volume of the workers (volumes: {mounted})"
+        yield Problem("workspace", lost, hint="add one, or use s3://bucket/prefix")
     store = config.tracking.uri.removeprefix("sqlite:///")
     if store != config.tracking.uri and not _is_below(store, *writable):
-        yield (
-            f"tracking.uri: {config.tracking.uri} would be lost with the pod; set the http:// "
-            'address of an MLflow server, or "" for none'
-        )
+        lost = f"{config.tracking.uri} would be lost with the pod"
+        hint = 'set the http:// address of an MLflow server, or "" for none'
+        yield Problem("tracking.uri", lost, hint=hint)
 
 
-def _check_secrets(spec: JobSpec) -> Iterator[str]:
+def _check_secrets(spec: JobSpec) -> Iterator[Problem]:
     """Everyone who may list jobs can read everything in them."""
     options = spec.options
     visible = {"env": options.env, "annotations": options.annotations}
     for key, text in flatten({**spec.config.dump(), **visible}).items():
         if (safe := masked(text)) != text:
-            yield f"{key}: {safe} contains a password or token; put it into a Secret"
+            yield Problem(key, f"{safe} contains a password or token", hint="put it into a Secret")
     for name in sorted(options.env):
         if _SECRET.search(name):
-            yield f"env: {name} looks like a secret; put it into a Secret and list that in secrets"
+            hint = "put it into a Secret and list that in secrets"
+            yield Problem("env", f"{name} looks like a secret", hint=hint)
     for name in sorted(set(options.secrets) & set(options.optional_secrets)):
-        yield f"secrets: {name} is also in optional_secrets; remove it from one of them"
+        hint = "remove it from one of them"
+        yield Problem("secrets", f"{name} is also in optional_secrets", hint=hint)
 
 
 def _is_below(path: str, *folders: str) -> bool:

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
-from ddpm_core.errors import UserError
+from ddpm_core.errors import UserError, invalid
 from ddpm_core.registry.gate import FAULTS, failed, verdicts
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.text import masked
@@ -76,22 +75,12 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
     Combinations are not checked: the ConfigMap, unknown here, may contain what makes them valid.
     """
-    params.load_text("", "the overrides", [item for item in overrides if _is_wrong(item)])
-
-
-def _is_wrong(override: str) -> bool:
-    """Return whether an override has an unknown key, or a value that is never valid."""
-    given: dict[str, Any] = {}
-    if params.override(given, override):
-        return True
-    depth = override.partition("=")[0].count(".") + 1
     try:
-        Config.model_validate(given)
-    except ValidationError as error:
-        # Errors of combinations belong to a section, above the key of the override.
-        found = error.errors(include_url=False)
-        return any(e["type"] != "value_error" or len(e["loc"]) >= depth for e in found)
-    return False
+        params.load_text("", "the overrides", overrides)
+    except UserError as error:
+        # The problem of a combination names the settings that it involves.
+        if alone := [problem for problem in error.problems if not problem.involves]:
+            raise invalid(alone, "the overrides") from error
 
 
 def to_text(config: Config) -> str:

@@ -10,9 +10,9 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ddpm_core import errors
-from ddpm_core.config.problems import problems_of
 from ddpm_core.console import report_errors
 from ddpm_core.errors import Invalid, Problem, UserError, got, invalid, write_termination_message
+from ddpm_core.problems import problems_of
 
 
 @pytest.mark.parametrize(

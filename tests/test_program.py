@@ -71,7 +71,7 @@ def test_suggested_commands_keep_the_options(tmp_path: Path) -> None:
     given = ["-p", "a b.yaml", "-w", "runs/x", "-S", "train.steps=5"]
     write_params(tmp_path).rename(tmp_path / "a b.yaml")
     output = ddpm(tmp_path, "train", *given, status=1)
-    assert "run `ddpm prepare -p 'a b.yaml' -w runs/x -S train.steps=5` first" in output
+    assert "Run `ddpm prepare -p 'a b.yaml' -w runs/x -S train.steps=5`." in output
 
 
 def test_help_fits_a_narrow_terminal() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import re
-import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,16 +61,6 @@ def load(
     return params.load(file, overrides or (), workspace, trained)
 
 
-# Messages mark a command as `ddpm VERB`. It is printed with the options of the present command, so
-# that it can be copied as it is.
-_COMMAND = re.compile(r"`(ddpm (?:prepare|train|sample|evaluate|register|run))`")
-
-
-def with_options(message: str, options: Sequence[str]) -> str:
-    """Return a message in which every `ddpm VERB` has the options -p, -w and -S."""
-    return _COMMAND.sub(lambda found: f"`{shlex.join([*found[1].split(), *options])}`", message)
-
-
 def _options(given: Mapping[str, Any]) -> list[str]:
     """Return the options -p, -w and -S of a command that was called with these arguments."""
     named = [("-p", given.get("p")), ("-w", given.get("w"))]
@@ -90,7 +78,8 @@ def verb(function: Callable[..., Any], to: typer.Typer) -> Callable[..., Any]:
                 try:
                     function(*args, **kwargs)
                 except UserError as error:
-                    raise UserError(with_options(str(error), _options(kwargs))) from error
+                    error.options = _options(kwargs)  # so that a suggested command can be copied
+                    raise
         except KeyboardInterrupt:
             resumable = sys.argv[1] in RESUMABLE
             say("Interrupted." + " Run the same command again to resume." * resumable)

@@ -7,9 +7,10 @@ problems of a file are reported together, each with its path, the value and what
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Annotated, Any, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from ddpm_core.config.network import Diffusion, Model, attention_sizes
 from ddpm_core.config.prepare import Prepare
@@ -17,6 +18,8 @@ from ddpm_core.config.results import Evaluate, Register, Sample, Tracking
 from ddpm_core.config.section import Section
 from ddpm_core.config.train import Loss, Optimizer, Timesteps, Train
 from ddpm_core.errors import Invalid, Problem, got
+from ddpm_core.models.config import UNetConfig
+from ddpm_core.problems import problems_of
 from ddpm_core.text import masked, throughout
 
 __all__ = [
@@ -96,29 +99,17 @@ class Config(Section):
         return self
 
     def _network_problems(self) -> list[Problem]:
-        size, levels = self.prepare.image_size, len(self.model.multipliers)
-        involves = ("prepare.image_size", "model.multipliers")
-        divisor = 2 ** (levels - 1)
-        if size % divisor:
-            below, above = size // divisor * divisor, -(-size // divisor) * divisor
-            allowed = f"{below} or {above}" if below else f"{above}"
-            expected = f"must be a multiple of {divisor} for a network of {levels} levels"
-            hint = f"use {allowed}"
-            return [Problem("prepare.image_size", got(size), expected, hint, involves=involves)]
-        sizes = [size // 2**level for level in range(levels)]
-        expected = f"must be auto, or from {sizes}, the sizes in a network for {size} pixels"
-        problems = [
-            Problem("model.attention", got(attention), expected, involves=involves)
-            for attention in self.model.attention
-            if attention not in sizes
-        ]
-        if any(width % self.model.heads for width in self.model.widths):
-            expected = f"must divide the channels of every level, {self.model.widths}"
-            involves = ("model.channels", "model.multipliers")
-            problems.append(
-                Problem("model.heads", got(self.model.heads), expected, involves=involves)
-            )
-        return problems
+        def setting(field: str) -> str:
+            return "prepare.image_size" if field == "image_size" else f"model.{field}"
+
+        try:  # the channels and classes of the images are unknown here, and do not matter
+            self.model.network(self.prepare.image_size, in_channels=3, classes=1)
+        except ValidationError as error:
+            return [
+                replace(p, path=setting(p.path), involves=tuple(map(setting, p.involves)))
+                for p in problems_of(error, UNetConfig)
+            ]
+        return []
 
     def _path_problems(self) -> list[Problem]:
         problems = []
@@ -142,38 +133,11 @@ class Config(Section):
         return problems
 
     def _sampling_problems(self) -> list[Problem]:
-        sample, problems = self.sample, []
-        if sample.steps > self.diffusion.timesteps:
-            expected = f"must be at most diffusion.timesteps, {self.diffusion.timesteps}"
-            problems.append(
-                Problem(
-                    "sample.steps",
-                    got(sample.steps),
-                    expected,
-                    involves=("diffusion.timesteps",),
-                )
-            )
-        for name, condition in (("classes", "class"), ("prompts", "text")):
-            given = getattr(sample, name)
-            if given is not None and self.model.conditioning != condition:
-                expected = f"requires model.conditioning {condition}"
-                problems.append(
-                    Problem(
-                        f"sample.{name}",
-                        got(list(given)),
-                        expected,
-                        involves=("model.conditioning",),
-                    )
-                )
-        if setting := sample.guidance_lacks(self.model.conditioning, self.train.label_drop):
-            value = "none" if setting == "model.conditioning" else "0"
-            expected = f"must be 1 (no guidance) with {setting} {value}"
-            problems.append(
-                Problem("sample.guidance", got(sample.guidance), expected, involves=(setting,))
-            )
-        if isinstance(sample.ema, float) and sample.ema not in self.train.ema:
-            expected = f"must be one of train.ema, {list(self.train.ema)}"
-            problems.append(
-                Problem("sample.ema", got(sample.ema), expected, involves=("train.ema",))
-            )
+        sample, train = self.sample, self.train
+        problems = sample.problems(
+            self.model.conditioning, self.diffusion.timesteps, train.label_drop
+        )
+        if isinstance(sample.ema, float) and sample.ema not in train.ema:
+            expected, involves = f"must be one of train.ema, {list(train.ema)}", ("train.ema",)
+            problems.append(Problem("sample.ema", got(sample.ema), expected, involves=involves))
         return problems

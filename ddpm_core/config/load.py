@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from ddpm_core.config import Config, yaml_text
 from ddpm_core.config.paths import output_path
-from ddpm_core.config.problems import fields_of, problems_of, section_of
-from ddpm_core.errors import Problem, UserError, invalid
+from ddpm_core.errors import Problem, invalid
+from ddpm_core.problems import fields_of, problems_of, section_of
 
 _NEEDED = "sections such as `train:`"
 
@@ -205,9 +205,6 @@ def _with_absolute_store(config: Config) -> Config:
     prefix, uri = "sqlite:///", config.tracking.uri
     if not uri.startswith(prefix) or uri.startswith(f"{prefix}/") or uri == f"{prefix}:memory:":
         return config
-    try:
-        store = output_path(uri.removeprefix(prefix))
-    except RuntimeError as error:  # ~user, and that user does not exist
-        raise UserError(f"tracking.uri: got {uri!r}: {error} Write the path without ~.") from error
+    store = output_path(uri.removeprefix(prefix))
     tracking = config.tracking.model_copy(update={"uri": f"{prefix}{store}"})
     return config.model_copy(update={"tracking": tracking})

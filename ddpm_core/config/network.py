@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ddpm_core.config.section import LEVELS, Depth, Section, Width, as_tuple
 from ddpm_core.errors import Invalid, Problem, got
+from ddpm_core.models.config import UNetConfig, group_count
 
 
 def attention_sizes(image_size: int, levels: int) -> list[int]:
@@ -52,19 +54,29 @@ class Model(Section):
         "none", description="condition images on a class, a text prompt, or nothing"
     )
 
-    @model_validator(mode="after")
-    def _check_widths(self) -> Self:
-        for multiplier in self.multipliers:
-            width = self.channels * multiplier
-            if width < 1 or abs(width - round(width)) > 1e-6:
-                expected = f"times channels, {self.channels}, must be an integer of at least 1"
-                raise Invalid([Problem("multipliers", got(multiplier), expected)])
-        return self
+    def network(self, image_size: int, in_channels: int, classes: int) -> UNetConfig:
+        """Return the network for images of a size (pixels a side), with 1 or 3 channels.
 
-    @property
-    def widths(self) -> list[int]:
-        """Return the number of channels at each level."""
-        return [round(self.channels * multiplier) for multiplier in self.multipliers]
+        `classes` counts only with conditioning class. All norms have the number of groups of the
+        first level, since diffusers' UNet2DModel has one number for all.
+
+        Raises:
+            pydantic.ValidationError: the settings contradict each other or the images.
+        """
+        widths = [round(self.channels * multiplier) for multiplier in self.multipliers]
+        return UNetConfig(
+            image_size=image_size,
+            in_channels=in_channels,
+            channels=self.channels,
+            multipliers=self.multipliers,
+            blocks=self.blocks,
+            attention=self.attention,
+            heads=self.heads,
+            dropout=self.dropout,
+            conditioning=self.conditioning,
+            classes=classes if self.conditioning == "class" else 0,
+            norm_num_groups=group_count(math.gcd(self.channels, *widths)),
+        )
 
 
 class Diffusion(Section):
@@ -82,8 +94,7 @@ class Diffusion(Section):
     def _check_linear_schedule(self) -> Self:
         if self.schedule == "linear" and self.timesteps <= 20:
             # Its betas are rescaled and go up to 0.02 x 1000 / timesteps, which must stay below 1.
-            expected = "must be more than 20 with schedule linear"
-            raise Invalid(
-                [Problem("timesteps", got(self.timesteps), expected, "or use schedule cosine")]
-            )
+            expected, hint = "must be more than 20 with schedule linear", "or use schedule cosine"
+            given, involves = got(self.timesteps), ("schedule",)
+            raise Invalid([Problem("timesteps", given, expected, hint, involves=involves)])
         return self

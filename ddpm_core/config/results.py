@@ -88,17 +88,35 @@ class Sample(Section):
         """Return the settings that the chosen sampler uses, as plain data."""
         return _used(self.model_dump(mode="json", exclude=_NOT_OF_SAMPLER))
 
-    def guidance_lacks(self, conditioning: str, label_drop: float) -> str:
-        """Return the training setting that makes guidance impossible, empty if there is none.
+    def problems(
+        self, conditioning: str, timesteps: int, label_drop: float | None = None
+    ) -> list[Problem]:
+        """Return why a network cannot draw with these settings, with the paths of all settings.
 
-        Guidance extrapolates from the unconditional to the conditional prediction. So the network
-        must have been trained with a condition, and sometimes without.
+        The arguments are the settings of the network: model.conditioning, diffusion.timesteps and
+        train.label_drop. Without `label_drop`, as for a registered model, guidance is not checked.
         """
-        if self.guidance == 1.0:
-            return ""
-        if conditioning == "none":
-            return "model.conditioning"
-        return "" if label_drop else "train.label_drop"
+        problems = []
+        if self.steps > timesteps:
+            expected = f"must be at most diffusion.timesteps, {timesteps}"
+            involves = ("diffusion.timesteps",)
+            problems.append(Problem("sample.steps", got(self.steps), expected, involves=involves))
+        for name, kind in (("classes", "class"), ("prompts", "text")):
+            given, involves = getattr(self, name), ("model.conditioning",)
+            if given is not None and conditioning != kind:
+                path, expected = f"sample.{name}", f"requires model.conditioning {kind}"
+                hint = f"it is {conditioning}"
+                problems.append(Problem(path, got(list(given)), expected, hint, involves=involves))
+        # Guidance extrapolates from the unconditional to the conditional prediction. So the network
+        # must have been trained with a condition, and sometimes without.
+        if self.guidance != 1.0 and label_drop is not None:
+            setting = "model.conditioning" if conditioning == "none" else "train.label_drop"
+            if conditioning == "none" or label_drop == 0.0:
+                value = "none" if conditioning == "none" else "0"
+                expected = f"must be 1 (no guidance) with {setting} {value}"
+                guidance = got(self.guidance)
+                problems.append(Problem("sample.guidance", guidance, expected, involves=(setting,)))
+        return problems
 
 
 SAMPLER_DEFAULTS: dict[str, Any] = Sample().model_dump(mode="json", exclude=_NOT_OF_SAMPLER)
@@ -138,8 +156,9 @@ class Evaluate(Section):
     def _check_scores(self) -> Self:
         if self.extractor == "inception" and self.inception_weights is None:
             expected = "must be a file or URI of torch-fidelity's weights with extractor inception"
+            hint, involves = "or use extractor in_domain", ("extractor",)
             raise Invalid(
-                [Problem("inception_weights", got(None), expected, "or use extractor in_domain")]
+                [Problem("inception_weights", got(None), expected, hint, involves=involves)]
             )
         if not {"fid", "kid"} & set(self.metrics):
             expected = "must contain fid or kid, which rank the checkpoints"

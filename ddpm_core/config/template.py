@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ddpm_core.config import Config, yaml_text
-from ddpm_core.config.problems import fields_of, section_of
 from ddpm_core.errors import UserError
+from ddpm_core.problems import fields_of, section_of
 
 PRESETS = Path(__file__).parents[1] / "presets"
 WIDTH = 29  # columns before the comments

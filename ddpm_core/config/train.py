@@ -140,7 +140,9 @@ class Train(Section):
         problems = []
         if self.microbatches > self.batch_size:
             expected = f"must be at most batch_size, {self.batch_size}"
-            problems.append(Problem("microbatches", got(self.microbatches), expected))
+            involves = ("batch_size",)
+            given = got(self.microbatches)
+            problems.append(Problem("microbatches", given, expected, involves=involves))
         if not _is_interval(self.snapshot_every):
             expected = "must be a number of steps, or a time such as 90s, 5m or 1h"
             problems.append(Problem("snapshot_every", got(self.snapshot_every), expected))
@@ -148,7 +150,8 @@ class Train(Section):
             # The scaled gradients of fp16 exceed the range of exact sums.
             expected = "must be flat with precision fp16"
             hint = "or use precision fp32 or bf16"
-            problems.append(Problem("reduction", got(self.reduction), expected, hint))
+            given, involves = got(self.reduction), ("precision",)
+            problems.append(Problem("reduction", given, expected, hint, involves=involves))
         if len(set(self.ema)) < len(self.ema):
             problems.append(Problem("ema", got(list(self.ema)), "must not repeat a decay"))
         if problems:

@@ -41,8 +41,8 @@ class PackedArray:
             (head.shape[1:], head.dtype) != (row, self.dtype) or not head.shape for head in heads
         ):
             raise Corrupt(
-                f"{files[0].name} and its parts have different row shapes or types. Run "
-                "`ddpm prepare` again."
+                f"{files[0].name} and its parts have different row shapes or types.",
+                run=("prepare",),
             )
         self.starts = np.cumsum([0, *(head.shape[0] for head in heads)])
         self.shape = (int(self.starts[-1]), *row)
@@ -83,8 +83,8 @@ class PackedArray:
             data = os.pread(self._files[part].fileno(), self._row_bytes, offset)
             if len(data) < self._row_bytes:
                 raise Corrupt(
-                    f"{DATA}/{Path(self._files[part].name).name} became shorter while it was read. "
-                    "Run `ddpm prepare` again."
+                    f"{DATA}/{Path(self._files[part].name).name} became shorter while it was read.",
+                    run=("prepare",),
                 )
             rows[row] = np.frombuffer(data, self.dtype).reshape(self.shape[1:])
         return rows
@@ -202,14 +202,15 @@ def open_dataset(workspace: Workspace, split: Split = "train") -> PackedDataset:
         key = PREFIX[split] + stem
         names = arrays.get(key)
         if not names:
-            raise Corrupt(f"{DATA}/{MANIFEST} lists no {key}. Run `ddpm prepare` again.")
+            raise Corrupt(f"{DATA}/{MANIFEST} lists no {key}.", run=("prepare",))
         for name in names:
             must_be_inside(DATA, name)
         array = PackedArray([folder / name for name in names])
         if array.dtype != dtype or array.shape[1:] != row:
             raise Corrupt(
                 f"The prepared {key} are {array.dtype} {array.shape}; must be {np.dtype(dtype)} "
-                f"rows of shape {row}. Run `ddpm prepare` again."
+                f"rows of shape {row}.",
+                run=("prepare",),
             )
         return array
 
@@ -231,12 +232,12 @@ def _check_consistency(
     lengths = {count, len(labels)} | ({len(captions)} if captions is not None else set())
     if len(lengths) > 1 or not ((labels >= 0) & (labels < classes)).all():
         raise Corrupt(
-            f"The prepared arrays of {split} do not match each other, or have invalid labels. Run "
-            "`ddpm prepare` again."
+            f"The prepared arrays of {split} do not match each other, or have invalid labels.",
+            run=("prepare",),
         )
     if manifest.classes and (len(counts) != classes or sum(counts) != count):
         raise Corrupt(
-            f"The class counts of {split} in {DATA}/{MANIFEST} are wrong. Run `ddpm prepare` again."
+            f"The class counts of {split} in {DATA}/{MANIFEST} are wrong.", run=("prepare",)
         )
 
 
@@ -268,13 +269,13 @@ def _intact_manifest(workspace: Workspace) -> DataManifest:
     """Return the manifest of the prepared data. Raises UserError."""
     manifest = read_manifest(workspace)
     if manifest is None:
-        raise UserError(f"There are no prepared data in {workspace.uri}: run `ddpm prepare` first.")
+        raise UserError(f"There are no prepared data in {workspace.uri}.", run=("prepare",))
     if manifest.was_edited:
         raise Corrupt(
-            f"{DATA}/{MANIFEST} was edited after prepare wrote it, so it may not match the arrays. "
-            "Run `ddpm prepare` again."
+            f"{DATA}/{MANIFEST} was edited after prepare wrote it, so it may not match the arrays.",
+            run=("prepare",),
         )
     missing = missing_file(workspace, manifest)
     if missing:
-        raise UserError(f"{missing} Run `ddpm prepare` again.")
+        raise UserError(missing, run=("prepare",))
     return manifest

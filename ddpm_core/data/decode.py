@@ -260,6 +260,6 @@ def _reason(error: Exception) -> str:
         return f"too many pixels; at most {PIXELS:,} are decoded"
     if isinstance(error, MemoryError):
         return "not enough memory to decode it"
-    if "truncated" in text.lower():
+    if "truncated" in text.lower():  # Pillow has no exception type or code for it
         return f"truncated: {text}"
     return f"damaged: {text or type(error).__name__}"

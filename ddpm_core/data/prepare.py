@@ -250,5 +250,6 @@ def _write_errors(workspace: Workspace) -> Iterator[None]:
             raise
         raise UserError(
             f"No space left for the prepared data in {workspace.uri} ({error.strerror}). Data "
-            "prepared earlier are unchanged. Free some space and run `ddpm prepare` again."
+            "prepared earlier are unchanged. Free some space.",
+            run=("prepare",),
         ) from error

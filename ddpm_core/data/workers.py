@@ -196,7 +196,8 @@ def map_chunks(
     except BrokenProcessPool as error:
         raise UserError(
             "A process that decodes images was killed, probably because memory ran out. Set "
-            f"prepare.workers to fewer than {workers} and run `ddpm prepare` again."
+            f"prepare.workers to fewer than {workers}.",
+            run=("prepare",),
         ) from error
     except BaseException:
         for process in set(multiprocessing.active_children()) - unrelated:

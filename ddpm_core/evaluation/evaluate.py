@@ -74,7 +74,7 @@ def evaluate(config: Config, workspace: Workspace) -> list[AnyRow]:
     workspace.storage.sweep_staged()
     if not sampled(workspace):
         raise UserError(
-            f"{workspace.uri} has no samples of an existing checkpoint: run `ddpm sample` first."
+            f"{workspace.uri} has no samples of an existing checkpoint.", run=("sample",)
         )
     for package in ("jinja2", "matplotlib", "torch_fidelity"):  # fail before a training starts
         require(package, "eval")

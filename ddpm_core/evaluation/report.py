@@ -53,7 +53,7 @@ def render_report(workspace: Workspace) -> Path:
     """
     results = read_results(workspace)
     if results is None:
-        raise UserError(f"{workspace.uri} has no scores: run `ddpm evaluate` first.")
+        raise UserError(f"{workspace.uri} has no scores.", run=("evaluate",))
     page = render(results, Images(workspace)).encode()
     workspace.storage.write(REPORT, page)
     if results.sizes and results.sizes.get(REPORT) != len(page):

@@ -6,10 +6,7 @@ The weights are a local file, or a URI that is downloaded into the workspace onc
 from __future__ import annotations
 
 import shutil
-import time
-import urllib.error
 import urllib.request
-from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 
@@ -17,12 +14,11 @@ from ddpm_core.config import Evaluate
 from ddpm_core.config.paths import input_path
 from ddpm_core.console import say
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.storage import MANIFEST, fetch_whole, sha256_of
-from ddpm_core.storage.bucket import connect, split
+from ddpm_core.storage import MANIFEST, fetch_whole, sha256_of, web
+from ddpm_core.storage.bucket import Bucket, connect, split
 from ddpm_core.storage.workspace import EVALUATION, Workspace, fingerprint
 from ddpm_core.text import masked
 
-ATTEMPTS = 3
 TIMEOUT = 60.0  # seconds without a byte
 _SETTING = "evaluate.inception_weights"
 
@@ -78,7 +74,7 @@ def _downloaded(uri: str, expected: str, workspace: Workspace) -> Path:
     if not kept or (expected and storage.checksum(file) != expected):
         say(f"evaluate: downloading {uri}")
         with storage.new_folder(key, {"uri": masked(uri)}) as folder:
-            fetch_whole(partial(_download, uri, folder / name, expected))
+            _download(uri, folder / name, expected)
     return workspace.path(file)
 
 
@@ -94,24 +90,19 @@ def _download(uri: str, path: Path, expected: str) -> None:
             f"{_SETTING}: {uri} contains a user or password, which is not supported. Download the "
             "file yourself and set its path."
         )
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            (_from_s3 if scheme == "s3" else _from_web)(uri, path)
-            break
-        except UserError:
-            raise
-        except Exception as error:  # boto3 and urllib have their own exception classes
-            if attempt == ATTEMPTS or _is_final(error):
-                raise UserError(
-                    f"{_SETTING}: downloading {uri} failed: {error}. Check the URI, or download "
-                    "the file yourself and set its path."
-                ) from error
-            time.sleep(attempt)
-    _check(path, expected, uri)
+    is_s3 = scheme == "s3"
 
+    def fetch() -> None:
+        (_from_s3 if is_s3 else _from_web)(uri, path)
+        _check(path, expected, uri)
 
-def _is_final(error: Exception) -> bool:
-    return isinstance(error, urllib.error.HTTPError) and error.code < 500
+    try:
+        (fetch_whole if is_s3 else web.fetch)(fetch)
+    except (OSError, *web.ERRORS) as error:
+        raise UserError(
+            f"{_SETTING}: downloading {uri} failed: {error}. Check the URI, or download the file "
+            "yourself and set its path."
+        ) from error
 
 
 def _from_web(uri: str, path: Path) -> None:
@@ -119,9 +110,9 @@ def _from_web(uri: str, path: Path) -> None:
         length = response.headers.get("Content-Length")
         shutil.copyfileobj(response, file, 2**20)
     if length is not None and path.stat().st_size != int(length):
-        raise OSError(f"received {path.stat().st_size} of {length} bytes")
+        raise ConnectionError(f"received {path.stat().st_size} of {length} bytes")
 
 
 def _from_s3(uri: str, path: Path) -> None:
     bucket, key = split(uri, _SETTING)
-    connect().download_file(bucket, key, str(path))
+    Bucket(connect(), bucket).download(key, path)

@@ -104,7 +104,7 @@ def export_checkpoint(config: Config, workspace: Workspace, step: int | None, ou
     """
     steps = workspace.steps(SNAPSHOTS)
     if not steps:
-        raise UserError(f"{workspace.uri} has no checkpoint to export: run `ddpm train` first.")
+        raise UserError(f"{workspace.uri} has no checkpoint to export.", run=("train",))
     checkpoint = open_checkpoint(workspace, steps[-1] if step is None else step)
     model = checkpoint.load(config.sample.ema, torch.device("cpu"))
     diffusion = checkpoint.params.diffusion

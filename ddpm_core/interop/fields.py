@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddpm_core.errors import Problem, got
+
 
 @dataclass(frozen=True)
 class Fields:
@@ -23,7 +25,7 @@ class Fields:
     fixed: Mapping[str, tuple[Any, ...]]
     ignored: Collection[str]
 
-    def read(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def read(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         """Return the carried fields, completed by defaults, and the problems of all others.
 
         An unknown field must be null, because its meaning in a newer version of diffusers is
@@ -31,14 +33,15 @@ class Fields:
         """
         kind = given.get("_class_name", next(iter(self.classes)))
         if kind not in self.classes:
-            return {}, [f"_class_name: got {kind!r:.80}; must be {' or '.join(self.classes)}"]
+            expected = f"must be {' or '.join(self.classes)}"
+            return {}, [Problem("_class_name", got(kind), expected)]
         problems = []
         for name, value in sorted(given.items()):
             if name in self.fixed and value not in self.fixed[name]:
                 allowed = " or ".join(map(repr, self.fixed[name]))
-                problems.append(f"{name}: got {value!r:.80}; must be {allowed}")
+                problems.append(Problem(name, got(value), f"must be {allowed}"))
             elif value is not None and not name.startswith("_") and name not in self.names:
-                problems.append(f"{name:.80}: got {value!r:.80}; this field is unknown to ddpm")
+                problems.append(Problem(f"{name:.80}", got(value), "this field is unknown to ddpm"))
         return {name: given.get(name, default) for name, default in self.carried.items()}, problems
 
     @property

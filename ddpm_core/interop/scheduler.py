@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Problem, UserError, got
 from ddpm_core.interop.fields import Fields
 
 FIELDS = Fields(
@@ -48,9 +48,10 @@ def to_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         problems += _process_problems(values)
     if problems:
         raise UserError(
-            "Unsupported scheduler:\n  " + "\n  ".join(problems) + "\nIf the network was trained "
-            "with these values, ddpm cannot use it. If they only change how images are drawn, "
-            "change them in scheduler_config.json and import it again."
+            "Unsupported scheduler. If the network was trained with these values, ddpm cannot use "
+            "it. If they only change how images are drawn, change them in scheduler_config.json "
+            "and import it again:",
+            problems,
         )
     diffusion = {
         "schedule": _key_of(_SCHEDULES, values["beta_schedule"]),
@@ -60,12 +61,12 @@ def to_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return diffusion, {"variance": _VARIANCES[values["variance_type"]]}
 
 
-def _process_problems(values: Mapping[str, Any]) -> list[str]:
+def _process_problems(values: Mapping[str, Any]) -> list[Problem]:
     timesteps = values["num_train_timesteps"]
     if not isinstance(timesteps, int) or timesteps < 1:
         raise ValueError(f"num_train_timesteps is {timesteps!r:.80}")
     problems = [
-        f"{field}: got {values[field]!r:.80}; must be one of {', '.join(allowed)}"
+        Problem(field, got(values[field]), f"must be one of {', '.join(allowed)}")
         for field, allowed in (
             ("beta_schedule", _SCHEDULES.values()),
             ("prediction_type", _PREDICTIONS.values()),
@@ -77,10 +78,8 @@ def _process_problems(values: Mapping[str, Any]) -> list[str]:
         expected = FIELDS.carried[field] * 1000 / timesteps
         linear = values["beta_schedule"] == "linear"
         if linear and not math.isclose(values[field], expected, rel_tol=1e-6):
-            problems.append(
-                f"{field}: got {values[field]!r:.80}; must be {expected:g} for {timesteps} "
-                "timesteps"
-            )
+            must = f"must be {expected:g} for {timesteps} timesteps"
+            problems.append(Problem(field, got(values[field]), must))
     return problems
 
 

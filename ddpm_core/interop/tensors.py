@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddpm_core.errors import UserError
-from ddpm_core.models.unet import Attention, ResidualBlock, Stage, UNet
+from ddpm_core.models.unet import Attention, Stage, UNet
 
 Names = tuple[str, list[str]]  # a name in UNet, and the names in UNet2DModel that it joins
 _OLD_NAMES = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
@@ -84,7 +84,7 @@ def _their_modules(unet: UNet) -> dict[str, list[str]]:
         "conv_out": ["conv_out"],
     }
     for stage, own, block, index in _stages(unet):
-        names |= _residual(stage.block, f"{own}.block", f"{block}.resnets.{index}")
+        names |= _residual(f"{own}.block", f"{block}.resnets.{index}")
         names["time_projection"].append(f"{block}.resnets.{index}.time_emb_proj")
         if stage.attention is not None:
             names |= _attention(stage.attention, f"{own}.attention", f"{block}.attentions.{index}")
@@ -113,7 +113,7 @@ def _resampling(unet: UNet) -> Iterator[Names]:
                 block += 1
 
 
-def _residual(block: ResidualBlock, own: str, theirs: str) -> dict[str, list[str]]:
+def _residual(own: str, theirs: str) -> dict[str, list[str]]:
     parts = {name: name for name in ("norm1", "conv1", "norm2", "conv2")}
     parts["shortcut"] = "conv_shortcut"
     return {f"{own}.{name}": [f"{theirs}.{their}"] for name, their in parts.items()}

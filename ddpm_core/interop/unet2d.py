@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpm_core.errors import UserError
+from pydantic import ValidationError
+
+from ddpm_core.errors import Problem, UserError, got
 from ddpm_core.interop.fields import Fields
 from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import Norm, UNet
+from ddpm_core.problems import problems_of
 
 # Fields with the same name and meaning in both.
 _SAME = ("downsample_padding", "flip_sin_to_cos", "freq_shift", "norm_eps")
@@ -72,34 +75,30 @@ def to_config(given: Mapping[str, Any]) -> UNetConfig:
     if not problems:
         try:
             return _config(values)
-        except ValueError as error:
-            problems.append(f"{error!s:.300}")
-    raise UserError("Unsupported UNet2DModel:\n  " + "\n  ".join(problems))
+        except ValidationError as error:
+            problems = problems_of(error, UNetConfig)
+    raise UserError("Unsupported UNet2DModel:", problems)
 
 
-def _problems(values: Mapping[str, Any]) -> list[str]:
+def _problems(values: Mapping[str, Any]) -> list[Problem]:
     problems = []
     size = values["sample_size"]
     if not isinstance(size, int) and (not isinstance(size, list | tuple) or len(set(size)) != 1):
-        problems.append(f"sample_size: got {size!r:.80}; must be a number or equal numbers")
+        problems.append(Problem("sample_size", got(size), "must be a number or equal numbers"))
     channels = (values["in_channels"], values["out_channels"])
     if channels not in ((1, 1), (3, 3)):
-        problems.append(
-            f"in_channels, out_channels: got {channels!r:.80}; must be both 1 or both 3"
-        )
+        path = "in_channels, out_channels"
+        problems.append(Problem(path, got(channels), "must be both 1 or both 3"))
     for field, known in (("down_block_types", _DOWN), ("up_block_types", _UP)):
         if unsupported := [kind for kind in values[field] if kind not in known]:
-            problems.append(f"{field}: got {unsupported[0]!r:.80}; must be {' or '.join(known)}")
-    lengths = [
-        len(values[field]) for field in ("block_out_channels", "down_block_types", "up_block_types")
-    ]
+            expected = f"must be {' or '.join(known)}"
+            problems.append(Problem(field, got(unsupported[0]), expected))
+    lists = ("block_out_channels", "down_block_types", "up_block_types")
+    lengths = [len(values[field]) for field in lists]
     if len(set(lengths)) > 1:
-        problems.append(
-            "block_out_channels, down_block_types, up_block_types: got lengths "
-            f"{lengths}; must be equal"
-        )
+        problems.append(Problem(", ".join(lists), f"got lengths {lengths}", "must be equal"))
     if values["norm_num_groups"] is None:
-        problems.append("norm_num_groups: got None; must be a number")
+        problems.append(Problem("norm_num_groups", got(None), "must be a number"))
     return problems
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
+
+from ddpm_core.errors import Invalid, Problem, got
 
 # Strict types: a number in quotes in a damaged file is an error, and 1 does not become 1.0.
 Size = Annotated[int, Field(strict=True, ge=1, le=2**20)]
@@ -35,7 +37,7 @@ DETAILS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class UNetConfig:
     """The structure of a U-Net.
 
@@ -63,7 +65,8 @@ class UNetConfig:
     `downsample_padding` to `attention_head_dim` are fields of diffusers' UNet2DModel.
 
     Raises:
-        ValueError: A value is invalid, or values contradict each other (see `problems`).
+        pydantic.ValidationError: A value is invalid, or values contradict each other (see
+            `problems`).
     """
 
     image_size: Size
@@ -89,52 +92,49 @@ class UNetConfig:
         """Return the config with these fields; the inverse of `dataclasses.asdict`, also via JSON.
 
         Raises:
-            ValueError: A field is unknown, missing or invalid, or fields contradict each other.
-                The message lists all problems.
+            pydantic.ValidationError: A field is unknown, missing or invalid, or fields contradict
+                each other. `problems.problems_of` lists all problems.
         """
-        if unknown := sorted(values.keys() - {field.name for field in fields(cls)}):
-            raise ValueError(f"unknown network fields: {', '.join(unknown)}")
-        try:
-            return TypeAdapter(cls).validate_python(values)
-        except ValidationError as error:
-            raise ValueError("; ".join(_messages(error))) from error
+        return TypeAdapter(cls).validate_python(values)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_combinations(self) -> Self:
         if problems := self.problems():
-            raise ValueError("; ".join(problems))
+            raise Invalid(problems)
         return self
 
-    def problems(self) -> list[str]:
-        """Return what is wrong between fields that are each valid: one message per rule."""
+    def problems(self) -> list[Problem]:
+        """Return what is wrong between fields that are each valid. Paths are names of fields."""
         problems = []
         if self.in_channels not in (1, 3):
-            problems.append(f"in_channels: got {self.in_channels}; must be 1 or 3")
-        if any(
-            abs(self.channels * m - max(1, round(self.channels * m))) > 1e-6
-            for m in self.multipliers
-        ):
-            problems.append(
-                f"multipliers: got {list(self.multipliers)}; each times channels "
-                f"({self.channels}) must be a whole number"
-            )
+            problems.append(Problem("in_channels", got(self.in_channels), "must be 1 or 3"))
+        for multiplier in self.multipliers:
+            width = self.channels * multiplier
+            if abs(width - max(1, round(width))) > 1e-6:
+                expected = f"times channels, {self.channels}, must be an integer of at least 1"
+                problem = Problem("multipliers", got(multiplier), expected, involves=("channels",))
+                problems.append(problem)
         if self.conditioning == "class" and self.classes < 1:
-            problems.append(f"classes: got {self.classes}; conditioning class requires at least 1")
+            expected = "must be at least 1 with conditioning class"
+            problems.append(Problem("classes", got(self.classes), expected))
         if self.freq_shift != 1 and self.freq_shift >= self.channels // 2:
-            problems.append(
-                f"freq_shift: got {self.freq_shift}; must be 1, or less than half of channels"
-            )
+            expected = f"must be 1, or less than half of channels, {self.channels}"
+            problems.append(Problem("freq_shift", got(self.freq_shift), expected))
         return problems or self._level_problems()
 
-    def _level_problems(self) -> list[str]:
+    def _level_problems(self) -> list[Problem]:
         levels, widths = len(self.multipliers), self.widths
-        if self.image_size % 2 ** (levels - 1):
-            return [
-                f"image_size: got {self.image_size}; {levels} levels halve it {levels - 1} times, "
-                f"so it must be a multiple of {2 ** (levels - 1)}"
-            ]
+        divisor = 2 ** (levels - 1)
+        if self.image_size % divisor:
+            below = self.image_size // divisor * divisor
+            above = below + divisor
+            expected = f"must be a multiple of {divisor} for a network of {levels} levels"
+            hint = f"use {below} or {above}" if below else f"use {above}"
+            size = got(self.image_size)
+            return [Problem("image_size", size, expected, hint, involves=("multipliers",))]
+        expected = f"must be one of {self.sizes}, the image sizes of the levels"
         problems = [
-            f"attention: got size {size}; must be one of the sizes of the levels, {self.sizes}"
+            Problem("attention", got(size), expected, involves=("image_size", "multipliers"))
             for size in self.attention
             if size not in self.sizes
         ]
@@ -143,11 +143,12 @@ class UNetConfig:
             "attention_head_dim": (self.attention_head_dim, self.attention_widths),
             "norm_num_groups": (self.norm_num_groups, [self.channels, *widths]),
         }
-        return problems + [
-            f"{name}: got {divisor}; must divide the channels of every level, {divided}"
-            for name, (divisor, divided) in divisors.items()
-            if math.gcd(*divided) % (divisor or 1)
-        ]
+        for name, (number, divided) in divisors.items():
+            if math.gcd(*divided) % (number or 1):
+                expected = f"must divide the channels of every level, {divided}"
+                involves = ("channels", "multipliers")
+                problems.append(Problem(name, got(number), expected, involves=involves))
+        return problems
 
     def with_details(self, other: UNetConfig) -> Self:
         """Return this config with the DETAILS of another network."""
@@ -197,17 +198,3 @@ def group_count(channels: int) -> int:
     """
     most = max(1, min(32, channels // 4))
     return next(groups for groups in range(most, 0, -1) if channels % groups == 0)
-
-
-def _messages(error: ValidationError) -> list[str]:
-    """Return one message for each invalid field, or the broken rules between fields."""
-    messages: dict[str, str] = {}
-    for detail in error.errors(include_url=False):
-        name = str(detail["loc"][0]) if detail["loc"] else ""
-        if not name:  # raised by `_consistent`
-            messages[name] = str(detail["ctx"]["error"])
-        elif name not in messages or detail["type"] in ("float_type", "finite_number"):
-            # Of the two errors of int | float, the one about float allows more.
-            expected = detail["msg"].partition(" should ")[2] or detail["msg"]
-            messages[name] = f"{name}: got {detail['input']!r:.80}; must {expected}"
-    return list(messages.values())

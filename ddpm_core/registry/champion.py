@@ -164,7 +164,7 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
             compiled=compiles_sampling(settings.compile, scorer.device, count * settings.steps),
         )
     except UserError as error:  # such as a class that the checkpoint does not have
-        raise Unfit(str(error)) from error
+        raise Unfit("; ".join(map(str, error.problems)) or str(error)) from error
     advice = f"sample.batch_size {settings.batch_size}: lower it."
     with memory.translate_errors(advice), translate_compile_errors("sample.compile"):
         images = draw(sampler, count, settings.batch_size)
@@ -183,7 +183,8 @@ def require_equal(what: str, now: str, scored: str) -> None:
     if now != scored:
         raise UserError(
             f"The {what} is now {now}, but the checkpoints in this workspace were scored with "
-            f"{scored}. Run `ddpm evaluate` first."
+            f"{scored}.",
+            run=("evaluate",),
         )
 
 

@@ -159,9 +159,7 @@ def best_row(workspace: Workspace) -> Row:
     must_be_unchanged(results.rows)
     row = best(results.rows, results.sample)
     if row is None:
-        raise UserError(
-            f"{workspace.uri} has no checkpoint with a score. Run `ddpm evaluate` first."
-        )
+        raise UserError(f"{workspace.uri} has no checkpoint with a score.", run=("evaluate",))
     return row
 
 
@@ -170,13 +168,13 @@ def scored_checkpoint(workspace: Workspace, row: Row) -> Checkpoint:
     step = int(row["step"])
     if step not in workspace.steps(SNAPSHOTS):
         raise UserError(
-            f"The best checkpoint, step {step}, is gone. Run `ddpm evaluate` first, which skips it."
+            f"The best checkpoint, step {step}, is gone. `evaluate` skips it.", run=("evaluate",)
         )
     checkpoint = open_checkpoint(workspace, step)
     if row["evidence"]["weights"] not in checkpoint.checksums.values():
         raise UserError(
-            f"The checkpoint of step {step} has changed since it was scored. Run `ddpm sample` "
-            "and `ddpm evaluate` first."
+            f"The checkpoint of step {step} has changed since it was scored.",
+            run=("sample", "evaluate"),
         )
     # Older versions of this program could sample and score weights that are not finite.
     read_tensors(

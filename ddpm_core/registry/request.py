@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ddpm_core.config import Config, Sample
 from ddpm_core.config.results import SamplerName
-from ddpm_core.errors import UserError
+from ddpm_core.errors import MAX_SHOWN, Invalid, Problem, UserError, got, invalid
+from ddpm_core.problems import fields_of, problems_of
 
 MAX_IMAGES = 256  # in one response
 MAX_PIXELS = 2**22  # in one response, which is built in memory
-SHOWN = 60  # characters of a value in a message
+MAX_UNKNOWN = 3  # unknown keys in a message
 EXACT = 2.0**53  # floats below this represent each integer exactly
 
 TABLES = ("dataframe_records", "dataframe_split", "inputs", "instances")
@@ -22,13 +23,20 @@ TABLES = ("dataframe_records", "dataframe_split", "inputs", "instances")
 
 def _integer(value: object) -> object:
     """Convert an integral float to an integer: tables store integers with gaps as floats."""
-    exact = isinstance(value, float) and value.is_integer() and abs(value) < EXACT
-    return int(value) if isinstance(value, float) and exact else value
+    if not isinstance(value, float) or not value.is_integer():
+        return value
+    if abs(value) >= EXACT:
+        hint = "floats of 2^53 or more are not exact, so send an integer in every row"
+        raise Invalid([Problem("", got(value), "must be an integer", hint)])
+    return int(value)
 
 
 def _unicode(text: str) -> str:
     """Reject half a surrogate pair, which JSON can express and UTF-8 cannot."""
-    text.encode()
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Invalid([Problem("", got(text), "must be valid Unicode")]) from None
     return text
 
 
@@ -37,42 +45,25 @@ Text = Annotated[str, AfterValidator(_unicode)]
 
 
 class Request(BaseModel):
-    """One row of a request. Omitted fields take the model's own settings.
-
-    Error messages quote the description of a field, which says what is allowed.
-    """
+    """One row of a request. Omitted fields take the model's own settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    n: Annotated[Integer, Field(ge=1, le=MAX_IMAGES)] = Field(
-        description=f"an integer from 1 to {MAX_IMAGES}; `first` continues the numbering"
-    )
-    seed: Annotated[Integer, Field(ge=0, lt=2**63)] | None = Field(
-        None,
-        description="an integer from 0 to 2^63 - 1; integers of 2^53 or more lose precision as "
-        "floats, so send an integer in every row",
-    )
-    first: Annotated[Integer, Field(ge=0, le=2**31)] = Field(
-        0, description="an integer from 0 to 2^31, the number of the first image"
-    )
-    class_: Text | Integer | None = Field(
-        None, alias="class", description="the name (a text) or the number of a class"
-    )
-    prompt: Text | None = Field(None, description="a text")
-    sampler: SamplerName | None = Field(
-        None, description=f"one of {', '.join(get_args(SamplerName))}"
-    )
-    steps: Annotated[Integer, Field(ge=1)] | None = Field(
-        None, description="an integer of at least 1"
-    )
-    guidance: Annotated[float, Field(ge=0.0)] | None = Field(
-        None, description="a finite number of at least 0"
-    )
-    format: Literal["png", "array"] = Field("png", description="png or array")
+    n: Annotated[Integer, Field(ge=1, le=MAX_IMAGES)]
+    seed: Annotated[Integer, Field(ge=0, lt=2**63)] | None = None
+    first: Annotated[Integer, Field(ge=0, le=2**31)] = 0  # the number of the first image
+    class_: Text | Integer | None = Field(None, alias="class")  # its name or its number
+    prompt: Text | None = None
+    sampler: SamplerName | None = None
+    steps: Annotated[Integer, Field(ge=1)] | None = None
+    guidance: Annotated[float, Field(ge=0.0)] | None = None
+    format: Literal["png", "array"] = "png"
 
 
-_FIELDS = {info.alias or name: info for name, info in Request.model_fields.items()}
-FIELDS = tuple(_FIELDS)
+FIELDS = tuple(fields_of(Request))
+# Settings that a request changes, and its fields that do so.
+_FIELD_OF = {f"sample.{name}": name for name in ("seed", "sampler", "steps", "guidance")}
+_FIELD_OF |= {"sample.classes": "class", "sample.prompts": "prompt"}
 
 
 @dataclass(frozen=True)
@@ -135,21 +126,14 @@ def parse(row: Mapping[str, Any]) -> Request:
     Raises:
         UserError: with every invalid field of the row.
     """
-    if unknown := row.keys() - FIELDS:
-        more = f" and {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
-        raise UserError(
-            f"Unknown field {_shown(min(unknown))}{more}. Known fields: {', '.join(FIELDS)}."
-        )
+    given = {key: value for key, value in row.items() if key in FIELDS and not _is_gap(value)}
+    # Only some unknown keys, and cut: finding similar names takes time, and an answer is short.
+    for key in sorted(row.keys() - FIELDS)[:MAX_UNKNOWN]:
+        given[repr(key[:MAX_SHOWN])[1:-1]] = None  # JSON may contain what UTF-8 cannot express
     try:
-        return Request.model_validate({key: row[key] for key in row if not _is_gap(row[key])})
+        return Request.model_validate(given)
     except ValidationError as error:
-        names = dict.fromkeys(str(item["loc"][0]) for item in error.errors(include_url=False))
-        raise UserError(" ".join(_problem(name, row) for name in names)) from None
-
-
-def _problem(name: str, row: Mapping[str, Any]) -> str:
-    got = "missing" if _is_gap(row.get(name)) else f"got {_shown(row[name])}"
-    return f"{name}: {got}; must be {_FIELDS[name].description}."
+        raise invalid(problems_of(error, Request), "the request") from None
 
 
 def resolve(request: Request, config: Config, classes: list[str]) -> Task:
@@ -165,23 +149,18 @@ def resolve(request: Request, config: Config, classes: list[str]) -> Task:
     """
     fields = {name: getattr(request, name) for name in ("seed", "sampler", "steps", "guidance")}
     changed = {name: value for name, value in fields.items() if value is not None}
-    conditioning, timesteps = config.model.conditioning, config.diffusion.timesteps
+    conditioning = config.model.conditioning
     if request.class_ is not None:
-        if conditioning != "class":
-            raise UserError("class: this model was trained without classes. Omit it.")
-        changed["classes"] = (_class(request.class_, classes),)
+        by_class = conditioning == "class"
+        name = _class(request.class_, classes) if by_class else str(request.class_)
+        changed["classes"] = (name,)
     if request.prompt is not None:
-        if conditioning != "text":
-            raise UserError("prompt: this model was not trained on texts. Omit it.")
         changed["prompts"] = (request.prompt,)
-    if request.steps is not None and request.steps > timesteps:
-        raise UserError(f"steps: got {_shown(request.steps)}; must be 1 to {timesteps}.")
     settings = config.sample.model_copy(update=changed)
-    if "guidance" in changed and settings.guidance_lacks(conditioning, config.train.label_drop):
-        raise UserError(
-            f"guidance: got {request.guidance:g}; must be 1, because this model was not trained "
-            "for guidance."
-        )
+    found = settings.problems(conditioning, config.diffusion.timesteps, config.train.label_drop)
+    if found:
+        problems = [replace(p, path=_FIELD_OF.get(p.path, p.path)) for p in found]
+        raise invalid(problems, "the request")
     numbers = range(request.first, request.first + request.n)
     return Task(numbers, settings, request.format)
 
@@ -216,19 +195,8 @@ def _class(value: str | int, classes: list[str]) -> str:
     if isinstance(value, int) and 0 <= value < len(classes):
         return classes[value]
     listed = ", ".join(classes[:20]) + (", ..." if len(classes) > 20 else "")
-    raise UserError(
-        f"class: got {_shown(value)}; must be one of {listed}, or a number from 0 to "
-        f"{len(classes) - 1}."
-    )
-
-
-def _shown(value: object) -> str:
-    """Format a value for a message, and cut it if it is long."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits; nested lists
-        return f"a value of type {type(value).__name__}"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    expected = f"must be one of {listed}, or a number from 0 to {len(classes) - 1}"
+    raise invalid([Problem("class", got(value), expected)], "the request")
 
 
 def _is_gap(value: object) -> bool:

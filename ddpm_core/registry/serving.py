@@ -38,7 +38,7 @@ class Served:
         list(self.images(self.tasks([{"n": 1, "steps": 1, "prompt": prompt}])))
 
     def tasks(self, rows: Sequence[Mapping[str, Any]], max_work: int | None = None) -> list[Task]:
-        """Validate a request. Raises UserError with the mistakes of the first invalid row."""
+        """Validate a request. Raises UserError with the problems of the first invalid row."""
         if len(rows) > MAX_IMAGES:
             count = len(rows)
             raise UserError(f"The request has {count:,} rows; at most {MAX_IMAGES} are allowed.")

@@ -104,6 +104,7 @@ class WorkerLost(Interrupted):
 
     def __init__(self, world: World, error: BaseException) -> None:
         # PyTorch's own text starts with [FILE:LINE], and ends with a C++ trace and general advice.
+        # It has neither a code nor a type for a timeout.
         words = str(error).partition("Exception raised from")[0].split()
         line = " ".join(words)[:300] or type(error).__name__
         reason = re.sub(r"^\[[^]]*/[^]]*\] ", "", line).partition(". This is typically")[0]

@@ -82,37 +82,42 @@ class Samples:
 
 def open_samples(workspace: Workspace, step: int) -> Samples:
     """Return the gathered samples of a step. Raises Corrupt if they are missing or damaged."""
-    key = samples_key(step)
+    key, again = samples_key(step), ("sample",)
     evidence = workspace.read_json(f"{key}/{MANIFEST}", Gathered)
     if not evidence:
-        raise Corrupt(f"The checkpoint of step {step} has no complete samples: run `ddpm sample`.")
+        raise Corrupt(f"The checkpoint of step {step} has no complete samples.", run=again)
     folder = workspace.path(key)
-    again = f"Remove {key} and run `ddpm sample`."
+    remove = f"Remove {key}."
     if not _is_recipe(evidence):
         raise Corrupt(
             f"{key}/{MANIFEST} was changed, or another version of ddpm wrote it: its fingerprint "
-            f"does not match its settings. {again}"
+            f"does not match its settings. {remove}",
+            run=again,
         )
     for name, file in evidence["files"].items():
         path = inside(folder, name)
         if not path.is_file() or sha256_of(path) != file["sha256"]:
-            raise Corrupt(f"{key}/{name} is missing or was changed. {again}")
+            raise Corrupt(f"{key}/{name} is missing or was changed. {remove}", run=again)
     if not set(evidence["shards"]) <= set(evidence["files"]):
-        raise Corrupt(f"{key}/{MANIFEST} is damaged: it lists shards without checksums. {again}")
+        raise Corrupt(
+            f"{key}/{MANIFEST} is damaged: it lists shards without checksums. {remove}", run=again
+        )
     arrays = [open_array(folder / name) for name in evidence["shards"]]
     if any(array.dtype != np.uint8 or array.ndim != 4 for array in arrays):
-        raise Corrupt(f"{key} is damaged: a shard does not contain images. {again}")
+        raise Corrupt(f"{key} is damaged: a shard does not contain images. {remove}", run=again)
     if (images := sum(map(len, arrays))) != evidence["count"]:
-        raise Corrupt(f"{key} has {images} images; must have {evidence['count']}. {again}")
+        raise Corrupt(
+            f"{key} has {images} images; must have {evidence['count']}. {remove}", run=again
+        )
     if len({array.shape[1:] for array in arrays}) > 1:
-        raise Corrupt(f"{key} is damaged: its shards differ in image size. {again}")
+        raise Corrupt(f"{key} is damaged: its shards differ in image size. {remove}", run=again)
     labels = None
     if LABELS in evidence["files"]:
         labels = np.array(open_array(folder / LABELS))
         classes = range(len(evidence["classes"]))
         fits = labels.dtype == np.int64 and labels.shape == (images,)
         if not fits or not np.isin(labels, classes).all():
-            raise Corrupt(f"{key}/{LABELS} does not match the images. {again}")
+            raise Corrupt(f"{key}/{LABELS} does not match the images. {remove}", run=again)
     return Samples(arrays, labels, evidence)
 
 

@@ -25,15 +25,6 @@ T = TypeVar("T")
 Warn = Callable[[str], None]
 REPAIR = "Restore the file from a copy, or run `ddpm train` to train the newest checkpoint again."
 
-# The setting that makes guidance impossible -> its value in the checkpoint, and a value that works.
-_UNGUIDED = {
-    "model.conditioning": ("model.conditioning none", "conditioning class or text"),
-    "train.label_drop": (
-        "train.label_drop 0, so it never learned to draw without a condition",
-        "label_drop 0.1",
-    ),
-}
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -83,7 +74,7 @@ def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
     """
     available = workspace.steps(SNAPSHOTS)
     if not available:
-        raise UserError(f"{workspace.uri} has no checkpoint to sample: run `ddpm train` first.")
+        raise UserError(f"{workspace.uri} has no checkpoint to sample.", run=("train",))
     wanted = config.sample.checkpoints
     if wanted == "latest":
         return available[-1:]
@@ -106,7 +97,7 @@ def best_step(config: Config, workspace: Workspace) -> int:
     row = best_to_sample(read_rows(workspace), config.sample)
     if row is None:
         raise UserError(
-            "sample.checkpoints: best requires scores; there are none. Run `ddpm evaluate` first."
+            "sample.checkpoints: best requires scores; there are none.", run=("evaluate",)
         )
     return row.step
 
@@ -151,26 +142,11 @@ def must_suit(
     the present params may differ. Without `label_drop`, as for a registered model, guidance is not
     checked.
     """
-    problems = []
-    if settings.steps > timesteps:
-        problems.append(
-            f"sample.steps: got {settings.steps}; must be at most {timesteps}, the number of "
-            "timesteps that the checkpoint was trained with."
+    if problems := settings.problems(conditioning, timesteps, label_drop):
+        raise UserError(
+            "The network cannot draw with these settings. Change them, or train another one:",
+            problems,
         )
-    for name, kind in (("classes", "class"), ("prompts", "text")):
-        if getattr(settings, name) is not None and conditioning != kind:
-            problems.append(
-                f"sample.{name}: requires model.conditioning {kind}; the checkpoint was trained "
-                f"with {conditioning}. Omit the setting, or train with {kind}."
-            )
-    if label_drop is not None and (cause := settings.guidance_lacks(conditioning, label_drop)):
-        trained, remedy = _UNGUIDED[cause]
-        problems.append(
-            f"sample.guidance: got {settings.guidance:g}; must be 1, because the checkpoint was "
-            f"trained with {trained}. Set it to 1, or train with {remedy}."
-        )
-    if problems:
-        raise UserError(" ".join(problems))
 
 
 def look_at_chosen(

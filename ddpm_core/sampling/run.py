@@ -94,7 +94,7 @@ def skip_removed(config: Config, workspace: Workspace, step: int) -> Iterator[No
             raise
         message = f"The checkpoint of step {step} was removed while it was sampled"
         if config.sample.checkpoints != "all":
-            raise UserError(f"{message}. Run `ddpm sample` again.") from error
+            raise UserError(f"{message}.", run=("sample",)) from error
         warn(f"{message}: training keeps only the newest and the milestones. Skipping it.")
 
 

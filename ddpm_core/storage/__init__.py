@@ -4,7 +4,8 @@ base       the `Storage` interface and its errors
 local      a directory
 s3         s3://bucket/prefix
 bucket     boto3 calls: transfers with checksums, errors as messages
-retry      the retry policies of S3 requests and of downloads
+retry      the retry policies, in a table
+web        the retry policy of downloads over HTTP
 cache      local copies of files in S3
 staging    temporary names for unfinished files and folders
 manifest   the sizes and checksums of a folder's files

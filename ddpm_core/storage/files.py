@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpm_core.errors import Corrupt, UserError
+from ddpm_core.problems import problems_of
 from ddpm_core.runtime.memory import shortage
 
 if TYPE_CHECKING:
@@ -120,9 +121,8 @@ def _model(value: dict[str, Any], schema: type[Model], name: str) -> Model:
     try:
         return schema.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))[:200]
-        raise Corrupt(f"{name} is damaged: {place}: {first['msg']}.") from error
+        first = problems_of(error, schema)[0]
+        raise Corrupt(f"{name} is damaged: {first!s:.300}.") from error
     except RecursionError as error:
         raise Corrupt(f"{name} is damaged: it is nested too deeply.") from error
 
@@ -219,7 +219,7 @@ def save_tensors(
     try:
         save_file(dict(tensors), path, dict(metadata) if metadata else None)
     except SafetensorError as error:
-        number = _OS_ERROR.search(str(error))
+        number = _OS_ERROR.search(str(error))  # the only place where safetensors keeps it
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error

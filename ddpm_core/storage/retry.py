@@ -1,9 +1,13 @@
-"""The retry policies of S3 requests and of downloads.
+"""The retry policies of storage, downloads and MLflow. That of Kubernetes is `Retry` in ddpm_kube.
 
-Failure                                 Who retries                 How often
-request fails, times out or gets 5xx    boto3, exponential backoff  `S3Retry.attempts`
-response body breaks off                `retrying`                  `S3Retry.attempts`
-content has a wrong checksum            `fetch_whole`               `CORRUPT_ATTEMPTS`
+Failure                                   Who retries                 How often
+S3 request fails, times out or gets 5xx   boto3, exponential backoff  `S3Retry.attempts`
+body of an S3 response breaks off         `Bucket.get_response`       `S3Retry.attempts`
+content in storage has a wrong checksum   `fetch_whole`               `CORRUPT_ATTEMPTS`
+download fails, gets 5xx or is corrupt    `web.fetch`                 `web.ATTEMPTS`
+call to MLflow fails                      `tracking.client.retrying`  its `ATTEMPTS`
+upload of a model to MLflow fails         MLflow                      `UPLOAD_RETRIES`
+MLflow is unavailable during training     `Tracker._work`             until training ends
 """
 
 from __future__ import annotations
@@ -34,16 +38,22 @@ PATIENT = S3Retry(attempts=6, connect_timeout=5.0, read_timeout=60.0)
 QUICK = S3Retry(attempts=2, connect_timeout=3.0, read_timeout=5.0)  # the lease must not wait long
 
 
-def retrying(errors: type[Exception] | tuple[type[Exception], ...], attempts: int) -> Retrying:
-    """Return a caller that repeats a function at once while it raises one of `errors`.
+def retrying(
+    is_temporary: Callable[[BaseException], bool], attempts: int, pause: float = 0.0
+) -> Retrying:
+    """Return a caller that repeats a function while it raises temporary errors.
 
-    After `attempts` calls the last error is raised.
+    The pause before the second attempt takes `pause` seconds, and doubles with each attempt. After
+    `attempts` calls the last error is raised.
     """
-    # Imported here: it takes 40 ms, and commands on a directory never need it.
-    from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
+    # Imported here: it takes 40 ms, and most commands never retry.
+    from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
     return Retrying(
-        stop=stop_after_attempt(attempts), retry=retry_if_exception_type(errors), reraise=True
+        retry=retry_if_exception(is_temporary),
+        stop=stop_after_attempt(attempts),
+        wait=wait_exponential(multiplier=pause),
+        reraise=True,
     )
 
 
@@ -53,4 +63,4 @@ def fetch_whole(fetch: Callable[[], T]) -> T:
     A bit that flips in transit is correct in the next copy. A file that is damaged in the storage
     is damaged in every copy, so the last Corrupt is raised.
     """
-    return retrying(Corrupt, CORRUPT_ATTEMPTS)(fetch)
+    return retrying(lambda error: isinstance(error, Corrupt), CORRUPT_ATTEMPTS)(fetch)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from ddpm_core.errors import UserError, require
+from ddpm_core.storage import retry
 from ddpm_core.storage.staging import remove, staged_folder, sweep_beside
 from ddpm_core.text import masked
 from ddpm_core.tracking.errors import is_rejection, is_transient
@@ -69,18 +70,11 @@ def retrying() -> Retrying:
     A timeout is not retried, since it has already taken CALL_TIMEOUT. Neither is a UserError, which
     asks for a change by the user. The tracker has its own loop, see Tracker._work.
     """
-    # Imported late: tenacity takes 40 ms, and most commands that import this module never retry.
-    from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_fixed
 
     def can_help(error: BaseException) -> bool:
         return is_transient(error) and not isinstance(error, TimeoutError | UserError)
 
-    return Retrying(
-        retry=retry_if_exception(can_help),
-        stop=stop_after_attempt(ATTEMPTS),
-        wait=wait_fixed(PAUSE),
-        reraise=True,
-    )
+    return retry.retrying(can_help, ATTEMPTS, PAUSE)
 
 
 class BoundedClient:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -19,7 +18,7 @@ from ddpm_core.config import Config
 from ddpm_core.config.paths import input_path
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import UserError
-from ddpm_core.models.config import DETAILS, UNetConfig, group_count
+from ddpm_core.models.config import DETAILS, UNetConfig
 from ddpm_core.models.init import initialise
 from ddpm_core.models.unet import UNet
 from ddpm_core.rng import Purpose
@@ -45,25 +44,8 @@ class ImageShape(Protocol):
 
 
 def network_config(config: Config, data: ImageShape) -> UNetConfig:
-    """Return the network that the settings describe for this data, before `train.init` applies.
-
-    All its norms have the number of groups of the first level, since diffusers' UNet2DModel has
-    one number for all.
-    """
-    model = config.model
-    return UNetConfig(
-        image_size=data.image_size,
-        in_channels=data.channels,
-        channels=model.channels,
-        multipliers=model.multipliers,
-        blocks=model.blocks,
-        attention=model.attention,
-        heads=model.heads,
-        dropout=model.dropout,
-        conditioning=model.conditioning,
-        classes=len(data.classes) if model.conditioning == "class" else 0,
-        norm_num_groups=group_count(math.gcd(model.channels, *model.widths)),
-    )
+    """Return the network that the settings describe for this data, before `train.init` applies."""
+    return config.model.network(data.image_size, data.channels, len(data.classes))
 
 
 def fresh_network(config: Config, data: ImageShape) -> tuple[UNet, str]:
@@ -105,7 +87,8 @@ def check_data_fits(config: Config, data: PackedDataset) -> None:
     if data.image_size != config.prepare.image_size:
         raise UserError(
             f"The prepared images are {data.image_size} pixels wide, but prepare.image_size is "
-            f"{config.prepare.image_size}. Run `ddpm prepare` again."
+            f"{config.prepare.image_size}.",
+            run=("prepare",),
         )
     if config.model.conditioning == "class" and len(data.classes) < 2:
         raise UserError(
@@ -114,8 +97,9 @@ def check_data_fits(config: Config, data: PackedDataset) -> None:
         )
     if config.model.conditioning == "text" and data.captions is None:
         raise UserError(
-            "model.conditioning: got text, but the prepared data has no captions. Add captions and "
-            "run `ddpm prepare` again, or set model.conditioning: none."
+            "model.conditioning: got text, but the prepared data has no captions. Set "
+            "model.conditioning: none, or add captions.",
+            run=("prepare",),
         )
 
 

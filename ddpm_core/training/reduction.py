@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +12,6 @@ from ddpm_core.runtime.distributed import World
 FRACTION_BITS = 40  # fixed point with a resolution of 2^-40; sums of up to 2^22 fit
 _LARGEST = 2.0**62  # of a sum of 64-bit integers, with a bit to spare
 _SLICE = 2**20  # values converted to integers at a time, which bounds the extra memory
-
-
-class Reduction(Protocol):
-    """Computes the gradient of the global mean loss of one step from the samples' losses."""
-
-    def cut(self, samples: int) -> Iterable[Tensor]:
-        """Yield the rows of a worker's share (int64) in the pieces that go through the network."""
-        ...
-
-    def add(self, loss: Tensor, scaled: Tensor) -> None:
-        """Backpropagate a piece: its part of the mean loss, without and with the loss scale."""
-        ...
-
-    def finish(self, stop_flag: Tensor) -> Tensor:
-        """Set every `grad` to the global gradient, sum `stop_flag`, return the global mean loss."""
-        ...
 
 
 class Flat:
@@ -45,15 +28,18 @@ class Flat:
         self._loss = torch.zeros((), device=world.device)
 
     def cut(self, samples: int) -> Iterable[Tensor]:
+        """Return the rows of a worker's share (int64) in the pieces that go through the network."""
         pieces = min(self._microbatches, max(1, samples))
         rows = torch.arange(samples, device=self._world.device).tensor_split(pieces)
         return (piece for piece in rows if len(piece))
 
     def add(self, loss: Tensor, scaled: Tensor) -> None:
+        """Backpropagate a piece: its part of the mean loss, without and with the loss scale."""
         scaled.backward()  # type: ignore[no-untyped-call]
         self._loss = self._loss + loss.detach()
 
     def finish(self, stop_flag: Tensor) -> Tensor:
+        """Set every `grad` to the global gradient, sum `stop_flag`, return the global mean loss."""
         if self._world.size == 1:
             return self._loss
         tensors = _gradients(self._parameters)

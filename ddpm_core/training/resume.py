@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from ddpm_core import __version__
 from ddpm_core.checkpoint import SETTINGS, Checkpoint
 from ddpm_core.config import Config
@@ -13,6 +15,7 @@ from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import UNet
+from ddpm_core.problems import problems_of
 from ddpm_core.runtime.device import compiler_hint
 from ddpm_core.runtime.distributed import World
 from ddpm_core.storage import Unreachable
@@ -143,8 +146,9 @@ def resumed_network(config: Config, data: PackedDataset, contents: SnapshotConte
     try:
         there = UNetConfig.from_dict(contents.documents[SETTINGS]["network"])
         return UNet(network_config(config, data).with_details(there))
-    except (TypeError, ValueError) as error:
-        raise Corrupt(f"The network in {SETTINGS} of a snapshot is invalid: {error}") from error
+    except ValidationError as error:
+        found = problems_of(error, UNetConfig)
+        raise Corrupt(f"The network in {SETTINGS} of a snapshot is invalid:", found) from error
 
 
 def restore(state: TrainState, contents: SnapshotContents, name: str) -> None:

@@ -167,7 +167,7 @@ def test_auto_attention_fits_every_image_size(
     ("override", "message"),
     [
         ("prepare.image_size=28", "a multiple of"),
-        ("model.attention=[5]", "must be auto, or from [16, 8, 4]"),
+        ("model.attention=[5]", "must be one of [16, 8, 4]"),
         ("sample.steps=2000", "at most diffusion.timesteps, 1000"),
         ("train.microbatches=33", "at most batch_size, 32"),
         ("train.ema=[0.9, 0.9]", "must not repeat a decay"),

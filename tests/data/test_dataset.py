@@ -85,7 +85,7 @@ def test_each_split_has_its_own_fingerprint(tmp_path: Path) -> None:
 
 
 def test_workspace_without_data_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no prepared data in .*: run `ddpm prepare` first"):
+    with pytest.raises(UserError, match=r"no prepared data in .* Run `ddpm prepare`"):
         open_dataset(Workspace.open(str(tmp_path)))
 
 

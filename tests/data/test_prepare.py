@@ -127,7 +127,7 @@ def test_edited_manifest_is_refused(tmp_path: Path, workspace: Workspace) -> Non
     for changed in ({"fingerprint": "0123456789abcdef"}, {"classes": ["dog"]}):
         workspace.write_json("data/manifest.json", {**manifest, **changed})
         with pytest.raises(
-            UserError, match=r"data/manifest\.json was edited after .*Run `ddpm prepare` again"
+            UserError, match=r"data/manifest\.json was edited after .*Run `ddpm prepare`\."
         ):
             open_dataset(workspace)
         with pytest.raises(UserError, match="was edited after"):

@@ -360,13 +360,13 @@ def test_colour_images_of_one_class_without_held_out_images(tmp_path: Path) -> N
 
 def test_missing_samples_or_data_name_the_next_step(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with pytest.raises(UserError, match="run `ddpm sample` first"):
+    with pytest.raises(UserError, match="Run `ddpm sample`"):
         run.evaluate()
     put_samples(run.workspace, 200, run.images[:5], "x")
-    with pytest.raises(UserError, match="run `ddpm sample` first"):
+    with pytest.raises(UserError, match="Run `ddpm sample`"):
         run.evaluate()
     snapshot(run.workspace, 200)
-    with pytest.raises(UserError, match="run `ddpm prepare` first"):
+    with pytest.raises(UserError, match="Run `ddpm prepare`"):
         run.evaluate()
 
 

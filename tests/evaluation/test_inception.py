@@ -213,9 +213,7 @@ def test_a_wrong_download_is_not_kept(
     served.write_bytes(b"right")
     for _ in range(2):
         assert locate(right, workspace).read_bytes() == b"right"
-    assert len(web[1]) == (
-        4 if checked else 5
-    )  # storage.fetch_whole tries a wrong file three times
+    assert len(web[1]) == (4 if checked else 5)  # storage.web tries a wrong file three times
 
 
 def test_weights_damaged_in_transit_are_downloaded_again(

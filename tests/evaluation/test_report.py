@@ -180,7 +180,7 @@ def test_rendering_again_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_page_without_scores_or_images_is_rendered(tmp_path: Path) -> None:
     workspace = Workspace.open(str(tmp_path))
-    with pytest.raises(UserError, match="run `ddpm evaluate` first"):
+    with pytest.raises(UserError, match="Run `ddpm evaluate`"):
         render_report(workspace)
     found = results([Unscored.because(200, "no samples")])
     workspace.write_json("evaluation/results.json", found.plain())

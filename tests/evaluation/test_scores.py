@@ -158,7 +158,7 @@ def test_edited_score_is_not_registered(run: Run) -> None:
         RESULTS, {**before, "rows": [before["rows"][0] | {"score": 0.001}, before["rows"][1]]}
     )
     assert run.stale() == "the score of step 200 was edited"
-    with pytest.raises(UserError, match=r"step 200 was edited or damaged.* run `ddpm evaluate`"):
+    with pytest.raises(UserError, match=r"step 200 was edited or damaged.* Run `ddpm evaluate`"):
         best_row(run.workspace)
     run.evaluate()
     assert run.results() == before and best_row(run.workspace)["step"] == 400

@@ -327,10 +327,10 @@ def test_all_impossible_combinations_are_listed_at_once() -> None:
         secrets=["one"],
         optional_secrets=["one"],
     )
-    assert message.startswith("8 mistakes")
+    assert message.startswith("8 problems in the options of the job:")
     for part in (
         "min_replicas: got 5; must be at most max_replicas, 4",
-        "4 workers with 9 processes each are 36 processes; must be at most train.batch_size, 32",
+        "max_replicas: got 4 with 9 processes each: 36; must be at most train.batch_size, 32",
         "gpu: got 0 with device cuda",
         "shm: got 4Gi; must be less than memory, 2Gi",
         "grace_seconds: got 30; must be more than shutdown_seconds, 60",
@@ -448,10 +448,10 @@ def test_unknown_options_and_wrong_types_are_listed_at_once() -> None:
         options.read({**wrong, "volumes": [{"path": "x"}]})
     for part in (
         "min_replicas: got 0; must be greater than 0",
-        "memory: got '2 GB'; must match",
-        "nodes: unknown option; options are image,",
-        "runtime_class: got ''; must match",
-        "volumes.0.claim: missing (required)",
+        "memory: got '2 GB'; must be a text that matches",
+        "nodes: unknown key; known keys: image,",
+        "runtime_class: got ''; must be a text that matches",
+        "volumes[0].claim: missing (required)",
     ):
         assert part in str(caught.value)
 

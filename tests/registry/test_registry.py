@@ -236,7 +236,7 @@ def test_a_champion_is_not_measured_by_changed_evidence(
     evidence = {**rows[1]["evidence"], "sampler": {"steps": 2}}
     if change != "score":
         evidence["data" if change == "data" else "extractor_fingerprint"] = "another"
-    with pytest.raises(UserError, match=f"The {change} is now .*. Run `ddpm evaluate` first") as e:
+    with pytest.raises(UserError, match=f"The {change} is now .*. Run `ddpm evaluate`") as e:
         project.register({**rows[1], "evidence": evidence}, evaluate={"metrics": metrics})
     assert "\n" not in str(e.value)
 
@@ -258,8 +258,11 @@ def test_a_champion_for_images_of_another_size_is_replaced(
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
-        ({"steps": 60}, "sample.steps: got 60; must be at most 50, the number of timesteps"),
-        ({"classes": ["3"]}, "the checkpoint was trained with none. Omit the setting, or train"),
+        ({"steps": 60}, "sample.steps: got 60; must be at most diffusion.timesteps, 50"),
+        (
+            {"classes": ["3"]},
+            "sample.classes: got ['3']; requires model.conditioning class; it is none",
+        ),
     ],
 )
 def test_a_champion_without_the_candidates_sampling_is_replaced(
@@ -558,7 +561,7 @@ def test_a_checkpoint_deleted_after_scoring_blocks_nothing(store: str, tmp_path:
     rows, config = project.score(), project.config()
     best, other = sorted(rows, key=lambda step: rows[step]["score"])
     shutil.rmtree(project.workspace.path(snapshot_key(best)))
-    with pytest.raises(UserError, match=rf"step {best}, is gone. Run `ddpm evaluate` first"):
+    with pytest.raises(UserError, match=rf"step {best}, is gone. .* Run `ddpm evaluate`"):
         register(config, project.workspace)
     for number in range(2):  # as independent jobs, which delete nothing
         sample(config, project.workspace, World(0, 1, torch.device("cpu")), (number, 2))
@@ -702,7 +705,7 @@ def test_registering_without_mlflow_is_an_error(project: Project, rows: list[Row
 
 def test_stale_says_that_nothing_is_scored(tmp_path: Path) -> None:
     workspace = Workspace.open(str(tmp_path))
-    assert "Run `ddpm evaluate` first" in str(stale(params.validate({}), workspace))
+    assert "Run `ddpm evaluate`." in str(stale(params.validate({}), workspace))
 
 
 @pytest.mark.parametrize("alias", ["latest", "Latest", "v1", "V20"])

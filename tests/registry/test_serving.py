@@ -132,23 +132,23 @@ def test_classes_samplers_and_arrays_are_supported(url: str, checkpoint: Checkpo
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"n": 0}, "n: got 0; must be an integer from 1 to 256"),
-        ({"n": 257}, "n: got 257; must be"),
-        ({"n": 1.5}, "n: got 1.5; must be"),
-        ({"n": "x"}, "n: got 'x'; must be"),
+        ({"n": 0}, "n: got 0; must be at least 1"),
+        ({"n": 257}, "n: got 257; must be at most 256"),
+        ({"n": 1.5}, "n: got 1.5; must be an integer"),
+        ({"n": "x"}, "n: got 'x'; must be an integer"),
         ({"n": 1, "class": "triangle"}, "class: got 'triangle'; must be one of circle, square, 7"),
         ({"n": 1, "class": 3}, "or a number from 0 to 2"),
-        ({"n": 1, "prompt": "a cat"}, "not trained on texts"),
-        ({"n": 1, "sampler": "euler"}, "sampler: got 'euler'; must be one of ddpm, ddim, dpmpp"),
-        ({"n": 1, "steps": 51}, "steps: got 51; must be 1 to 50"),
-        ({"n": 1, "guidance": -1}, "guidance: got -1; must be a finite number of at least 0"),
-        ({"n": 1, "seed": -1}, "seed: got -1; must be an integer from 0"),
-        ({"n": 1, "format": "jpeg"}, "format: got 'jpeg'; must be png or array"),
-        ({"n": float("inf")}, "n: got inf; must be"),
-        ({"n": [1, 2]}, "n: got [1, 2]; must be"),
+        ({"n": 1, "prompt": "a cat"}, "prompt: got ['a cat']; requires model.conditioning text"),
+        ({"n": 1, "sampler": "euler"}, "sampler: got 'euler'; must be 'ddpm', 'ddim' or 'dpmpp'"),
+        ({"n": 1, "steps": 51}, "steps: got 51; must be at most diffusion.timesteps, 50"),
+        ({"n": 1, "guidance": -1}, "guidance: got -1; must be at least 0"),
+        ({"n": 1, "seed": -1}, "seed: got -1; must be at least 0"),
+        ({"n": 1, "format": "jpeg"}, "format: got 'jpeg'; must be 'png' or 'array'"),
+        ({"n": float("inf")}, "n: got inf; must be an integer"),
+        ({"n": [1, 2]}, "n: got [1, 2]; must be an integer"),
         (
             {"n": 1, "seed": 1e300},
-            "seed: got 1e+300; must be an integer from 0 to 2^63 - 1; integers of 2^53 or more",
+            "seed: got 1e+300; must be an integer; floats of 2^53 or more are not exact",
         ),
         ({"n": 1, "guidance": 10**400}, "guidance: got 1000"),
         ({"n": 1, "class": "x" * 9000}, "xxx...; must be one of circle, square, 7"),
@@ -224,7 +224,7 @@ def test_a_text_model_takes_prompts_and_no_classes(tmp_path: Path) -> None:
     config = write_checkpoint(tmp_path / "texts", "text").params
     asked = request.parse({"n": 1, "prompt": "a red circle"})
     assert request.resolve(asked, config, CLASSES).settings.prompts == ("a red circle",)
-    with pytest.raises(UserError, match="without classes"):
+    with pytest.raises(UserError, match=r"requires model\.conditioning class; it is text"):
         request.resolve(request.parse({"n": 1, "class": "circle"}), config, CLASSES)
 
 
@@ -233,15 +233,25 @@ def test_guidance_is_rejected_by_a_model_without_it(tmp_path: Path) -> None:
     assert (
         request.resolve(request.parse({"n": 1, "guidance": 1}), config, []).settings.guidance == 1
     )
-    with pytest.raises(UserError, match=r"guidance: got 2; must be 1"):
+    with pytest.raises(UserError, match=r"guidance: got 2.0; must be 1 \(no guidance\)"):
         request.resolve(request.parse({"n": 1, "guidance": 2}), config, [])
 
 
 def test_every_invalid_field_of_a_row_is_named() -> None:
-    with pytest.raises(UserError, match=r"^n: got 0; .* class: got \[\]; .* steps: got True; "):
+    with pytest.raises(UserError, match=r"^3 problems in the request:") as invalid:
         request.parse({"n": 0, "steps": True, "class": []})
-    with pytest.raises(UserError, match=r"^Unknown field 'a' and 1 more. Known fields: n, seed, "):
-        request.parse({"n": 1, "b": 1, "a": 1})
+    assert [problem.path for problem in invalid.value.problems] == ["n", "class", "steps"]
+
+
+def test_the_first_unknown_fields_of_a_row_are_named() -> None:
+    with pytest.raises(UserError, match=r"known keys: n, seed, ") as many:
+        request.parse({"n": 1} | {f"{number}-field" * 1000: 1 for number in range(9)})
+    assert [problem.path[:7] for problem in many.value.problems] == [
+        "0-field",
+        "1-field",
+        "2-field",
+    ]
+    assert len(str(many.value)) < 700
 
 
 @pytest.mark.parametrize(("size", "count"), [(8, 256), (128, 256), (256, 64), (4096, 1)])

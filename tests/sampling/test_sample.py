@@ -222,11 +222,11 @@ def test_checkpoint_needs_no_params_file(trained: Path, images: np.ndarray) -> N
     [
         (
             settings("diffusion.timesteps=1000", "sample.steps=200"),
-            "sample.steps: got 200; must be at most 50, the number of timesteps",
+            "sample.steps: got 200; must be at most diffusion.timesteps, 50",
         ),
         (
             settings("model.conditioning=text", "sample.prompts=[a three]"),
-            "sample.prompts: requires model.conditioning text; the checkpoint was trained",
+            "sample.prompts: got ['a three']; requires model.conditioning text; it is class",
         ),
     ],
 )
@@ -235,15 +235,16 @@ def test_settings_that_the_checkpoint_cannot_draw_are_reported(
 ) -> None:
     folder = new_workspace(trained, message.partition(":")[0])
     output = ddpm(folder, "sample", *given, status=1)
-    assert output.startswith(f"ddpm sample: {message}") and output.count("\n") == 1
+    assert output.startswith("ddpm sample: The network cannot draw with these settings.")
+    assert f"\n  {message}" in output and output.count("\n") == 2
 
 
 def test_guidance_without_conditioning_is_rejected(trained: Path) -> None:
     folder = new_run(trained, "unguided", TINY)
     ddpm(folder, "train", *settings("train.steps=2"))
     output = ddpm(folder, "sample", *settings("sample.guidance=3"), status=1)
-    assert "sample.guidance: got 3; must be 1" in output
-    assert "trained with model.conditioning none" in output
+    expected = "must be 1 (no guidance) with model.conditioning none"
+    assert f"sample.guidance: got 3.0; {expected}" in output
 
 
 def test_params_that_cannot_train_can_sample_a_checkpoint(

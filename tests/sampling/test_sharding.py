@@ -285,7 +285,7 @@ def test_checkpoint_removed_while_sampling_is_skipped(
     assert message in capsys.readouterr().err.replace("\n", " ")
     assert gather.open_samples(workspace, 8)
     write_checkpoint(workspace.path(snapshot_key(4)), step=4)
-    with pytest.raises(UserError, match=f"{message}. Run `ddpm sample` again"):
+    with pytest.raises(UserError, match=f"{message}. Run `ddpm sample`"):
         sample(with_sample(every, checkpoints=(4, 8)), workspace, ALONE)
 
 
@@ -322,10 +322,10 @@ def test_truncated_prompts_are_reported(
 def test_guidance_without_effect_is_rejected() -> None:
     guided = Sample(guidance=3.0, steps=4)
     for conditioning, drop, message in (
-        ("none", 0.1, "trained with model.conditioning none"),
-        ("class", 0.0, "trained with train.label_drop 0"),
+        ("none", 0.1, "model.conditioning none"),
+        ("class", 0.0, "train.label_drop 0"),
     ):
-        with pytest.raises(UserError, match=f"sample.guidance: got 3; must be 1, .*{message}"):
+        with pytest.raises(UserError, match=f"sample.guidance: got 3.0; must be 1 .*{message}"):
             plan.must_suit(guided, conditioning, 50, drop)
         plan.must_suit(Sample(steps=4), conditioning, 50, drop)
     plan.must_suit(guided, "text", 50, 0.1)

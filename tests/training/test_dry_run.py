@@ -56,7 +56,7 @@ def test_dry_run_reports_whether_diffusers_supports_the_network(tmp_path: Path) 
 
 def test_dry_run_refuses_data_that_training_would_refuse(tmp_path: Path) -> None:
     put_data(Workspace.open(str(tmp_path)), *digits(8))
-    with pytest.raises(UserError, match=r"prepare.image_size is 16\. Run `ddpm prepare` again"):
+    with pytest.raises(UserError, match=r"prepare.image_size is 16\. Run `ddpm prepare`\."):
         said(tmp_path)
     told = said(tmp_path, "prepare.image_size=8")
     assert "images of 8x8x1, fingerprint" in told and "epochs" in told

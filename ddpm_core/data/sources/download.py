@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import urllib.error
 import urllib.request
 from functools import partial
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ddpm_core import console
 from ddpm_core.errors import Corrupt, UserError
-from ddpm_core.storage import fetch_whole, sha256_of
+from ddpm_core.storage import sha256_of, web
 
 DOWNLOADS = "downloads"
 _TIMEOUT = 60.0  # seconds for each read of the connection
@@ -74,9 +72,12 @@ def known_archive(name: str, folder: Path, download: bool) -> Path:
 def fetch(archive: Archive, path: Path) -> None:
     """Download an archive to `path`. Only a complete file with the right SHA-256 is kept.
 
-    A damaged download is repeated a few times. Raises UserError.
+    A download that fails or is damaged is repeated a few times. Raises UserError.
     """
-    fetch_whole(partial(_fetch, archive, path))
+    try:
+        web.fetch(partial(_fetch, archive, path))
+    except web.ERRORS as error:
+        raise UserError(f"Cannot download {archive.url}: {error}.") from error
 
 
 def _fetch(archive: Archive, path: Path) -> None:
@@ -91,13 +92,6 @@ def _fetch(archive: Archive, path: Path) -> None:
                 f"{found}; must be {archive.sha256}. It was deleted."
             )
         partial_file.replace(path)
-    except (
-        urllib.error.URLError,
-        http.client.HTTPException,
-        TimeoutError,
-        ConnectionError,
-    ) as error:
-        raise UserError(f"Cannot download {archive.url}: {error}.") from error
     finally:
         partial_file.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""What pydantic found wrong with settings, as `Problem` objects in terms of the params file."""
+"""What pydantic found wrong with settings, requests and files, as `Problem` objects."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from pydantic.fields import FieldInfo
 from ddpm_core.errors import Invalid, Problem, got
 
 
-def problems_of(
-    error: ValidationError, model: type[BaseModel], described: bool = False
-) -> list[Problem]:
-    """Return every problem of a ValidationError that `model.model_validate` raised.
+def problems_of(error: ValidationError, model: type[Any], described: bool = False) -> list[Problem]:
+    """Return every problem of a ValidationError of `model`, a section or a pydantic dataclass.
 
     With `described`, the description of a field with a pattern says in words what matches it.
     """
@@ -25,7 +23,7 @@ def problems_of(
     for item in error.errors(include_url=False):
         path, section = _locate(item["loc"], model)
         cause = item.get("ctx", {}).get("error")
-        if item["type"] == "extra_forbidden":
+        if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             found.append(_unknown(str(item["loc"][-1]), path, section, model))
         elif item["type"] == "missing":
             found.append(Problem(path, "missing (required)"))
@@ -43,9 +41,9 @@ def problems_of(
     return found
 
 
-def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+def fields_of(model: type[Any]) -> dict[str, FieldInfo]:
     """Return the fields of a section by the name that they have in a params file."""
-    return {field.alias or name: field for name, field in model.model_fields.items()}
+    return {field.alias or name: field for name, field in model.__pydantic_fields__.items()}
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -60,7 +58,7 @@ def _section_of_items(field: FieldInfo) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _locate(location: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, type[BaseModel]]:
+def _locate(location: tuple[int | str, ...], model: type[Any]) -> tuple[str, type[Any]]:
     """Return the dotted path of a location and its section.
 
     pydantic adds the names of the arms of a union to a location. The path does not contain them.
@@ -86,7 +84,7 @@ def _locate(location: tuple[int | str, ...], model: type[BaseModel]) -> tuple[st
     return path, model
 
 
-def _unknown(key: str, path: str, section: type[BaseModel], model: type[BaseModel]) -> Problem:
+def _unknown(key: str, path: str, section: type[Any], model: type[Any]) -> Problem:
     """Return the problem of a key that does not exist, with the most likely intention."""
     paths = list(_paths(model))
     first, *below = key.split(".")
@@ -113,7 +111,7 @@ def _elsewhere(key: str, parent: str, paths: Iterable[str]) -> list[str]:
     return (below or found) if len(below or found) == 1 else []
 
 
-def _paths(model: type[BaseModel], prefix: str = "") -> Iterable[str]:
+def _paths(model: type[Any], prefix: str = "") -> Iterable[str]:
     """Yield the dotted path of every setting and section."""
     for name, field in fields_of(model).items():
         yield prefix + name

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from support.s3_server import Bucket
 
-from ddpm_core import pods
 from ddpm_core.console import report_errors
 from ddpm_core.errors import UserError
-from ddpm_core.pods import advice
+from ddpm_core.runtime import pods
+from ddpm_core.runtime.pods import advice
 from ddpm_core.storage.base import Unreachable
 from ddpm_core.storage.workspace import Workspace
 
