@@ -219,13 +219,13 @@ class Results(Rows):
 
 def read_rows(workspace: Workspace) -> Rows:
     """Return the rows of results.json; no rows if the file is missing or damaged."""
-    return Rows.model_validate(workspace.read_json(RESULTS, Rows) or {"rows": []})
+    return workspace.read_model(RESULTS, Rows) or Rows(rows=[])
 
 
 def read_results(workspace: Workspace) -> Results | None:
     """Return results.json, or None if it is missing, damaged or has no rows."""
-    found = workspace.read_json(RESULTS, Results)
-    return Results.model_validate(found) if found.get("rows") else None
+    found = workspace.read_model(RESULTS, Results)
+    return found if found and found.rows else None
 
 
 def differences(a: Row, b: Row) -> list[str]:

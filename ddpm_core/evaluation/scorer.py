@@ -32,7 +32,7 @@ from ddpm_core.evaluation.shared import open_in_domain
 from ddpm_core.evaluation.weights import extractor_name, locate
 from ddpm_core.runtime.device import choose_device
 from ddpm_core.sampling.images import Pixels
-from ddpm_core.scores import COUNTS, MEASURES, metric_name
+from ddpm_core.scores import COUNTS, MEASURES, Collapse, Memorisation, metric_name
 from ddpm_core.storage.workspace import Workspace
 
 Scores = dict[str, Any]  # metric -> number, or None if it was not measured; see scores.Scores
@@ -133,13 +133,13 @@ class Scorer:
             )
         return self._floors[count]
 
-    def memorisation(self, images: Pixels) -> tuple[Scores, Neighbours]:
+    def memorisation(self, images: Pixels) -> tuple[Memorisation, Neighbours]:
         """Compare at most 2,000 images with the held-out images; see `memorisation.compare`."""
         _, held = self.held_out
         found = memorisation.nearest(images[: memorisation.EXAMINED], self.train, self.device)
         return memorisation.compare(found.distance, held.distance), found
 
-    def collapse(self, images: Pixels, sampler: Mapping[str, Any]) -> Scores:
+    def collapse(self, images: Pixels, sampler: Mapping[str, Any]) -> Collapse:
         """Compare at most 2,000 images with as many training images of the same classes.
 
         `sampler` has the settings that the images were drawn with. With chosen prompts the verdict
@@ -151,7 +151,7 @@ class Scorer:
             order = order[np.isin(self.train.labels[order], labels)]
         count = min(len(images), len(order), memorisation.EXAMINED)
         if count < memorisation.FEWEST or sampler.get("prompts"):
-            return {"count": count, "verdict": "unknown"}
+            return Collapse(count=count, verdict="unknown")
         key = (count, *classes)
         if key not in self._real_distances:
             real = self.train.take(order[:count])

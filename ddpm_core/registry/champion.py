@@ -136,29 +136,30 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
         Unfit: the checkpoint cannot draw such images.
         UserError: the data, the extractor or the metric are no longer those of the candidate.
     """
-    evidence = candidate["evidence"]
+    evidence = candidate.evidence
     scorer = Scorer(config, workspace)
-    require_equal("data", scorer.train.fingerprint, evidence["data"])
+    require_equal("data", scorer.train.fingerprint, evidence.data)
     try:
         checkpoint = Checkpoint.open(folder)
     except Corrupt as error:
         raise Unfit(str(error)) from error
-    shape = (checkpoint.data["image_size"], checkpoint.data["channels"])
+    data = checkpoint.training_data
+    shape = (data.image_size, data.channels)
     if shape != (scorer.train.image_size, scorer.train.channels):
         raise Unfit(
             f"it draws images of {shape[0]} pixels and {shape[1]} channels, the data have "
             f"{scorer.train.image_size} and {scorer.train.channels}."
         )
-    require_equal("extractor", scorer.extractor.fingerprint, evidence["extractor_fingerprint"])
-    require_equal("score", scorer.score_name(int(evidence["count"])), candidate["score_name"])
+    require_equal("extractor", scorer.extractor.fingerprint, evidence.extractor_fingerprint)
+    require_equal("score", scorer.score_name(evidence.count), candidate.score_name)
     # The candidate's sampler and seed, with the champion's own weights.
     sampled = {**sample_settings(candidate, checkpoint), "ema": checkpoint.params.sample.ema}
     settings = Sample.model_validate({**config.sample.model_dump(mode="json"), **sampled})
-    count = int(evidence["count"])
+    count = evidence.count
     try:
         sampler = ImageSampler(
             checkpoint.load(settings.ema, scorer.device),
-            checkpoint.data,
+            data,
             settings,
             checkpoint.params.diffusion,
             compiled=compiles_sampling(settings.compile, scorer.device, count * settings.steps),
@@ -189,9 +190,8 @@ def require_equal(what: str, now: str, scored: str) -> None:
 
 def sample_settings(row: Row, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the settings of params' `sample` that the score of a row was measured with."""
-    evidence = row["evidence"]
-    settings = {k: v for k, v in evidence["sampler"].items() if k in Sample.model_fields}
-    return {"ema": checkpoint.params.sample.ema, **settings, "seed": evidence["seed"]}
+    used = {k: v for k, v in row.evidence.sampler.items() if k in Sample.model_fields}
+    return {"ema": checkpoint.params.sample.ema, **used, "seed": row.evidence.seed}
 
 
 def draw(sampler: ImageSampler, count: int, batch_size: int) -> Pixels:

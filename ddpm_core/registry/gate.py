@@ -45,7 +45,7 @@ class Decision:
 def version_key(row: Row) -> dict[str, str]:
     """Return the tags that identify a version: its weights, and how they were measured."""
     return {
-        "weights": str(row["evidence"]["weights"]),
+        "weights": row.evidence.weights,
         "score_name": str(row["score_name"]),
         "evidence_key": fingerprint(row.evidence.plain()),
     }

@@ -145,8 +145,8 @@ def stale(config: Config, workspace: Workspace) -> str | None:
 
 def read_registration(workspace: Workspace) -> Registration | None:
     """Return the content of registered.json, or None if it is missing or invalid."""
-    record = workspace.read_json(REGISTERED, Registration)
-    return Registration.model_validate(throughout(masked, record)) if record else None
+    found = workspace.read_model(REGISTERED, Registration)
+    return found and Registration.model_validate(throughout(masked, found.model_dump()))
 
 
 def best_row(workspace: Workspace) -> Row:
@@ -167,13 +167,13 @@ def best_row(workspace: Workspace) -> Row:
 
 def scored_checkpoint(workspace: Workspace, row: Row) -> Checkpoint:
     """Return the checkpoint of a row. Raises UserError if it is gone, changed or not finite."""
-    step = int(row["step"])
+    step = row.step
     if step not in workspace.steps(SNAPSHOTS):
         raise UserError(
             f"The best checkpoint, step {step}, is gone. Run `ddpm evaluate` first, which skips it."
         )
     checkpoint = open_checkpoint(workspace, step)
-    if row["evidence"]["weights"] not in checkpoint.checksums.values():
+    if row.evidence.weights not in checkpoint.checksums.values():
         raise UserError(
             f"The checkpoint of step {step} has changed since it was scored. Run `ddpm sample` "
             "and `ddpm evaluate` first."
@@ -212,7 +212,7 @@ def publish(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str) -
         tags = {
             "step": str(checkpoint.step),
             row["score_name"]: f"{row['score']:.6g}",
-            "data": str(row["evidence"]["data"]),
+            "data": row.evidence.data,
             **key,
             **verdicts(row),
             "row": compact_json(row),

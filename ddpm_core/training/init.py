@@ -169,7 +169,9 @@ def _from_checkpoint(folder: Path) -> Origin:
     checkpoint = Checkpoint.open(folder)
     model = checkpoint.load("auto", torch.device("cpu"))
     diffusion = checkpoint.params.diffusion.model_dump()
-    return Origin(model.config, diffusion, dict(model.state_dict()), checkpoint.data["classes"])
+    return Origin(
+        model.config, diffusion, dict(model.state_dict()), checkpoint.training_data.classes
+    )
 
 
 def check_origin(origin: Origin, network: UNetConfig, config: Config) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from ddpm_core import config
 from ddpm_core.runtime import device as devices
 from ddpm_core.runtime.adam import Adam
+
+if TYPE_CHECKING:
+    from ddpm_core.training.snapshot import SavedExecution
 
 
 def make_optimizer(
@@ -132,16 +135,16 @@ class Execution:
 
     @classmethod
     def choose(
-        cls, train: config.Train, device: torch.device, earlier: dict[str, Any] | None = None
+        cls, train: config.Train, device: torch.device, earlier: SavedExecution | None = None
     ) -> Execution:
         """Resolve `auto` for a device; a resumed run keeps what `earlier`, its snapshot, has."""
-        earlier = earlier or {}
         precision: str = train.precision
         if precision == "auto":
-            precision = earlier.get("precision") or devices.choose_precision("auto", device)
+            chosen = earlier and earlier.precision
+            precision = chosen or devices.choose_precision("auto", device)
         compiled = train.compile
         if compiled == "auto":
-            compiled = earlier.get("compile", devices.compiles_training(device))
+            compiled = earlier.compile if earlier else devices.compiles_training(device)
         return cls(precision, bool(compiled))
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ddpm_core import __version__
-from ddpm_core.checkpoint import SETTINGS, Checkpoint
+from ddpm_core.checkpoint import SETTINGS, Checkpoint, Settings, TrainingData
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.data.dataset import PackedDataset
@@ -48,7 +48,7 @@ class Policy:
 class Start:
     """Where a run begins; the same on every worker except `other_run`."""
 
-    settings: dict[str, Any]  # written to every snapshot as config.json
+    settings: Settings  # written to every snapshot as config.json
     state: TrainState | None  # None: training is done
     step: int  # of the snapshot to resume from; 0: none
     source: str  # of the weights, for messages; "": drawn from the seed
@@ -67,7 +67,7 @@ def start(
     settings = checkpoint_settings(config, data)
     at, other_run, contents = 0, None, None
     if world.rank == 0:
-        other_run = settle(workspace, settings["identity"], policy)
+        other_run = settle(workspace, settings.identity, policy)
         if other_run is None:
             at, contents = choose_snapshot(config, workspace, policy)
     at, replaces = world.broadcast(at), bool(world.broadcast(int(other_run is not None)))
@@ -76,7 +76,7 @@ def start(
         return Start(settings, None, at, "", False, None)
     if at and contents is None:  # rank 0 has read them already
         contents = snapshot.read(workspace.path(snapshot_key(at)))
-    earlier = contents.documents[snapshot.STATE]["execution"] if contents else None
+    earlier = contents.state.execution if contents else None
     execution = Execution.choose(config.train, world.device, earlier)
     if world.rank == 0 and (hint := compiler_hint(world.device, config.train.compile)):
         warn(hint)
@@ -87,7 +87,8 @@ def start(
             say(note)
     else:
         model = resumed_network(config, data, contents)
-    settings["network"] = asdict(model.config)  # with details of the snapshot or of train.init
+    # With the details of the snapshot or of train.init, which no setting names.
+    settings = settings.model_copy(update={"network": asdict(model.config)})
     state = TrainState.create(config, world, execution, model)
     if contents is not None:
         source = f"the snapshot of step {at}"
@@ -141,7 +142,7 @@ def resumed_network(config: Config, data: PackedDataset, contents: SnapshotConte
     version of ddpm.
     """
     try:
-        there = UNetConfig.from_dict(contents.documents[SETTINGS]["network"])
+        there = UNetConfig.from_dict(contents.settings.network)
         return UNet(network_config(config, data).with_details(there))
     except (TypeError, ValueError) as error:
         raise Corrupt(f"The network in {SETTINGS} of a snapshot is invalid: {error}") from error
@@ -155,28 +156,30 @@ def restore(state: TrainState, contents: SnapshotContents, name: str) -> None:
         raise Corrupt(f"{name} does not match its settings: {error!r:.300}.") from error
 
 
-def checkpoint_settings(config: Config, data: PackedDataset) -> dict[str, Any]:
-    """Return config.json of a checkpoint: all that is needed to use it without a params file."""
+def checkpoint_settings(config: Config, data: PackedDataset) -> Settings:
+    """Return the settings that the checkpoints of a run have in common; their step is 0."""
     captions: list[tuple[str, int]] = []
     if config.model.conditioning == "text":
         captions = caption_counts(data)[:MAX_CAPTIONS]
-    return {
-        "ddpm": __version__,
-        "params": config.record(),
-        "network": asdict(network_config(config, data)),
-        "data": {
-            "fingerprint": data.fingerprint,
-            "classes": data.classes,
-            "class_counts": data.class_counts,
-            "captions": captions,
-            "image_size": data.image_size,
-            "channels": data.channels,
-            "count": len(data),
-            "source": throughout(masked, data.source or {}),
-        },
-        "train_fingerprint": train_fingerprint(config, data.fingerprint),
-        "identity": identity(config, data.fingerprint),
-    }
+    training_data = TrainingData(
+        fingerprint=data.fingerprint,
+        classes=data.classes,
+        class_counts=data.class_counts,
+        captions=captions,
+        image_size=data.image_size,
+        channels=data.manifest.channels,
+        count=len(data),
+        source=throughout(masked, data.source or {}),
+    )
+    return Settings(
+        step=0,
+        ddpm=__version__,
+        params=config.record(),
+        network=asdict(network_config(config, data)),
+        data=training_data,
+        train_fingerprint=train_fingerprint(config, data.fingerprint),
+        identity=identity(config, data.fingerprint),
+    )
 
 
 def caption_counts(data: PackedDataset) -> list[tuple[str, int]]:

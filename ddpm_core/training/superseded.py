@@ -119,8 +119,8 @@ def discard(workspace: Workspace, steps: list[int]) -> str:
 
 def _identity(workspace: Workspace, key: str) -> dict[str, Any] | None:
     """Return the identity of a run from its JSON file; None if the file has none."""
-    found: dict[str, Any] | None = workspace.read_json(key, Identified).get("identity")
-    return found
+    found = workspace.read_model(key, Identified)
+    return found.identity if found else None
 
 
 def _numbers(workspace: Workspace) -> list[int]:

@@ -83,14 +83,14 @@ def train(
         settings, state = start.settings, start.state
         if state is None:
             if world.rank == 0:
-                Tracker.catch_up(config, workspace, identity=settings["train_fingerprint"])
+                Tracker.catch_up(config, workspace, identity=settings.train_fingerprint)
             return
         began, earlier_steps = time.perf_counter(), state.totals.steps
         if start.replaces:
             take_trial_step(state, data, stop, start)
             if lease:
                 lease.check(patient=True)
-                resume.replace(workspace, start.other_run, settings["identity"])
+                resume.replace(workspace, start.other_run, settings.identity)
         with keep_records(config, workspace, lease, settings, start.step) as (log, writer):
             run = Run(
                 config, world, data, state, start, stop, writer, log, lease, began, earlier_steps
@@ -240,7 +240,7 @@ def take_snapshot(run: Run) -> None:
         drawn = train.is_milestone(at) and train.grid
         draw = partial(preview, run.config, run.world.device) if drawn else None
         run.writer.wait(final=False)  # before the copy, so that memory never holds two
-        run.writer.submit(at, to_contents(run.state, {**run.start.settings, "step": at}), draw)
+        run.writer.submit(at, to_contents(run.state, run.start.settings), draw)
     run.state.watch.mark("snapshot")
 
 
