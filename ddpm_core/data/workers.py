@@ -215,8 +215,8 @@ def _as_completed(
 ) -> Iterator[Result]:
     """Yield results as they arrive, with at most `ahead` chunks in transit.
 
-    A large image is a chunk of its own, so the bytes in transit are limited too: to `ahead` x
-    AHEAD_BYTES, or one chunk.
+    A large image is the only one in its chunk, so the bytes in transit are limited too: to `ahead`
+    x AHEAD_BYTES, or one chunk.
     """
     pending: dict[Future[Result], int] = {}
     for chunk in chunks:

@@ -182,11 +182,11 @@ def _must_fit(samples: Samples, scorer: Scorer) -> None:
     """Raise Unscorable unless there are 2 images, with the data and shape of the prepared ones."""
     if len(samples) < 2:
         raise Unscorable(f"It has {counted(len(samples), 'sample')}; a score requires at least 2.")
-    theirs, ours = samples.manifest.data_fingerprint, scorer.train.fingerprint
-    if theirs != ours:
+    trained_on, prepared = samples.manifest.data_fingerprint, scorer.train.fingerprint
+    if trained_on != prepared:
         raise Unscorable(
-            f"Its network was trained on the data {theirs}, but the prepared data are {ours}: "
-            "train and sample again, or prepare the original data."
+            f"Its network was trained on the data {trained_on}, but the prepared data are "
+            f"{prepared}: train and sample again, or prepare the original data."
         )
     shape = (scorer.train.image_size, scorer.train.image_size, scorer.train.channels)
     for shard in samples.shards:

@@ -1,4 +1,4 @@
-"""Are the scores up to date with the workspace? Reads files only, and imports no torch."""
+"""Check whether the scores are up to date. Reads files only, and imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do samples copy training images, and do they repeat one another?
+"""Check whether samples copy training images, and whether they repeat one another.
 
 Both checks compare with real images. Samples closer to the training set than held-out images are
 suspicious. So are samples with more near duplicates among them than as many training images have.
@@ -182,17 +182,17 @@ def _count_below(
     limit: float, samples: NDArray[np.float64], real: NDArray[np.float64]
 ) -> tuple[int, int, float]:
     """Return how many samples and real images are below a limit, and Fisher's p-value."""
-    ours, theirs = int((samples < limit).sum()), int((real < limit).sum())
-    table = [[ours, len(samples) - ours], [theirs, len(real) - theirs]]
+    near, real_near = int((samples < limit).sum()), int((real < limit).sum())
+    table = [[near, len(samples) - near], [real_near, len(real) - real_near]]
     test = require("scipy.stats", "eval").fisher_exact(table, alternative="greater")
-    return ours, theirs, float(test.pvalue)
+    return near, real_near, float(test.pvalue)
 
 
 def expected_below(count: int) -> float:
     """Return the expected share of images below the QUANTILE of `count` of them.
 
     On average the i-th smallest of `count` draws has i / (count + 1) below it, and the quantile
-    lies between two draws. The result is QUANTILE for very many draws, 0.017 for 100, 0.1 for 10.
+    is between two draws. The result is QUANTILE for very many draws, 0.017 for 100, 0.1 for 10.
     """
     return (QUANTILE * (count - 1) + 1) / (count + 1)
 
@@ -242,10 +242,10 @@ def compare_repeats(samples: NDArray[np.float64], real: NDArray[np.float64]) -> 
     if not len(distinct):
         return Collapse(count=len(samples), **exact, verdict="unknown")
     limit = NEAR * float(np.median(distinct))
-    ours, theirs, p_value = _count_below(limit, samples, real)
-    beyond = ours / len(samples) - theirs / len(real)
+    repeats, real_repeats, p_value = _count_below(limit, samples, real)
+    beyond = repeats / len(samples) - real_repeats / len(real)
     verdict = "none"
-    if p_value < CHANCE and ours >= SEVERAL and beyond > REPEATS:
+    if p_value < CHANCE and repeats >= SEVERAL and beyond > REPEATS:
         verdict = "collapsed" if beyond > COLLAPSED else "repeats"
     return Collapse(
         count=len(samples),
@@ -253,8 +253,8 @@ def compare_repeats(samples: NDArray[np.float64], real: NDArray[np.float64]) -> 
         median=float(np.median(samples)),
         real_median=float(np.median(real)),
         limit=limit,
-        repeats=ours,
-        real_repeats=theirs,
+        repeats=repeats,
+        real_repeats=real_repeats,
         p_value=p_value,
         verdict=verdict,
     )

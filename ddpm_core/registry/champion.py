@@ -42,7 +42,7 @@ def judge(
     if version is None:
         return decide(row, None, lambda: row)
     has_files = registry.has_files(version)
-    rows = rows_of(version) if has_files else []  # a model that nobody can load has no score
+    rows = rows_of(version) if has_files else []  # a model that cannot be loaded has no score
     if not failed(verdicts(row)) and any(version_key(old) == version_key(row) for old in rows):
         why = str(version.tags.get("decision", ""))
         by_hand = "It is the champion: the alias was moved to it."

@@ -21,7 +21,7 @@ FAULTS = {
 
 
 class Unfit(Exception):
-    """The champion can never be measured with the present evidence; says why."""
+    """The champion can never be measured with the present evidence, with the reason."""
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class Registry:
         self.client.set_registered_model_alias(self.name, self.alias, version.version)
 
     def announce(self, version: Any) -> None:
-        """Tell concurrent processes that a version is about to be promoted."""
+        """Announce to concurrent processes that a version is about to be promoted."""
         self.tag(version, PROMOTED, datetime.now(UTC).isoformat())
 
     def announcements(self) -> dict[str, str]:

@@ -28,7 +28,10 @@ from ddpm_core.tracking.record import read_record
 
 
 class Registration(Schema):
-    """What registered.json says of a version. A file of an older version may have fewer fields."""
+    """The content of registered.json: a version, and the score that it was registered with.
+
+    An earlier version of ddpm may have written fewer fields.
+    """
 
     model_config = ConfigDict(frozen=True)
 

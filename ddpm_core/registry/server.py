@@ -247,7 +247,7 @@ async def invocations(request: Request) -> Response:
         body = await read_body(request)
     except ClientDisconnect:
         say("serve: a client left before its request was complete.")
-        return Response(status_code=400)  # nobody receives it
+        return Response(status_code=400)  # the client has left
     if body is None:
         message = f"The request is larger than {MAX_BODY:,} bytes. Send fewer rows at once."
         return error_response(413, "REQUEST_LIMIT_EXCEEDED", message)
@@ -297,7 +297,7 @@ async def draw(request: Request, job: Job) -> Response:
         await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             say("serve: a client left before its images were drawn.")
-            return Response(status_code=400)  # nobody receives it
+            return Response(status_code=400)  # the client has left
         return Response(answer.result(), media_type=JSON)
     except Exception as error:  # a UserError too: the request was valid
         warn(f"serve: drawing failed: {reason(error)}")

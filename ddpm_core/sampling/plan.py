@@ -211,8 +211,8 @@ def look_at_chosen(
 ) -> list[Checkpoint]:
     """Return the selected checkpoints without their weights (see `look_at_checkpoint`).
 
-    Raises UserError if one is missing, damaged or cannot draw with the settings; `intact` says
-    which damage is tolerated.
+    Raises UserError if one is missing, damaged or cannot draw with the settings; see `intact` for
+    the damage that is tolerated.
     """
     steps = chosen_steps(config, workspace)
     attempts = (partial(look_at_checkpoint, workspace, step) for step in steps)

@@ -1,8 +1,8 @@
 """Temporary names for unfinished files and folders, and their removal after a writer was killed.
 
-A writer locks what it stages, so whatever can be locked by another process has lost its writer. A
-workspace may be a folder that also has files of the user's: staged names end in a mark that no
-other program uses.
+A writer keeps a lock on each file or folder that it stages. If another process can lock one, its
+writer is dead. A workspace may be a folder that also contains files of the user, so staged names
+end in a mark that no other program uses.
 
 The locks are fcntl.flock, because filelock can lock neither a folder nor the staged file itself.
 """

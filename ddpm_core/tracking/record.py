@@ -1,4 +1,4 @@
-"""The part of run.json about MLflow: which run follows this workspace, and what it has not got."""
+"""The part of run.json about MLflow: the run of this workspace, and what was not sent to it yet."""
 
 from __future__ import annotations
 

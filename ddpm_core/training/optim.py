@@ -1,4 +1,4 @@
-"""What turns gradients into weights: optimizer, learning rate, averages, and number format."""
+"""The optimizer, the learning rate, averages of the weights, and the number format."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def adam(
     device: torch.device,
     decoupled: bool = False,
 ) -> Adam:
-    """w -= lr m / (sqrt(v) + 1e-8), m and v the averages of g + weight_decay w and of its square.
+    """Return Adam: w -= lr m / (sqrt(v) + 1e-8).
 
-    Kingma & Ba (2015), "Adam: a method for stochastic optimization", algorithm 1.
+    m and v are the moving averages of g + weight_decay w and of its square. Kingma & Ba
+    (2015), "Adam: a method for stochastic optimization", algorithm 1.
     """
     return Adam(
         parameters,
@@ -49,7 +50,7 @@ def adam(
 def adamw(
     settings: config.Optimizer, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> Adam:
-    """Adam of g alone, and w -= lr weight_decay w beside it.
+    """Return Adam of g alone, with a separate decay: w -= lr weight_decay w.
 
     Loshchilov & Hutter (2019), "Decoupled weight decay regularization", algorithm 2.
     """
@@ -71,12 +72,12 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 
 
 def constant_rate(done: float) -> float:
-    """1: the learning rate stays constant after the warm-up (Ho et al. 2020, appendix B)."""
+    """Return 1: the learning rate stays constant after the warm-up (Ho et al. 2020, appendix B)."""
     return 1.0
 
 
 def cosine_rate(done: float) -> float:
-    """(1 + cos(pi done)) / 2, `done` the share of the steps after the warm-up, 0 to 1.
+    """Return (1 + cos(pi done)) / 2, `done` the share of the steps after the warm-up, 0 to 1.
 
     Loshchilov & Hutter (2017), "SGDR: stochastic gradient descent with warm restarts", eq. 5,
     without a restart.

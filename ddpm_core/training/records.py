@@ -1,4 +1,4 @@
-"""What a run records besides its state: its log, image grids, and MLflow's copy of both."""
+"""The records of a run besides its snapshots: its log, image grids, and MLflow's copy of both."""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ def resumed_network(config: Config, data: PackedDataset, contents: SnapshotConte
     version of ddpm.
     """
     try:
-        there = UNetConfig.from_dict(contents.settings.network)
-        return UNet(network_config(config, data).with_details(there))
+        saved = UNetConfig.from_dict(contents.settings.network)
+        return UNet(network_config(config, data).with_details(saved))
     except (TypeError, ValueError) as error:
         raise Corrupt(f"The network in {SETTINGS} of a snapshot is invalid: {error}") from error
 
@@ -201,9 +201,9 @@ def choose_snapshot(
     a step that has no complete snapshot.
     """
     picked = policy.from_step
-    there = workspace.steps(SNAPSHOTS)
-    if picked is not None and picked not in there:
-        listed = ", ".join(map(str, there)) or "none"
+    steps = workspace.steps(SNAPSHOTS)
+    if picked is not None and picked not in steps:
+        listed = ", ".join(map(str, steps)) or "none"
         raise UserError(f"--from-step {picked}: there is no such snapshot. Snapshots: {listed}.")
     limit = config.train.steps if picked is None else picked
     at, contents, skipped = snapshot.newest_complete(workspace, limit, config.train.steps)
@@ -214,12 +214,12 @@ def choose_snapshot(
             f"--from-step {picked}: this snapshot is damaged, or it is an old milestone, which has "
             "no optimizer state to resume from. Use another step."
         )
-    late = {step for step in there if step > limit} | set(damaged(workspace, there, at))
+    late = {step for step in steps if step > limit} | set(damaged(workspace, steps, at))
     late |= skipped.keys()
     if late:
         place = discard(workspace, sorted(late))
         say(f"Snapshots damaged or beyond step {limit} were moved to {place}: {sorted(late)}")
-    if not at and (kept := sorted(set(there) - late)):
+    if not at and (kept := sorted(set(steps) - late)):
         warn(f"The snapshots of steps {kept} have no optimizer state. Training starts from step 0.")
     return at, contents
 

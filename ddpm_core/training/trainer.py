@@ -204,17 +204,17 @@ def means(run: Run, values: dict[str, float], at: int, steps: int) -> dict[str, 
 def gather_times(run: Run, now: float) -> dict[str, float]:
     """Return where each worker's time went since the last row, for the row.
 
-    The same exchange tells all workers whether a snapshot is overdue by the clock of rank 0, so
-    that they take it at the same step.
+    In the same exchange, all workers learn whether a snapshot is overdue by the clock of rank 0,
+    so that they take it at the same step.
     """
     world, limit = run.world, run.config.train.snapshot_seconds
     overdue = limit is not None and now - run.snapshot_time >= limit
-    mine = torch.cat([run.state.watch.take(), torch.tensor([overdue])])
-    everyone = world.all_gather(mine.to(world.device, widest(world.device))).cpu().double()
-    run.overdue = bool(everyone[0, -1])
+    own = torch.cat([run.state.watch.take(), torch.tensor([overdue])])
+    times = world.all_gather(own.to(world.device, widest(world.device))).cpu().double()
+    run.overdue = bool(times[0, -1])
     size, steps = run.config.train.batch_size, run.state.totals.steps - run.earlier_steps
     images = [steps * len(replace(world, rank=rank).share(size)) for rank in range(world.size)]
-    return run.throughput.row(everyone[:, :-1], images)
+    return run.throughput.row(times[:, :-1], images)
 
 
 # A snapshot
