@@ -2,6 +2,10 @@
 
 Every worker writes the same bytes under the same name. So shards may be drawn repeatedly, by two
 workers at once, or in another number: the last writer changes nothing.
+
+Images are written twice, because a chunk must be complete on its own: a killed worker loses only
+one, the workers of a shard take them in turn, and S3 cannot append them to a file. Readers want few
+files, so a finished shard replaces its chunks.
 """
 
 from __future__ import annotations
