@@ -246,6 +246,7 @@ def _submit(
     pool: ProcessPoolExecutor, work: Callable[..., Result], args: Sequence[Any], chunk: Chunk
 ) -> Future[Result]:
     """Submit a chunk. Processes started here ignore Ctrl-C and do not import the main script."""
+    # The pool starts its processes while a chunk is submitted, so both are needed around this call.
     with _sigint_blocked(), _main_module_hidden():
         return pool.submit(work, *args, chunk)
 
@@ -256,6 +257,7 @@ def _sigint_blocked() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # Only for a moment: a signal that arrives meanwhile is delivered when the mask is restored.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -289,4 +291,4 @@ def _exit_with_parent() -> None:
 
 def _wait_and_exit(parent: Any) -> None:
     parent.join()
-    os._exit(1)
+    os._exit(1)  # sys.exit would end this thread alone

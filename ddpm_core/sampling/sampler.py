@@ -168,6 +168,8 @@ class Conditions:
     def _row(self, index: Tensor) -> Tensor:
         if self._counts is None:
             return index % len(self._table if self._table is not None else index)
+        # Row i has the numbers of [0, total) between edge i - 1 and edge i. The clamp is for a draw
+        # that rounding puts on the last edge.
         edges = torch.cumsum(torch.tensor(self._counts, dtype=torch.float64), 0)
         drawn = rng.uniform(self._key, index, ()).double() * edges[-1]
         return torch.searchsorted(edges, drawn, right=True).clamp(max=len(edges) - 1)

@@ -199,6 +199,7 @@ class Writer:
         Raises UserError if the snapshot could not be written and is the final one or the second
         such in a row, or if the thread died; and any other error than OSError that the thread met.
         """
+        # Taken before anything is raised, so that a caller that continues does not meet it twice.
         job, self._pending = self._pending, None
         if job is None:
             return
@@ -241,13 +242,15 @@ class Writer:
             try:
                 self._write(job.step, job.contents, job.draw)
                 job.written = True
-            except BaseException as error:
+            except BaseException as error:  # whatever it is, `wait` raises it in the main thread
                 job.error = error
             finally:
                 job.finished.set()
             del job  # frees the tensors, since the next snapshot is copied while this thread waits
 
     def _write(self, step: int, contents: SnapshotContents, draw: Draw | None) -> None:
+        # Drawing comes first because it takes long: `may_write` checks the lease right before the
+        # write, and stores the log, which must not be older than the snapshot.
         if draw:
             contents = replace(contents, files={**contents.files, **_drawn(step, contents, draw)})
         self._may_write()
