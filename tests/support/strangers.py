@@ -37,8 +37,8 @@ from ddpm_core.training.init import initial_weights, network_config
 from ddpm_core.training.log import read_rows
 from ddpm_core.training.optim import Execution
 from ddpm_core.training.state import TrainState, to_contents
-from support.pictures import config as picture_config
-from support.pictures import write_classes
+from support.images import config as image_config
+from support.images import write_classes
 
 STEP = 4
 CPU = torch.device("cpu")
@@ -64,8 +64,8 @@ class Strangers:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        source = write_classes(root / "pictures", ["a", "b"], each=5)
-        given = picture_config(source, image_size=4, holdout=0.3, channels=1).prepare
+        source = write_classes(root / "images", ["a", "b"], each=5)
+        given = image_config(source, image_size=4, holdout=0.3, channels=1).prepare
         self.config = params.validate(
             {
                 "device": "cpu",
