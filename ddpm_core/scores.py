@@ -141,18 +141,23 @@ class Scores(Record):
     prdc_count: Count | None = None
 
 
-class Row(Scores):
-    """The row of a checkpoint with scores."""
+class Measurement(Scores):
+    """The metrics of a set of images, the one that ranks, and those of held-out real images."""
 
-    step: Count
     score_name: str
     score: float  # the metric that ranks checkpoints; lower is better
-    evidence: Evidence
-    memorisation: Memorisation | None = None
-    collapse: Collapse | None = None
     floor: Scores | None = None  # of `floor_count` held-out real images
     at_floor: Scores | None = None  # of as many samples
     floor_count: Count | None = None
+
+
+class Row(Measurement):
+    """The row of a checkpoint with scores."""
+
+    step: Count
+    evidence: Evidence
+    memorisation: Memorisation | None = None
+    collapse: Collapse | None = None
     problem: None = None
     key: str | None = None  # fingerprint of everything that the scores depend on
     checksum: str | None = None

@@ -199,7 +199,7 @@ def _must_fit(samples: Samples, scorer: Scorer) -> None:
 
 def _score(scorer: Scorer, workspace: Workspace, step: int, samples: Samples) -> Row:
     """Measure the samples of a step and write their image grids."""
-    scores = scorer.score(samples.shards, f"step {step}")
+    measured = scorer.score(samples.shards, f"step {step}")
     first = _first(samples, memorisation.EXAMINED)
     grids.write_samples(workspace, step, first)
     copies = repeats = None
@@ -207,16 +207,16 @@ def _score(scorer: Scorer, workspace: Workspace, step: int, samples: Samples) ->
         copies, found = scorer.memorisation(first)
         repeats = scorer.collapse(first, samples.manifest.sampler)
         grids.write_neighbours(workspace, f"{step:08d}", first, found, scorer.train)
-    row = {
-        "step": step,
-        **scores,
-        "memorisation": copies,
-        "collapse": repeats,
-        "evidence": _evidence(scorer, samples.manifest),
-        "problem": None,
-        "key": _key(scorer, samples.manifest.samples_fingerprint),
-    }
-    return Row.model_validate(row).with_checksum()
+    row = Row(
+        **measured,
+        step=step,
+        memorisation=copies,
+        collapse=repeats,
+        evidence=_evidence(scorer, samples.manifest),
+        problem=None,
+        key=_key(scorer, samples.manifest.samples_fingerprint),
+    )
+    return row.with_checksum()
 
 
 def _first(samples: Samples, most: int) -> Pixels:

@@ -170,13 +170,13 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
     with memory.translate_errors(advice), translate_compile_errors("sample.compile"):
         images = draw(sampler, count, settings.batch_size)
     # The same data, extractor, sampler and count, so that the scores compare.
-    measured = evidence.plain() | {
+    changes = {
         "weights": checkpoint.weights_hash(settings.ema),
         "train": checkpoint.train_fingerprint,
         "samples": None,
     }
-    scores = scorer.score([images], "the champion")
-    return Row.model_validate({"step": checkpoint.step, **scores, "evidence": measured})
+    measured = scorer.score([images], "the champion")
+    return Row(**measured, step=checkpoint.step, evidence=evidence.model_copy(update=changes))
 
 
 def require_equal(what: str, now: str, scored: str) -> None:
