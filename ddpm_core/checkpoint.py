@@ -67,7 +67,7 @@ class TrainingData(Schema):
 
 
 class Settings(Schema):
-    """The content of config.json: all that is needed to use a network without a params file."""
+    """The content of config.json, which describes a network without a params file."""
 
     step: Count
     ddpm: str | None = None  # the version that wrote it

@@ -246,7 +246,7 @@ def _submit(
     pool: ProcessPoolExecutor, work: Callable[..., Result], args: Sequence[Any], chunk: Chunk
 ) -> Future[Result]:
     """Submit a chunk. Processes started here ignore Ctrl-C and do not import the main script."""
-    # The pool starts its processes while a chunk is submitted, so both are needed around this call.
+    # The pool starts its processes while a chunk is submitted, so both must hold during this call.
     with _sigint_blocked(), _main_module_hidden():
         return pool.submit(work, *args, chunk)
 

@@ -51,7 +51,7 @@ def sampled(workspace: Workspace) -> list[int]:
 
 
 def is_orphaned(workspace: Workspace, step: int) -> bool:
-    """Return whether the samples of a step were drawn with weights that its checkpoint lacks.
+    """Return whether the samples of a step were drawn with other weights than its checkpoint has.
 
     A run with different settings leaves such samples behind. A score of them would belong to a
     model that no longer exists.

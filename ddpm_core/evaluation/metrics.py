@@ -133,7 +133,7 @@ def density_coverage(samples: Tensor, real: Tensor, neighbours: int) -> tuple[fl
     real balls that contain a sample, over k, averaged over samples: 1 for equal distributions, and
     possibly more than 1. Coverage is the share of real balls with at least one sample.
     """
-    # cdist computes distances from scalar products that nearly cancel, so float64 is needed. Blocks
+    # cdist computes distances from scalar products that nearly cancel, hence float64. Blocks
     # bound the memory: all distances at once would be N^2 numbers.
     samples, real = samples.double(), real.double()
     holding, covered = 0, 0

@@ -104,7 +104,7 @@ def compare(candidate: Row, champion: Champion, row: Row, note: str = "") -> Dec
 
 
 def distinct(first: float, second: float) -> tuple[str, str]:
-    """Format two numbers with four digits, or with as many as it takes to tell them apart."""
+    """Format two numbers with four digits, or with as many as distinguish them."""
     enough = (n for n in range(4, 18) if f"{first:.{n}g}" != f"{second:.{n}g}")
     digits = next(enough, 4)
     return f"{first:.{digits}g}", f"{second:.{digits}g}"

@@ -144,7 +144,7 @@ def world(device: str, environment: Mapping[str, str], timeout: float = TIMEOUT)
     try:
         yield World(rank, size, chosen, timeout, agent, group)
     except BaseException as error:
-        # With gloo, destroying the group tells the other workers that this one has left. With NCCL,
+        # With gloo, destroying the group shows the other workers that this one has left. With NCCL,
         # or after losing a worker, it would wait for ever; the end of the process closes all.
         if chosen.type != "cuda" and not isinstance(error, WorkerLost):
             dist.destroy_process_group()
