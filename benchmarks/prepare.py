@@ -28,7 +28,7 @@ given = json.loads(sys.argv[1])
 size = given["image_size"]
 network = {"multipliers": [1, 2], "attention": [size // 2]}
 manifest = prepare(validate({"prepare": given, "model": network}), Workspace.open(sys.argv[2]))
-print(json.dumps({"pictures": manifest["count"] + manifest["holdout_count"]}))
+print(json.dumps({"images": manifest["count"] + manifest["holdout_count"]}))
 """
 
 
@@ -69,11 +69,11 @@ def measure(source: Path, settings: dict[str, Any], workspace: Path) -> dict[str
     output, _ = process.communicate()
     seconds = time.monotonic() - started
     watcher.join()
-    pictures = json.loads(output)["pictures"]
+    images = json.loads(output)["images"]
     return {
-        "pictures": pictures,
+        "images": images,
         "seconds": round(seconds, 2),
-        "pictures_per_second": round(pictures / seconds),
+        "images_per_second": round(images / seconds),
         "memory_mb": peaks.pop(process.pid, 0.0),
         "worker_memory_mb": max(peaks.values(), default=0.0),
         "workers": len(peaks),

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.networks import NETWORKS, Network
 from benchmarks.ours import train_state, train_step
+from ddpm_core.checkpoint import Settings, TrainingData
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, snapshot_key
 from ddpm_core.training.snapshot import Writer
 from ddpm_core.training.state import to_contents
@@ -26,7 +27,7 @@ from ddpm_core.training.state import to_contents
 
 def measure(network: Network, rounds: int) -> dict[str, Any]:
     """Return medians over `rounds` snapshots, each after a training step, in seconds and bytes."""
-    state = train_state(network)
+    state, settings = train_state(network), _settings(network)
     take_step = train_step(network, state)
     take_step()
     steps, stalls, writes = [], [], []
@@ -36,7 +37,7 @@ def measure(network: Network, rounds: int) -> dict[str, Any]:
         for number in range(1, rounds + 1):
             steps.append(_seconds(take_step))
             started = time.perf_counter()
-            writer.submit(number, to_contents(state, {}))
+            writer.submit(number, to_contents(state, settings))
             stalls.append(time.perf_counter() - started)
             writes.append(_seconds(writer.wait))
         writer.close()
@@ -68,6 +69,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"stall {result['stall']:.3f} s, {result['stall_at_one_a_minute']:.2%} of training at one "
         f"snapshot a minute; written in the background in {result['write']:.2f} s."
     )
+
+
+def _settings(network: Network) -> Settings:
+    data = TrainingData(
+        fingerprint="",
+        classes=[],
+        class_counts=[],
+        captions=[],
+        image_size=network.image_size,
+        channels=1 if network.channels == 1 else 3,
+        source={},
+    )
+    return Settings(step=0, params={}, network={}, data=data, train_fingerprint="")
 
 
 def _seconds(work: Callable[[], None]) -> float:

@@ -25,11 +25,11 @@ from ddpm_core.storage import MANIFEST, verify
 from ddpm_core.storage.files import (
     Count,
     Schema,
+    as_model,
     inside,
-    parse_object,
+    parse_model,
     read_object,
     read_tensors,
-    validated,
 )
 from ddpm_core.storage.manifest import parse_manifest
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, snapshot_key, step_name
@@ -49,27 +49,33 @@ WEIGHTS = "model.safetensors"
 NEEDED = ("model", "diffusion", "train", "sample")
 
 
-class Data(Schema):
+# A text and how many images have it. JSON has no tuples, so a list must be accepted too.
+Caption = Annotated[tuple[InstanceOf[str], Count], Field(strict=False)]
+
+
+class TrainingData(Schema):
     """The data that a network was trained on."""
 
     fingerprint: str
     classes: list[InstanceOf[str]]  # from file names, which may not be UTF-8
     class_counts: list[Count]
-    captions: list[Annotated[list[InstanceOf[str] | Count], Field(min_length=2, max_length=2)]]
+    captions: list[Caption]
     image_size: Annotated[int, Field(ge=1, le=2**20)]
     channels: Literal[1, 3]
     source: dict[str, Any]
+    count: Count | None = None  # of the images; earlier versions wrote none
 
 
 class Settings(Schema):
-    """The fields of config.json that are used."""
+    """The content of config.json, which describes a network without a params file."""
 
     step: Count
     ddpm: str | None = None  # the version that wrote it
     params: dict[str, Any]
     network: dict[str, Any]  # the fields of UNetConfig
-    data: Data
+    data: TrainingData
     train_fingerprint: str
+    identity: dict[str, Any] = Field(default_factory=dict)  # see training.identity
 
 
 def ema_name(decay: float) -> str:
@@ -85,7 +91,7 @@ class Checkpoint:
     step: int
     params: Config
     network: UNetConfig
-    data: dict[str, Any]  # fingerprint, classes, class_counts, captions, image_size, channels
+    training_data: TrainingData
     train_fingerprint: str
     checksums: dict[str, str]
 
@@ -102,26 +108,30 @@ class Checkpoint:
         if SETTINGS not in files:
             raise Corrupt(f"{folder.name} is damaged: its manifest does not list {SETTINGS}.")
         try:
-            settings = validated(read_object(folder / SETTINGS, name), Settings, name)
+            settings = as_model(read_object(folder / SETTINGS, name), Settings, name)
         except OSError as error:
             raise Corrupt(f"{name} cannot be read: {error.strerror}.") from error
         return cls._of(folder, {name: file.sha256 for name, file in files.items()}, settings)
 
     @classmethod
-    def _of(cls, folder: Path, checksums: dict[str, str], settings: dict[str, Any]) -> Checkpoint:
+    def _of(cls, folder: Path, checksums: dict[str, str], settings: Settings) -> Checkpoint:
         name = f"{folder.name}/{SETTINGS}"
-        made_by = settings.get("ddpm")
-        network = _network(settings["network"], name, made_by)
-        _check_agreement(network, settings["data"], name)
+        network = _network(settings.network, name, settings.ddpm)
+        _check_agreement(network, settings.data, name)
         return cls(
             folder=folder,
-            step=settings["step"],
-            params=read_params(settings["params"], name, made_by),
+            step=settings.step,
+            params=read_params(settings.params, name, settings.ddpm),
             network=network,
-            data=settings["data"],
-            train_fingerprint=settings["train_fingerprint"],
+            training_data=settings.data,
+            train_fingerprint=settings.train_fingerprint,
             checksums=checksums,
         )
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The training data as plain data."""
+        return self.training_data.model_dump(exclude_unset=True)
 
     def weights_name(self, ema: float | str = "auto") -> str:
         """Return the name of a weights file.
@@ -209,26 +219,20 @@ def _network(fields: dict[str, Any], name: str, made_by: str | None) -> UNetConf
     return network
 
 
-def _check_agreement(network: UNetConfig, data: dict[str, Any], name: str) -> None:
-    """Raise Corrupt if the network does not match the images, classes or captions."""
-    images = (data["image_size"], data["channels"])
+def _check_agreement(network: UNetConfig, data: TrainingData, name: str) -> None:
+    """Raise Corrupt if the network does not match the images or classes."""
+    images = (data.image_size, data.channels)
     if (network.image_size, network.in_channels) != images:
         raise Corrupt(
             f"{name} is damaged: the network is for images of {network.image_size} pixels and "
             f"{network.in_channels} channels, the data has {images[0]} and {images[1]}."
         )
     if network.conditioning == "class":
-        counts = {network.classes, len(data["classes"]), len(data["class_counts"])}
-        if len(counts) > 1 or not sum(data["class_counts"]):
+        counts = {network.classes, len(data.classes), len(data.class_counts)}
+        if len(counts) > 1 or not sum(data.class_counts):
             raise Corrupt(
                 f"{name} is damaged: its numbers of classes, {sorted(counts)}, must be equal, and "
                 "there must be images."
-            )
-    for text, count in data["captions"]:
-        if not isinstance(text, str) or not isinstance(count, int):
-            raise Corrupt(
-                f"{name} is damaged: got caption {[text, count]!r:.200}; must be a text and a "
-                "number."
             )
 
 
@@ -305,7 +309,7 @@ def look_at_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
     checksums = {name: file.sha256 for name, file in files.items()}
     if hashlib.sha256(data).hexdigest() != checksums.get(SETTINGS):
         raise Corrupt(f"{name} was changed or damaged: its checksum does not match.")
-    settings = validated(parse_object(data, name), Settings, name)
+    settings = parse_model(data, Settings, name)
     return of_step(step, Checkpoint._of(Path(step_name(step)), checksums, settings))
 
 

@@ -72,6 +72,9 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
+    # Each round multiplies two words. The high half of a product is mixed with a word of the other
+    # pair and with the key; the low half becomes a word as it is. The low halves keep their upper
+    # bits for now: the next round only XORs them into a word that is masked afterwards.
     for _ in range(_ROUNDS):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = _xor(product1 >> 32, c1).bitwise_xor_(k0).bitwise_and_(WORD)
@@ -108,6 +111,7 @@ def uniform(
     The arguments are those of `bits`.
     """
     words = bits(key, sample, math.prod(shape), step, stream)
+    # 24 bits are all that float32 holds exactly. With more, the largest would be rounded up to 1.
     return ((words >> 8).to(torch.float32) * 2.0**-24).view(len(sample), *shape)
 
 
@@ -133,6 +137,7 @@ def permutation(key: Key, n: int, epoch: int) -> Tensor:
     Sorts by 62 random bits per element; elements with equal bits keep their order.
     """
     words = bits(key, torch.zeros(1, dtype=torch.int64), 2 * n, step=epoch).view(n, 2)
+    # 32 + 30 bits: with more, the number would not be a non-negative int64.
     return torch.argsort((words[:, 0] << 30) ^ (words[:, 1] >> 2), stable=True)
 
 
@@ -156,6 +161,8 @@ def dropout_mask(
     first, second, *_ = (_signed(w) for w in _words(key, sample, 1, step, stream))
     elements = torch.arange(math.prod(shape), dtype=torch.int32, device=sample.device)
     hashed = _mix(_mix(elements, 0x7FEB352D), 0x5846CA6B) ^ first
+    # The multipliers are odd, which makes every step a bijection. int32 wraps around like unsigned
+    # numbers, but is compared with its sign: so the threshold, rate x 2^32, is shifted by 2^31.
     hashed = _mix(hashed, 0x2C1B3C6D).bitwise_xor_(second).mul_(_WEYL[0] - 2**32)
     keep = hashed >= round(rate * 2**32) - 2**31
     return keep.to(dtype).mul_(1.0 / (1.0 - rate)).view(len(sample), *shape)
@@ -191,6 +198,9 @@ def _radius(words: Tensor) -> Tensor:
     series up to s^9.
     """
     u = words.to(torch.float32).add_(0.5).mul_(2.0**-32)
+    # The bits of a float32 are its exponent followed by its mantissa. Subtracting the bits of
+    # sqrt(1/2) makes every exponent begin at m = sqrt(1/2) instead of 1. So m is around 1, where
+    # the series converges fastest.
     root_half = 0x3F3504F3  # the bits of sqrt(1/2)
     pattern = u.view(torch.int32) - root_half
     exponent = pattern >> 23
@@ -198,6 +208,7 @@ def _radius(words: Tensor) -> Tensor:
     s = (m - 1.0).div_(m + 1.0)
     series = _polynomial(s * s, (1.0, 1 / 3, 1 / 5, 1 / 7, 1 / 9))
     log = series.mul_(s).mul_(2.0).add_(exponent.to(torch.float32).mul_(math.log(2.0)))
+    # The largest words are rounded to u = 1, where the logarithm must not come out above 0.
     return log.mul_(-2.0).clamp_(min=0.0).sqrt_()
 
 
@@ -211,7 +222,7 @@ def _direction(words: Tensor) -> tuple[Tensor, Tensor]:
     square = angle * angle
     cosine = _polynomial(square, (1.0, -1 / 2, 1 / 24, -1 / 720, 1 / 40320))
     sine = _polynomial(square, (1.0, -1 / 6, 1 / 120, -1 / 5040, 1 / 362880)).mul_(angle)
-    sign = ((words >> 30) & 2).to(torch.float32).neg_().add_(1.0)
+    sign = ((words >> 30) & 2).to(torch.float32).neg_().add_(1.0)  # 1 or -1, from the top bit
     cosine.mul_(sign)
     sine.mul_(sign)
     swap = (words & 0x40000000) != 0

@@ -141,18 +141,23 @@ class Scores(Record):
     prdc_count: Count | None = None
 
 
-class Row(Scores):
-    """The row of a checkpoint with scores."""
+class Measurement(Scores):
+    """The metrics of a set of images, the one that ranks, and those of held-out real images."""
 
-    step: Count
     score_name: str
     score: float  # the metric that ranks checkpoints; lower is better
-    evidence: Evidence
-    memorisation: Memorisation | None = None
-    collapse: Collapse | None = None
     floor: Scores | None = None  # of `floor_count` held-out real images
     at_floor: Scores | None = None  # of as many samples
     floor_count: Count | None = None
+
+
+class Row(Measurement):
+    """The row of a checkpoint with scores."""
+
+    step: Count
+    evidence: Evidence
+    memorisation: Memorisation | None = None
+    collapse: Collapse | None = None
     problem: None = None
     key: str | None = None  # fingerprint of everything that the scores depend on
     checksum: str | None = None
@@ -219,13 +224,13 @@ class Results(Rows):
 
 def read_rows(workspace: Workspace) -> Rows:
     """Return the rows of results.json; no rows if the file is missing or damaged."""
-    return Rows.model_validate(workspace.read_json(RESULTS, Rows) or {"rows": []})
+    return workspace.read_model(RESULTS, Rows) or Rows(rows=[])
 
 
 def read_results(workspace: Workspace) -> Results | None:
     """Return results.json, or None if it is missing, damaged or has no rows."""
-    found = workspace.read_json(RESULTS, Results)
-    return Results.model_validate(found) if found.get("rows") else None
+    found = workspace.read_model(RESULTS, Results)
+    return found if found and found.rows else None
 
 
 def differences(a: Row, b: Row) -> list[str]:

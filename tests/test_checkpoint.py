@@ -39,7 +39,7 @@ def test_checkpoint_records_the_version_that_wrote_it(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     workspace = Workspace.open(config.workspace)
     put_data(workspace, *digits(8))
-    assert resume.checkpoint_settings(config, open_dataset(workspace))["ddpm"] == __version__
+    assert resume.checkpoint_settings(config, open_dataset(workspace)).ddpm == __version__
 
 
 def test_unknown_settings_without_effect_are_ignored(tmp_path: Path) -> None:

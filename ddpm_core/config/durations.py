@@ -23,9 +23,9 @@ def duration(text: str) -> float:
 
 def in_words(seconds: float) -> str:
     """Return a time in at most two units: 45 s, 3 min 20 s, 2 h, 2 h 5 min, 2 d 4 h."""
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60
-    parts = [(hours // 24, "d"), (hours % 24, "h"), (minutes % 60, "min"), (whole % 60, "s")]
+    total = round(seconds)
+    hours, minutes = total // 3600, total // 60
+    parts = [(hours // 24, "d"), (hours % 24, "h"), (minutes % 60, "min"), (total % 60, "s")]
     first = next((index for index, (number, _) in enumerate(parts) if number), 0)
     words = [f"{number} {unit}" for number, unit in parts[first : first + 2] if number]
     return " ".join(words) or "0 s"

@@ -14,17 +14,17 @@ def project_folder() -> Path:
     The project may be a subfolder of the DVC repository, which may be a subfolder of the copied git
     repository. So the nearest `.dvc` in the copy corresponds to the `.dvc` that contains the copy.
     """
-    here = Path.cwd()
-    parts = here.parts
+    current = Path.cwd()
+    parts = current.parts
     for index in range(len(parts) - len(_COPIES)):
         if parts[index : index + len(_COPIES)] == _COPIES:
             original = Path(*parts[:index])
-            inside = len(parts) - index - len(_COPIES)  # folders between the copies and `here`
-            for copied in (here, *here.parents)[:inside]:
+            inside = len(parts) - index - len(_COPIES)  # folders between the copies and `current`
+            for copied in (current, *current.parents)[:inside]:
                 if (copied / ".dvc").is_dir():
-                    return original / here.relative_to(copied)
+                    return original / current.relative_to(copied)
             return original
-    return here
+    return current
 
 
 def input_path(given: str) -> Path:

@@ -29,8 +29,8 @@ def as_tuple(value: object) -> object:
 class Section(BaseModel):
     """Base of every section. Unknown keys, wrong types, NaN and infinity are invalid.
 
-    The default of a new field must be the behavior before the field existed. identity.py says why,
-    and lists the fields that only some methods use.
+    The default of a new field must be the behavior before the field existed. identity.py explains
+    why, and lists the fields that only some methods use.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -1,7 +1,7 @@
 """Read YAML that a person wrote, as plain data with text keys.
 
-ruamel.yaml parses the text. Beyond it, this module limits the number of values, because aliases can
-turn a short text into a huge document, and reads numbers as people mean them.
+ruamel.yaml parses the text. In addition, this module limits the number of values, because aliases
+can turn a short text into a huge document, and reads numbers as people mean them.
 """
 
 from __future__ import annotations

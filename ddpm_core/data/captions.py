@@ -140,8 +140,8 @@ def _pairs(
 ) -> Iterator[tuple[str, str]]:
     """Yield image and caption of each line or row of a list.
 
-    A metadata file whose first row lacks the keys has another purpose and is ignored, unless the
-    user chose the column. Raises UserError.
+    A metadata file whose first row does not have the keys has another purpose and is ignored,
+    unless the user chose the column. Raises UserError.
     """
     rows = _csv_rows(name, data) if name.endswith(".csv") else _json_rows(name, data, keys)
     for count, (where, row) in enumerate(rows):
@@ -156,7 +156,7 @@ def _pairs(
 
 
 def _missing_keys(name: str, keys: tuple[str, str], columns: Sequence[Any]) -> str:
-    """Return the note that a metadata file lacks a key. Raises UserError for a chosen column."""
+    """Return the note about a metadata file without a key. Raises UserError for a chosen column."""
     missing = " and ".join(key for key in keys if key not in columns)
     shown = names.one_line(", ".join(map(str, columns[:10])))
     if keys[1] != Prepare().caption_column:

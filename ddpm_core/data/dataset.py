@@ -251,8 +251,7 @@ def data_fingerprint(workspace: Workspace) -> str:
 
 def read_manifest(workspace: Workspace) -> DataManifest | None:
     """Return the manifest of the prepared data, or None if it is missing or damaged."""
-    value = workspace.read_json(f"{DATA}/{MANIFEST}", DataManifest)
-    return DataManifest.model_validate(value) if value else None
+    return workspace.read_model(f"{DATA}/{MANIFEST}", DataManifest)
 
 
 def checksum_of_facts(facts: dict[str, Any]) -> str:
@@ -262,7 +261,7 @@ def checksum_of_facts(facts: dict[str, Any]) -> str:
 
 def missing_file(workspace: Workspace, manifest: DataManifest) -> str:
     """Return a message about the first file that is missing or has a wrong size, or ""."""
-    return workspace.damage(DATA, manifest.model_dump(include={"files"}))
+    return workspace.damage(DATA, manifest)
 
 
 def _intact_manifest(workspace: Workspace) -> DataManifest:

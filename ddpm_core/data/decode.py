@@ -1,6 +1,8 @@
-"""Decode one image file of any kind to an RGB square. Worker processes import it: no torch.
+"""Decode one image file of any kind to an RGB square.
 
-Images become 8-bit RGB, upright as their EXIF orientation says, over a background where they are
+Worker processes import this module, so it must not import torch.
+
+Images become 8-bit RGB, upright by their EXIF orientation, over a background where they are
 transparent, and square by one of three rules.
 """
 

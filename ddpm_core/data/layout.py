@@ -21,7 +21,7 @@ HELD_OUT = {
 
 @dataclass(slots=True)
 class FolderMeaning:
-    """What a folder says about its images."""
+    """The class and the split of all images in a folder."""
 
     class_name: str | None
     held_out: bool | None  # None: decided by the content of each image
@@ -138,7 +138,7 @@ class FolderRules:
         self.prefix = max(folders, key=len)[: self.outer] if folders else ()
 
     def meaning(self, folder: str) -> FolderMeaning:
-        """Return what a folder says about its images."""
+        """Return the class and the split of the images in a folder."""
         if folder not in self._meanings:
             self._meanings[folder] = self._find_meaning(self._parts(folder))
         return self._meanings[folder]
@@ -159,7 +159,7 @@ class FolderRules:
         # If there is a train or test folder, all other images are for training.
         if held_out is None and self.splits:
             held_out = False
-        # A train folder without a test folder says nothing: hold out images by their content.
+        # A train folder without a test folder defines no split: hold out images by their content.
         if self.splits and not any(HELD_OUT[split.lower()] for split in self.splits):
             held_out = None
         below = self._without_split(inside)[self.inner :]

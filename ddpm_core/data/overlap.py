@@ -56,7 +56,8 @@ def _refuse_other_files(workspace: Workspace) -> None:
     Recognises its files by their names too, because the manifest may be damaged, or missing after
     prepare was killed.
     """
-    listed = workspace.read_json(f"{DATA}/{MANIFEST}", Manifest).get("files", {})
+    manifest = workspace.read_model(f"{DATA}/{MANIFEST}", Manifest)
+    listed = manifest.files if manifest else {}
     other = [
         name
         for name in workspace.storage.names(DATA)

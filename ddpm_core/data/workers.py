@@ -216,8 +216,8 @@ def _as_completed(
 ) -> Iterator[Result]:
     """Yield results as they arrive, with at most `ahead` chunks in transit.
 
-    A large image is a chunk of its own, so the bytes in transit are limited too: to `ahead` x
-    AHEAD_BYTES, or one chunk.
+    A large image is the only one in its chunk, so the bytes in transit are limited too: to `ahead`
+    x AHEAD_BYTES, or one chunk.
     """
     pending: dict[Future[Result], int] = {}
     for chunk in chunks:
@@ -247,6 +247,7 @@ def _submit(
     pool: ProcessPoolExecutor, work: Callable[..., Result], args: Sequence[Any], chunk: Chunk
 ) -> Future[Result]:
     """Submit a chunk. Processes started here ignore Ctrl-C and do not import the main script."""
+    # The pool starts its processes while a chunk is submitted, so both must hold during this call.
     with _sigint_blocked(), _main_module_hidden():
         return pool.submit(work, *args, chunk)
 
@@ -257,6 +258,7 @@ def _sigint_blocked() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # Only for a moment: a signal that arrives meanwhile is delivered when the mask is restored.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -290,4 +292,4 @@ def _exit_with_parent() -> None:
 
 def _wait_and_exit(parent: Any) -> None:
     parent.join()
-    os._exit(1)
+    os._exit(1)  # sys.exit would end this thread alone

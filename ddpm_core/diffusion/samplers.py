@@ -156,6 +156,7 @@ def ddpm(schedule: Schedule, settings: SamplerSettings) -> tuple[list[Level], Ru
     full = len(levels) == schedule.timesteps
     kind = settings.variance if settings.variance != "auto" else "large" if full else "small"
     ascending = torch.stack([level.alpha_bar for level in reversed(levels)])
+    # In float64 and once per level, because 1 - alpha_bar has few digits where alpha_bar is near 1.
     deviations = reverse_variance(ascending, kind).sqrt().flip(0)
     deviation = {level.t: d for level, d in zip(levels, deviations, strict=True)}
 
@@ -185,6 +186,7 @@ def ddim(schedule: Schedule, settings: SamplerSettings) -> tuple[list[Level], Ru
         x0 = denoise(x, level)
         variance = settings.eta**2 * process.posterior_variance(level.alpha_bar, target.alpha_bar)
         direction = process.to_noise(x0, x, level.alpha_bar)
+        # Not negative in exact arithmetic; at eta = 1 rounding can make it so.
         rest = math.sqrt(max(0.0, target.sigma**2 - float(variance)))
         x = target.signal * x0 + rest * direction
         if variance > 0.0:
@@ -207,13 +209,14 @@ def dpmpp(schedule: Schedule, settings: SamplerSettings) -> tuple[list[Level], R
     ) -> tuple[Tensor, Previous]:
         x0 = denoise(x, level)
         if target is CLEAN:
-            return x0, None
+            return x0, None  # the limit of the formula: h is infinite, since there is no noise
         h = _half_log_snr(target) - _half_log_snr(level)
         mixed = x0
         if previous is not None:
             previous_level, x0_previous = previous
             h_previous = _half_log_snr(level) - _half_log_snr(previous_level)
             mixed = x0 + (x0 - x0_previous) * (h / (2.0 * h_previous))
+        # expm1 keeps the digits that exp(-h) - 1 would lose for the small h of many steps.
         x = (target.sigma / level.sigma) * x - target.signal * math.expm1(-h) * mixed
         return x, (level, x0)
 

@@ -76,7 +76,7 @@ def log_snr(schedule: Schedule, steps: int) -> Tensor:
 def distinct(t: Tensor) -> Tensor:
     """Make ascending timesteps (S,) strictly ascending without changing the ends.
 
-    The module's docstring says how. Requires room for it: t[-1] - t[0] >= S - 1.
+    See the module's docstring. Requires room for it: t[-1] - t[0] >= S - 1.
     """
     index = torch.arange(len(t))
     pushed_up = (t - index).cummax(0).values + index

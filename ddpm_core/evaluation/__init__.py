@@ -8,7 +8,7 @@ inception     the Inception extractor of FID; weights finds its file
 in_domain     the small classifier that replaces Inception; shared gives all runs the same one
 reference     features and neighbours of the real images, kept between runs
 memorisation  copies of training images, and collapse (samples that repeat one another)
-freshness     are the scores up to date?
+freshness     whether the scores are up to date
 verdict       the numbers in plain words, with caveats
 curves        what the charts show; plots draws them as PNG, chart lays them out as SVG
 tables        results.json, CSV and metrics.json

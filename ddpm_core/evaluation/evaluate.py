@@ -21,7 +21,7 @@ from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.runtime import memory
-from ddpm_core.sampling.gather import Samples, open_samples
+from ddpm_core.sampling.gather import Samples, SamplesManifest, open_samples
 from ddpm_core.sampling.images import Pixels
 from ddpm_core.sampling.plan import chosen_steps
 from ddpm_core.scores import (
@@ -128,19 +128,19 @@ def _steps(config: Config, workspace: Workspace) -> list[int]:
 
 def _kept(scorer: Scorer, workspace: Workspace, step: int) -> Row | None:
     """Return the row of an earlier run if nothing that it depends on has changed."""
-    found = workspace.read_json(f"{ROWS}/{step_name(step)}.json", Row)
-    samples = workspace.read_json(f"{samples_key(step)}/{MANIFEST}")
-    if not found or "samples_fingerprint" not in samples or is_orphaned(workspace, step):
+    row = workspace.read_model(f"{ROWS}/{step_name(step)}.json", Row)
+    samples = workspace.read_json(f"{samples_key(step)}/{MANIFEST}").get("samples_fingerprint")
+    if row is None or samples is None or is_orphaned(workspace, step):
         return None
-    row = Row.model_validate(found)
     current = row.key == _key(scorer, samples) and row.is_unchanged()
     return row if is_scored(row) and current else None
 
 
-def _key(scorer: Scorer, samples: dict[str, Any]) -> str:
+def _key(scorer: Scorer, samples: str) -> str:
+    """Return the key of a row; `samples` is the fingerprint of the samples."""
     return row_key(
         scorer.settings,
-        samples["samples_fingerprint"],
+        samples,
         scorer.train.fingerprint,
         scorer.holdout.fingerprint,
         scorer.extractor.fingerprint,
@@ -182,11 +182,11 @@ def _must_fit(samples: Samples, scorer: Scorer) -> None:
     """Raise Unscorable unless there are 2 images, with the data and shape of the prepared ones."""
     if len(samples) < 2:
         raise Unscorable(f"It has {counted(len(samples), 'sample')}; a score requires at least 2.")
-    theirs, ours = samples.evidence["data_fingerprint"], scorer.train.fingerprint
-    if theirs != ours:
+    trained_on, prepared = samples.manifest.data_fingerprint, scorer.train.fingerprint
+    if trained_on != prepared:
         raise Unscorable(
-            f"Its network was trained on the data {theirs}, but the prepared data are {ours}: "
-            "train and sample again, or prepare the original data."
+            f"Its network was trained on the data {trained_on}, but the prepared data are "
+            f"{prepared}: train and sample again, or prepare the original data."
         )
     shape = (scorer.train.image_size, scorer.train.image_size, scorer.train.channels)
     for shard in samples.shards:
@@ -199,24 +199,24 @@ def _must_fit(samples: Samples, scorer: Scorer) -> None:
 
 def _score(scorer: Scorer, workspace: Workspace, step: int, samples: Samples) -> Row:
     """Measure the samples of a step and write their image grids."""
-    scores = scorer.score(samples.shards, f"step {step}")
+    measured = scorer.score(samples.shards, f"step {step}")
     first = _first(samples, memorisation.EXAMINED)
     grids.write_samples(workspace, step, first)
     copies = repeats = None
     if scorer.checks_memorisation:
         copies, found = scorer.memorisation(first)
-        repeats = scorer.collapse(first, samples.evidence["sampler"])
+        repeats = scorer.collapse(first, samples.manifest.sampler)
         grids.write_neighbours(workspace, f"{step:08d}", first, found, scorer.train)
-    row = {
-        "step": step,
-        **scores,
-        "memorisation": copies,
-        "collapse": repeats,
-        "evidence": _evidence(scorer, samples.evidence),
-        "problem": None,
-        "key": _key(scorer, samples.evidence),
-    }
-    return Row.model_validate(row).with_checksum()
+    row = Row(
+        **measured,
+        step=step,
+        memorisation=copies,
+        collapse=repeats,
+        evidence=_evidence(scorer, samples.manifest),
+        problem=None,
+        key=_key(scorer, samples.manifest.samples_fingerprint),
+    )
+    return row.with_checksum()
 
 
 def _first(samples: Samples, most: int) -> Pixels:
@@ -227,24 +227,23 @@ def _first(samples: Samples, most: int) -> Pixels:
     return np.concatenate(parts)
 
 
-def _evidence(scorer: Scorer, samples: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `scores.Evidence`; `samples` is the manifest of the samples."""
+def _evidence(scorer: Scorer, samples: SamplesManifest) -> Evidence:
     extractor = scorer.extractor
-    return {
-        "data": scorer.train.fingerprint,
-        "holdout_data": scorer.holdout.fingerprint,
-        "reference_count": len(scorer.train),
-        "extractor": extractor.name,
-        "extractor_fingerprint": extractor.fingerprint,
-        "extractor_accuracy": extractor.accuracy,
-        "space": extractor.space,
-        "count": samples["count"],
-        "sampler": samples["sampler"],
-        "seed": samples["seed"],
-        "weights": samples["weights"],
-        "samples": samples["samples_fingerprint"],
-        "train": samples["train_fingerprint"],
-    }
+    return Evidence(
+        data=scorer.train.fingerprint,
+        holdout_data=scorer.holdout.fingerprint,
+        reference_count=len(scorer.train),
+        extractor=extractor.name,
+        extractor_fingerprint=extractor.fingerprint,
+        extractor_accuracy=extractor.accuracy,
+        space=extractor.space,
+        count=samples.count,
+        sampler=samples.sampler,
+        seed=samples.seed,
+        weights=samples.weights,
+        samples=samples.samples_fingerprint,
+        train=samples.train_fingerprint,
+    )
 
 
 def _write(

@@ -1,10 +1,11 @@
-"""Are the scores up to date with the workspace? Reads files only, and imports no torch."""
+"""Check whether the scores are up to date. Reads files only, and imports no torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ddpm_core.config import Config, Evaluate
+from ddpm_core.data.dataset import read_manifest
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.weights import extractor_name, locate
 from ddpm_core.scores import (
@@ -19,7 +20,6 @@ from ddpm_core.scores import (
 from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.storage.manifest import Manifest
 from ddpm_core.storage.workspace import (
-    DATA,
     EVALUATION,
     METRICS,
     REPORT,
@@ -51,14 +51,16 @@ def sampled(workspace: Workspace) -> list[int]:
 
 
 def is_orphaned(workspace: Workspace, step: int) -> bool:
-    """Return whether the samples of a step were drawn with weights that its checkpoint lacks.
+    """Return whether the samples of a step were drawn with other weights than its checkpoint has.
 
     A run with different settings leaves such samples behind. A score of them would belong to a
     model that no longer exists.
     """
     weights = workspace.read_json(f"{samples_key(step)}/{MANIFEST}").get("weights")
-    files = workspace.read_json(f"{snapshot_key(step)}/{MANIFEST}", Manifest).get("files", {})
-    return bool(weights and files) and all(file["sha256"] != weights for file in files.values())
+    snapshot = workspace.read_model(f"{snapshot_key(step)}/{MANIFEST}", Manifest)
+    if not weights or snapshot is None or not snapshot.files:
+        return False
+    return all(file.sha256 != weights for file in snapshot.files.values())
 
 
 def stale(config: Config, workspace: Workspace) -> str | None:
@@ -69,7 +71,8 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     damage = _damage(workspace, results)
     if damage:
         return damage
-    data = workspace.read_json(f"{DATA}/{MANIFEST}")
+    data = read_manifest(workspace)
+    fingerprints = (data.fingerprint, data.holdout_fingerprint) if data else ("", "")
     settings = config.evaluate
     extractor = _extractor(settings, workspace)
     if results.extractor.fingerprint not in ("", extractor):  # "": no checkpoint has a score
@@ -79,12 +82,13 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     gone = [step for step, row in rows.items() if row.score is not None and step not in steps]
     if gone:
         return f"the samples or the checkpoint of step {gone[0]} are missing"
-    fixed = (data.get("fingerprint", ""), data.get("holdout_fingerprint", ""), extractor)
     for step in steps:
         samples = workspace.read_json(f"{samples_key(step)}/{MANIFEST}").get("samples_fingerprint")
         row = rows.get(step)
-        if samples and (row is None or row.get("key") != row_key(settings, samples, *fixed)):
-            return _difference(step, row, samples, data, settings, results)
+        if samples and (
+            row is None or row.get("key") != row_key(settings, samples, *fingerprints, extractor)
+        ):
+            return _difference(step, row, samples, fingerprints[0], settings, results)
     if _ranking(results, settings_to_rank(config.sample, results)) != _ranking(
         results, results.sample
     ):
@@ -116,11 +120,14 @@ def _difference(
     step: int,
     row: AnyRow | None,
     samples: str,
-    data: dict[str, Any],
+    data: str,
     settings: Evaluate,
     results: Results,
 ) -> str:
-    """Return which part of a row's key has changed."""
+    """Return which part of a row's key has changed.
+
+    `samples` and `data` are the present fingerprints of the samples and of the training images.
+    """
     if row is None:
         return f"the samples of step {step} are not scored yet"
     if isinstance(row, Unscored):
@@ -128,7 +135,7 @@ def _difference(
     now = settings.model_dump(mode="json")
     if throughout(masked, results.settings) != throughout(masked, now):
         return "the settings of evaluate have changed"
-    if row.evidence.data != data.get("fingerprint"):
+    if row.evidence.data != data:
         return "the data have changed"
     if row.evidence.samples != samples:
         return f"the samples of step {step} are new"

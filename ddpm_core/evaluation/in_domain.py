@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
 from ddpm_core import rng
@@ -34,7 +34,14 @@ from ddpm_core.rng import Key, Purpose
 from ddpm_core.runtime.adam import Adam
 from ddpm_core.sampling.images import to_model
 from ddpm_core.storage import sha256_of
-from ddpm_core.storage.files import Schema, read_object, read_tensors, save_tensors, validated
+from ddpm_core.storage.files import (
+    Count,
+    Schema,
+    as_model,
+    read_object,
+    read_tensors,
+    save_tensors,
+)
 
 RECIPE = 1  # increase it when a change gives a different extractor for the same images
 LARGEST = 64  # pixels per side; larger images are averaged down to it
@@ -61,14 +68,25 @@ _SAME = (
 
 
 class Facts(Schema):
-    """The required fields of extractor.json."""
+    """The content of extractor.json. Earlier versions wrote fewer fields."""
 
-    sha256: str
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    sha256: str = ""  # of the weights; "": not saved yet
+    recipe: Count | None = None
+    steps: Count | None = None
     channels: Literal[1, 3]
     image_size: Annotated[int, Field(ge=4, le=2**16)]
     outputs: Annotated[int, Field(ge=1, le=2**20)]
     task: Literal["classes", "rotations"]
     accuracy: float | None
+    holdout_count: Count | None = None
+    holdout_fingerprint: str | None = None
+    data_fingerprint: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields that were given, without the checksum of the weights."""
+        return self.model_dump(exclude_unset=True, exclude={"sha256"})
 
 
 class Network(nn.Module):
@@ -112,10 +130,10 @@ class Network(nn.Module):
 
 @dataclass(frozen=True)
 class InDomain:
-    """A trained network, and its shape, task, accuracy and data as plain facts."""
+    """A trained network, and its shape, task, accuracy and data."""
 
     network: Network
-    facts: dict[str, Any]
+    facts: Facts
 
     def extractor(self, fingerprint: str, device: torch.device) -> Extractor:
         """Return the network as an extractor on a device."""
@@ -125,10 +143,10 @@ class InDomain:
             with torch.no_grad():
                 features, logits = network(to_model(pixels.to(device)))
             # The inception score is about classes, so rotations give it no logits.
-            return features.cpu(), logits.cpu() if self.facts["task"] == "classes" else None
+            return features.cpu(), logits.cpu() if self.facts.task == "classes" else None
 
         return Extractor(
-            "in_domain", "in_domain", fingerprint, run, self.facts["accuracy"], self.facts
+            "in_domain", "in_domain", fingerprint, run, self.facts.accuracy, self.facts.plain()
         )
 
 
@@ -155,21 +173,19 @@ def train_extractor(
     with _one_thread():
         _fit(network, train, rotated, steps, key)
         _standardise(network, train, key)
-    return InDomain(
-        network,
-        {
-            "recipe": RECIPE,
-            "task": "rotations" if rotated else "classes",
-            "outputs": network.head.out_features,
-            "channels": train.channels,
-            "image_size": train.image_size,
-            "steps": steps,
-            "accuracy": accuracy(network, holdout, rotated),
-            "holdout_count": len(holdout),
-            "holdout_fingerprint": holdout.fingerprint,
-            "data_fingerprint": train.fingerprint,
-        },
+    facts = Facts(
+        recipe=RECIPE,
+        task="rotations" if rotated else "classes",
+        outputs=network.head.out_features,
+        channels=train.manifest.channels,
+        image_size=train.image_size,
+        steps=steps,
+        accuracy=accuracy(network, holdout, rotated),
+        holdout_count=len(holdout),
+        holdout_fingerprint=holdout.fingerprint,
+        data_fingerprint=train.fingerprint,
     )
+    return InDomain(network, facts)
 
 
 def steps_for(count: int) -> int:
@@ -293,20 +309,20 @@ def _batches(indices: Indices) -> list[Indices]:
 def save_extractor(trained: InDomain, folder: Path) -> None:
     """Write weights and facts into an existing folder."""
     save_tensors(trained.network.state_dict(), folder / WEIGHTS)
-    facts = {**trained.facts, "sha256": sha256_of(folder / WEIGHTS)}
+    facts = {**trained.facts.plain(), "sha256": sha256_of(folder / WEIGHTS)}
     (folder / FACTS).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n", "utf-8")
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
+def read_facts(folder: Path) -> Facts:
     """Return the facts of a saved extractor. Raises Corrupt if its weights have changed."""
     try:
-        facts = validated(read_object(folder / FACTS, FACTS), Facts, FACTS)
-        unchanged = sha256_of(folder / WEIGHTS) == facts["sha256"]
+        facts = as_model(read_object(folder / FACTS, FACTS), Facts, FACTS)
+        unchanged = sha256_of(folder / WEIGHTS) == facts.sha256
     except (OSError, Corrupt) as error:
         raise Corrupt(f"The in-domain extractor in {folder} is corrupt: {error!r}.") from error
     if not unchanged:
         raise Corrupt(f"{folder / WEIGHTS} is corrupt: its checksum does not match {FACTS}.")
-    return dict(facts)
+    return facts
 
 
 def load_extractor(folder: Path) -> tuple[InDomain, str]:
@@ -314,12 +330,11 @@ def load_extractor(folder: Path) -> tuple[InDomain, str]:
     facts = read_facts(folder)
     tensors = read_tensors(folder / WEIGHTS)
     head = tensors.get("head.weight")
-    if head is None or len(head.shape) != 2 or len(head) != facts["outputs"]:
+    if head is None or len(head.shape) != 2 or len(head) != facts.outputs:
         raise Corrupt(f"The in-domain extractor in {folder} is corrupt: its head does not match.")
-    network = Network(facts["channels"], facts["image_size"], facts["outputs"])
+    network = Network(facts.channels, facts.image_size, facts.outputs)
     try:
         network.load_state_dict(tensors)
     except RuntimeError as error:
         raise Corrupt(f"The in-domain extractor in {folder} is corrupt: {error}.") from error
-    fingerprint = str(facts.pop("sha256"))[:16]
-    return InDomain(network.eval(), facts), fingerprint
+    return InDomain(network.eval(), facts), facts.sha256[:16]

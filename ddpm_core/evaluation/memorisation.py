@@ -1,4 +1,4 @@
-"""Do samples copy training images, and do they repeat one another?
+"""Check whether samples copy training images, and whether they repeat one another.
 
 Both checks compare with real images. Samples closer to the training set than held-out images are
 suspicious. So are samples with more near duplicates among them than as many training images have.
@@ -22,6 +22,7 @@ from ddpm_core.data.dataset import PackedArray, PackedDataset
 from ddpm_core.errors import require
 from ddpm_core.evaluation.features import flatten
 from ddpm_core.sampling.images import Pixels
+from ddpm_core.scores import Collapse, Memorisation
 
 LARGEST = 32  # pixels per side
 EXAMINED = 2000  # samples, and held-out images
@@ -130,13 +131,13 @@ def _flat(pixels: Pixels) -> Tensor:
     return flatten(torch.from_numpy(np.ascontiguousarray(pixels)), LARGEST)
 
 
-def compare(samples: NDArray[np.float64], holdout: NDArray[np.float64]) -> dict[str, Any]:
+def compare(samples: NDArray[np.float64], holdout: NDArray[np.float64]) -> Memorisation:
     """Compare the distances to the training set of samples (n,) and held-out images (m,).
 
-    Returns the fields of `scores.Memorisation`. `share_below` is the share of samples that are
-    nearer than 99 % of held-out images, `expected_below` its expectation without memorisation.
-    `p_value` is from the Mann-Whitney test with the alternative that samples are nearer. The other
-    p-values are from Fisher's exact test with the alternative that samples have a larger share.
+    In the result, `share_below` is the share of samples that are nearer than 99 % of held-out
+    images, and `expected_below` its expectation without memorisation. `p_value` is from the
+    Mann-Whitney test with the alternative that samples are nearer. The other p-values are from
+    Fisher's exact test with the alternative that samples have a larger share.
 
     Held-out images at distance 0 are also training images, which a source with its own splits may
     have. They are left out: every limit is then above 0, and a sample that is a training image
@@ -149,7 +150,7 @@ def compare(samples: NDArray[np.float64], holdout: NDArray[np.float64]) -> dict[
     }
     holdout = untrained
     if not len(samples) or not len(holdout):
-        return {"count": len(samples), **exact, "verdict": "unknown"}
+        return Memorisation(count=len(samples), **exact, verdict="unknown")
     threshold, median = float(np.quantile(holdout, QUANTILE)), float(np.median(holdout))
     below, _, share_p_value = _count_below(threshold, samples, holdout)
     copies, holdout_copies, copies_p_value = _count_below(NEAR * median, samples, holdout)
@@ -174,24 +175,24 @@ def compare(samples: NDArray[np.float64], holdout: NDArray[np.float64]) -> dict[
         "holdout_verbatim": holdout_verbatim,
         "verbatim_p_value": verbatim_p_value,
     }
-    return {**facts, "verdict": _verdict(facts)}
+    return Memorisation(**facts, verdict=_verdict(facts))
 
 
 def _count_below(
     limit: float, samples: NDArray[np.float64], real: NDArray[np.float64]
 ) -> tuple[int, int, float]:
     """Return how many samples and real images are below a limit, and Fisher's p-value."""
-    ours, theirs = int((samples < limit).sum()), int((real < limit).sum())
-    table = [[ours, len(samples) - ours], [theirs, len(real) - theirs]]
+    near, real_near = int((samples < limit).sum()), int((real < limit).sum())
+    table = [[near, len(samples) - near], [real_near, len(real) - real_near]]
     test = require("scipy.stats", "eval").fisher_exact(table, alternative="greater")
-    return ours, theirs, float(test.pvalue)
+    return near, real_near, float(test.pvalue)
 
 
 def expected_below(count: int) -> float:
     """Return the expected share of images below the QUANTILE of `count` of them.
 
     On average the i-th smallest of `count` draws has i / (count + 1) below it, and the quantile
-    lies between two draws. The result is QUANTILE for very many draws, 0.017 for 100, 0.1 for 10.
+    is between two draws. The result is QUANTILE for very many draws, 0.017 for 100, 0.1 for 10.
     """
     return (QUANTILE * (count - 1) + 1) / (count + 1)
 
@@ -223,11 +224,11 @@ def _verdict(facts: dict[str, Any]) -> str:
     return "near" if many or nearer else "none"
 
 
-def compare_repeats(samples: NDArray[np.float64], real: NDArray[np.float64]) -> dict[str, Any]:
+def compare_repeats(samples: NDArray[np.float64], real: NDArray[np.float64]) -> Collapse:
     """Compare near duplicates among samples with those among as many real images.
 
     Both arguments are the distances (n,) of each image to its nearest other image in the same set.
-    Returns the fields of `scores.Collapse`. An image repeats another one if it is nearer than
+    An image repeats another one if it is nearer than
     `limit`, 0.35 of the median of the real images. `p_value` is from Fisher's exact test with the
     alternative that a larger share of samples repeat one another.
 
@@ -239,24 +240,24 @@ def compare_repeats(samples: NDArray[np.float64], real: NDArray[np.float64]) -> 
     distinct = real[real > 0]
     exact = {"exact": int((samples == 0).sum()), "real_exact": len(real) - len(distinct)}
     if not len(distinct):
-        return {"count": len(samples), **exact, "verdict": "unknown"}
+        return Collapse(count=len(samples), **exact, verdict="unknown")
     limit = NEAR * float(np.median(distinct))
-    ours, theirs, p_value = _count_below(limit, samples, real)
-    beyond = ours / len(samples) - theirs / len(real)
+    repeats, real_repeats, p_value = _count_below(limit, samples, real)
+    beyond = repeats / len(samples) - real_repeats / len(real)
     verdict = "none"
-    if p_value < CHANCE and ours >= SEVERAL and beyond > REPEATS:
+    if p_value < CHANCE and repeats >= SEVERAL and beyond > REPEATS:
         verdict = "collapsed" if beyond > COLLAPSED else "repeats"
-    return {
-        "count": len(samples),
+    return Collapse(
+        count=len(samples),
         **exact,
-        "median": float(np.median(samples)),
-        "real_median": float(np.median(real)),
-        "limit": limit,
-        "repeats": ours,
-        "real_repeats": theirs,
-        "p_value": p_value,
-        "verdict": verdict,
-    }
+        median=float(np.median(samples)),
+        real_median=float(np.median(real)),
+        limit=limit,
+        repeats=repeats,
+        real_repeats=real_repeats,
+        p_value=p_value,
+        verdict=verdict,
+    )
 
 
 def straddling(holdout: Neighbours) -> NDArray[np.int64]:

@@ -54,6 +54,7 @@ class Accumulator:
         """Return the moments of all rows. Raises ValueError for fewer than two."""
         if self._count < 2:
             raise ValueError(f"got {self._count} rows of features; a covariance requires 2")
+        # These are moments of the shifted rows. A shift changes the mean and not the covariance.
         mean = self._sum / self._count
         covariance = (self._square - self._count * torch.outer(mean, mean)) / (self._count - 1)
         return Moments(self._count, self._shift + mean, covariance)
@@ -132,6 +133,8 @@ def density_coverage(samples: Tensor, real: Tensor, neighbours: int) -> tuple[fl
     real balls that contain a sample, over k, averaged over samples: 1 for equal distributions, and
     possibly more than 1. Coverage is the share of real balls with at least one sample.
     """
+    # cdist computes distances from scalar products that nearly cancel, hence float64. Blocks
+    # bound the memory: all distances at once would be N^2 numbers.
     samples, real = samples.double(), real.double()
     holding, covered = 0, 0
     for block in torch.split(real, _BLOCK):

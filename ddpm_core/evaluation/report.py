@@ -117,7 +117,7 @@ def _page(results: Results, images: Images) -> dict[str, Any]:
     row = best(scored)
     space = results.extractor.space
     return {
-        "verdict": verdict.judge(results),
+        "verdict": verdict.find_verdict(results),
         "caveats": verdict.caveats(results),
         "results": results,
         "best": row,

@@ -32,10 +32,16 @@ from ddpm_core.evaluation.shared import open_in_domain
 from ddpm_core.evaluation.weights import extractor_name, locate
 from ddpm_core.runtime.device import choose_device
 from ddpm_core.sampling.images import Pixels
-from ddpm_core.scores import COUNTS, MEASURES, metric_name
+from ddpm_core.scores import (
+    COUNTS,
+    MEASURES,
+    Collapse,
+    Measurement,
+    Memorisation,
+    Scores,
+    metric_name,
+)
 from ddpm_core.storage.workspace import Workspace
-
-Scores = dict[str, Any]  # metric -> number, or None if it was not measured; see scores.Scores
 
 
 class Scorer:
@@ -95,12 +101,11 @@ class Scorer:
             return metric_name("fd", self.extractor.space, count)
         return metric_name("kid", self.extractor.space, min(count, KEPT))
 
-    def score(self, arrays: Sequence[Pixels], name: str = "samples") -> Scores:
+    def score(self, arrays: Sequence[Pixels], name: str = "samples") -> Measurement:
         """Measure at least 2 images, given as uint8 arrays (n, H, W, C).
 
-        Returns fields of `scores.Row`. `floor` has the scores of `floor_count` held-out images,
-        and `at_floor` those of as many of the given images: only scores of equally many images can
-        be compared.
+        In the result, `floor` has the scores of `floor_count` held-out images, and `at_floor` those
+        of as many of the given images: only scores of equally many images can be compared.
         """
         count = sum(len(array) for array in arrays)
         spaces = [self.reference.extractor, self.pixels.extractor]
@@ -110,14 +115,14 @@ class Scorer:
         # compared at the count that both have.
         n = min(count, len(self.reference.holdout.kept), KEPT)
         scores = self._measure(features, pixels)
-        return {
-            "score_name": self.score_name(count),
-            "score": scores["fd" if self._has_frechet else "kid_mean"],
+        return Measurement(
             **scores,
-            "floor_count": n if n > 1 else 0,
-            "floor": self.floor(n) if n > 1 else None,
-            "at_floor": self._first(n, features, pixels, scores) if n > 1 else None,
-        }
+            score_name=self.score_name(count),
+            score=scores["fd" if self._has_frechet else "kid_mean"],
+            floor_count=n if n > 1 else 0,
+            floor=self.floor(n) if n > 1 else None,
+            at_floor=self._first(n, features, pixels, scores) if n > 1 else None,
+        )
 
     def _first(self, count: int, features: Features, pixels: Features, scores: Scores) -> Scores:
         """Return the scores of the first `count` images; `scores` are those of all images."""
@@ -133,13 +138,13 @@ class Scorer:
             )
         return self._floors[count]
 
-    def memorisation(self, images: Pixels) -> tuple[Scores, Neighbours]:
+    def memorisation(self, images: Pixels) -> tuple[Memorisation, Neighbours]:
         """Compare at most 2,000 images with the held-out images; see `memorisation.compare`."""
         _, held = self.held_out
         found = memorisation.nearest(images[: memorisation.EXAMINED], self.train, self.device)
         return memorisation.compare(found.distance, held.distance), found
 
-    def collapse(self, images: Pixels, sampler: Mapping[str, Any]) -> Scores:
+    def collapse(self, images: Pixels, sampler: Mapping[str, Any]) -> Collapse:
         """Compare at most 2,000 images with as many training images of the same classes.
 
         `sampler` has the settings that the images were drawn with. With chosen prompts the verdict
@@ -151,7 +156,7 @@ class Scorer:
             order = order[np.isin(self.train.labels[order], labels)]
         count = min(len(images), len(order), memorisation.EXAMINED)
         if count < memorisation.FEWEST or sampler.get("prompts"):
-            return {"count": count, "verdict": "unknown"}
+            return Collapse(count=count, verdict="unknown")
         key = (count, *classes)
         if key not in self._real_distances:
             real = self.train.take(order[:count])
@@ -162,7 +167,7 @@ class Scorer:
     def _measure(self, features: Features, pixels: Features) -> Scores:
         wanted, k = self.settings.metrics, self.settings.neighbours
         train = self.reference.train
-        scores: Scores = dict.fromkeys((*MEASURES, *COUNTS.values()))
+        scores: dict[str, Any] = dict.fromkeys((*MEASURES, *COUNTS.values()))
         if features.moments and pixels.moments and "fid" in wanted:
             scores["fd"] = metrics.frechet_distance(features.moments, _moments(train))
             if pixels.kept.shape[1]:  # images that are all the same have no components
@@ -182,7 +187,7 @@ class Scorer:
             scores["prdc_count"] = n
             scores["precision"], scores["recall"] = metrics.precision_recall(*sets, k)
             scores["density"], scores["coverage"] = metrics.density_coverage(*sets, k)
-        return scores
+        return Scores(**scores)
 
 
 def _moments(features: Features) -> metrics.Moments:

@@ -23,7 +23,13 @@ from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.features import Extractor
 from ddpm_core.evaluation.freshness import EXTRACTOR
-from ddpm_core.evaluation.in_domain import InDomain, load_extractor, read_facts, save_extractor
+from ddpm_core.evaluation.in_domain import (
+    Facts,
+    InDomain,
+    load_extractor,
+    read_facts,
+    save_extractor,
+)
 from ddpm_core.storage.files import Count, Schema
 from ddpm_core.storage.workspace import EVALUATION, Workspace
 from ddpm_core.text import masked, throughout
@@ -66,9 +72,10 @@ def open_in_domain(
     own = _own(workspace, train.fingerprint)
     uri = config.tracking.uri
     # Ask MLflow once per server and extractor; SHARED records that this was done.
-    if not own or (uri and throughout(masked, workspace.read_json(SHARED)) != _record(uri, own)):
+    shared = throughout(masked, workspace.read_json(SHARED))
+    if own is None or (uri and shared != _record(uri, own)):
         found, unavailable = _fetch_into(config, workspace, train.fingerprint)
-        if not found and not own:
+        if not found and own is None:
             with workspace.storage.new_folder(EXTRACTOR) as folder:
                 save_extractor(in_domain.train_extractor(train, holdout), folder)
         # Another run may have published first, so look again after publishing.
@@ -87,17 +94,21 @@ def _with_accuracy(
     The weights depend on the training images only. So they stay the same when the held-out images
     change, and runs with other held-out images share them.
     """
-    if trained.facts.get("holdout_fingerprint") == holdout.fingerprint:
+    if trained.facts.holdout_fingerprint == holdout.fingerprint:
         return trained
-    of = {"extractor": fingerprint, "holdout_fingerprint": holdout.fingerprint}
-    known = workspace.read_json(ACCURACY, Accuracy)
-    if not known or {name: known[name] for name in of} != of:
-        rotated = trained.facts["task"] == "rotations"
-        found = in_domain.accuracy(trained.network, holdout, rotated)
-        known = {**of, "accuracy": found, "holdout_count": len(holdout)}
-        workspace.write_json(ACCURACY, known)
-    changed = {name: value for name, value in known.items() if name != "extractor"}
-    return replace(trained, facts={**trained.facts, **changed})
+    wanted = (fingerprint, holdout.fingerprint)
+    known = workspace.read_model(ACCURACY, Accuracy)
+    if known is None or (known.extractor, known.holdout_fingerprint) != wanted:
+        rotated = trained.facts.task == "rotations"
+        known = Accuracy(
+            extractor=fingerprint,
+            holdout_fingerprint=holdout.fingerprint,
+            accuracy=in_domain.accuracy(trained.network, holdout, rotated),
+            holdout_count=len(holdout),
+        )
+        workspace.write_json(ACCURACY, known.model_dump())
+    changed = known.model_dump(exclude={"extractor"})
+    return replace(trained, facts=trained.facts.model_copy(update=changed))
 
 
 def fetch_extractor(config: Config, data_fingerprint: str, folder: Path) -> bool:
@@ -146,10 +157,10 @@ def publish_extractor(config: Config, data_fingerprint: str, folder: Path) -> No
     _with_client(config, publish)
 
 
-def _own(workspace: Workspace, data_fingerprint: str) -> dict[str, Any]:
-    """Return the facts of the workspace's extractor; {} if there is none for these data."""
+def _own(workspace: Workspace, data_fingerprint: str) -> Facts | None:
+    """Return the facts of the workspace's extractor; None if there is none for these data."""
     path = workspace.path(EXTRACTOR)
-    return read_facts(path) if _fits(path, data_fingerprint) else {}
+    return read_facts(path) if _fits(path, data_fingerprint) else None
 
 
 def _fits(folder: Path, data_fingerprint: str) -> bool:
@@ -160,10 +171,7 @@ def _fits(folder: Path, data_fingerprint: str) -> bool:
     except Corrupt as error:
         warn(f"{error} Ignoring it.")
         return False
-    return (facts.get("data_fingerprint"), facts.get("recipe")) == (
-        data_fingerprint,
-        in_domain.RECIPE,
-    )
+    return (facts.data_fingerprint, facts.recipe) == (data_fingerprint, in_domain.RECIPE)
 
 
 def _fetch_into(config: Config, workspace: Workspace, data: str) -> tuple[bool, bool]:
@@ -178,7 +186,8 @@ def _fetch_into(config: Config, workspace: Workspace, data: str) -> tuple[bool, 
         except Unavailable as error:
             warn(f"Looking up this data set's extractor in MLflow failed: {error}")
             return False, True
-        if read_facts(fetched)["sha256"] != _own(workspace, data).get("sha256"):
+        own = _own(workspace, data)
+        if own is None or read_facts(fetched).sha256 != own.sha256:
             with workspace.storage.new_folder(EXTRACTOR) as folder:
                 shutil.copytree(
                     fetched, folder, ignore=shutil.ignore_patterns("manifest*"), dirs_exist_ok=True
@@ -199,9 +208,9 @@ def _publish(config: Config, workspace: Workspace, data: str) -> bool:
     return True
 
 
-def _record(uri: str, facts: dict[str, Any]) -> dict[str, str]:
+def _record(uri: str, facts: Facts) -> dict[str, str]:
     """Return the content of SHARED: this server has this extractor."""
-    return {"uri": masked(uri), "sha256": facts["sha256"]}
+    return {"uri": masked(uri), "sha256": facts.sha256}
 
 
 def extractors_experiment(config: Config) -> str:

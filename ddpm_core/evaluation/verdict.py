@@ -30,8 +30,8 @@ FEW_HELD_OUT = 100  # images
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An answer: a word, a sentence for the summary, and details with numbers."""
+class Finding:
+    """One part of a verdict: a word, a sentence for the summary, and details with numbers."""
 
     word: str
     summary: str
@@ -41,17 +41,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A headline, a summary of the answers, and the answers."""
+    """A headline, a summary of the findings, and the findings."""
 
     headline: str
     summary: str
-    quality: Answer | None = None
-    diversity: Answer | None = None
-    memorisation: Answer | None = None
-    trend: Answer | None = None
+    quality: Finding | None = None
+    diversity: Finding | None = None
+    memorisation: Finding | None = None
+    trend: Finding | None = None
 
 
-def judge(results: Results) -> Verdict:
+def find_verdict(results: Results) -> Verdict:
     """Return the verdict on an evaluation."""
     listed, others = _split(results)
     row = best(listed)
@@ -66,13 +66,13 @@ def judge(results: Results) -> Verdict:
     else:
         headline += "the only checkpoint with a score"
     quality, trend = _quality(row), _trend(listed, row)
-    variety, memory = diversity(row.collapse), _memorisation(row.memorisation)
-    faults = ["it has collapsed: its samples repeat one another"] * (variety.level == "bad")
-    faults += ["it copies training images"] * (memory.level == "bad")
+    repeats, copies = diversity(row.collapse), _memorisation(row.memorisation)
+    faults = ["it has collapsed: its samples repeat one another"] * (repeats.level == "bad")
+    faults += ["it copies training images"] * (copies.level == "bad")
     headline += f", but {', and '.join(faults)}" if faults else ""
-    answers = (variety, quality, memory, trend)
-    summary = " ".join(answer.summary for answer in answers if answer.summary)
-    return Verdict(f"{headline}.", summary, quality, variety, memory, trend)
+    findings = (repeats, quality, copies, trend)
+    summary = " ".join(finding.summary for finding in findings if finding.summary)
+    return Verdict(f"{headline}.", summary, quality, repeats, copies, trend)
 
 
 def _split(results: Results) -> tuple[list[Row], list[Row]]:
@@ -94,7 +94,7 @@ def percent(share: float) -> str:
     return f"{digits}\N{NO-BREAK SPACE}%"
 
 
-def _quality(row: Row) -> Answer:
+def _quality(row: Row) -> Finding:
     score = number(row.score)
     same = row.at_floor.fd if row.at_floor else None
     floor = row.floor.fd if row.floor else None
@@ -103,25 +103,25 @@ def _quality(row: Row) -> Answer:
         if row.floor is not None:
             reason = "the Fréchet distance was not measured"
         detail = f"Lower is better. The best possible value is unknown, because {reason}."
-        return Answer(score, "The best possible score is unknown.", detail)
+        return Finding(score, "The best possible score is unknown.", detail)
     detail = (
         f"With {row.floor_count or 0:,} images each, samples are at distance {number(same)} from "
         f"the training images, and held-out real images at {number(floor)}. Lower is better."
     )
     ratio = same / floor if floor > 0 else float("inf")
     if ratio <= NEAR:
-        return Answer(score, "Its samples are about as near to the data as real images.", detail)
+        return Finding(score, "Its samples are about as near to the data as real images.", detail)
     far = f"Its samples are {number(ratio)} times as far from the data as real images."
-    return Answer(score, far, detail)
+    return Finding(score, far, detail)
 
 
-def diversity(facts: Collapse | None) -> Answer:
+def diversity(facts: Collapse | None) -> Finding:
     """Return whether samples repeat one another more than real images do."""
     if facts is None:
-        return Answer("unknown", "", "Repeats among the samples were not measured.", "unknown")
+        return Finding("unknown", "", "Repeats among the samples were not measured.", "unknown")
     if facts.verdict == "unknown" or facts.repeats is None or facts.real_repeats is None:
         detail = "There are too few comparable real images to judge whether samples repeat."
-        return Answer("unknown", "", detail, "unknown")
+        return Finding("unknown", "", detail, "unknown")
     count, share = facts.count, percent(facts.repeats / facts.count)
     real = percent(facts.real_repeats / count)
     exact = f" ({facts.exact:,} of them exactly)" if facts.exact else ""
@@ -131,16 +131,16 @@ def diversity(facts: Collapse | None) -> Answer:
     )
     if facts.verdict == "collapsed":
         summary = f"Do not use it: {share} of its samples are nearly the same as another one."
-        return Answer("collapsed", summary, detail, "bad")
+        return Finding("collapsed", summary, detail, "bad")
     if facts.verdict == "repeats":
         summary = f"{share} of its samples are nearly the same as another one."
-        return Answer("repeats", summary, detail, "caution")
-    return Answer("no sign of collapse", "", detail, "good")
+        return Finding("repeats", summary, detail, "caution")
+    return Finding("no sign of collapse", "", detail, "good")
 
 
-def _memorisation(facts: Memorisation | None) -> Answer:
+def _memorisation(facts: Memorisation | None) -> Finding:
     if facts is None:
-        return Answer("unknown", "", "Memorisation was not measured.", "unknown")
+        return Finding("unknown", "", "Memorisation was not measured.", "unknown")
     if facts.verdict == "unknown" or facts.share_below is None:
         return _unknown_memorisation(facts)
     count, expected = facts.count, facts.expected_below or expected_below(facts.holdout_count)
@@ -157,29 +157,29 @@ def _memorisation(facts: Memorisation | None) -> Answer:
             f"training image{verbatim}. Among held-out images it is "
             f"{percent(facts.holdout_copies / facts.holdout_count)}."
         )
-        return Answer("copies", "Some samples are copies of training images.", detail, "bad")
+        return Finding("copies", "Some samples are copies of training images.", detail, "bad")
     if facts.verdict == "near":
         detail = (
             f"No more copies than by chance, but {share} The cause may be memorisation, or smooth "
             "samples: see the pairs."
         )
         summary = "Its samples are not copies, but suspiciously near to training images."
-        return Answer("suspicious", summary, detail, "caution")
-    return Answer("no sign", "There is no sign of memorised images.", share, "good")
+        return Finding("suspicious", summary, detail, "caution")
+    return Finding("no sign", "There is no sign of memorised images.", share, "good")
 
 
-def _unknown_memorisation(facts: Memorisation) -> Answer:
-    """Answer without suitable held-out images; exact copies are reported all the same."""
+def _unknown_memorisation(facts: Memorisation) -> Finding:
+    """Return the finding without suitable held-out images; exact copies are still reported."""
     kind = "that are not training images too " if facts.holdout_exact else ""
     detail = f"There are no held-out images {kind}to compare with."
     if not facts.exact:
-        return Answer("unknown", "Whether it memorises is unknown.", detail, "unknown")
+        return Finding("unknown", "Whether it memorises is unknown.", detail, "unknown")
     detail += f" {facts.exact:,} of {facts.count:,} samples are identical to a training image."
     summary = "Whether it memorises is unknown, but some samples are training images."
-    return Answer("unknown", summary, detail, "caution")
+    return Finding("unknown", summary, detail, "caution")
 
 
-def _trend(rows: Sequence[Row], row: Row) -> Answer:
+def _trend(rows: Sequence[Row], row: Row) -> Finding:
     """Return whether longer training helps, from the ranked rows and the best of them.
 
     Compares the last quarter of the training with what came before. Single checkpoints are not
@@ -187,28 +187,28 @@ def _trend(rows: Sequence[Row], row: Row) -> Answer:
     while the curve still falls.
     """
     if len(rows) < 2:
-        return Answer("unknown", "", "One checkpoint shows no trend.")
+        return Finding("unknown", "", "One checkpoint shows no trend.")
     later = [r for r in rows if r.step > row.step]
     worse = _lowest(later).score / row.score - 1 if later and row.score > 0 else 0.0
     if worse > SIGNIFICANT:
         them = f"The {len(later)} later checkpoints are at least"
         detail = f"{them if later[1:] else 'The last checkpoint is'} {percent(worse)} worse."
-        return Answer("no", "Later checkpoints are worse.", detail)
+        return Finding("no", "Later checkpoints are worse.", detail)
     before = [r for r in rows if r.step <= EARLIER * rows[-1].step]
     if row in before:
         detail = f"None of the {counted(len(later), 'later checkpoint')} is better."
-        return Answer("little", "It no longer improves.", detail)
+        return Finding("little", "It no longer improves.", detail)
     old = _lowest(before or rows[:1])
     gain = 1 - row.score / old.score if old.score > 0 else 0.0
     than = f"{percent(gain)} better than step {old.step:,}"
     than += ", the best of the first three quarters." if before else ", the first one with a score."
     if gain > SIGNIFICANT:
         detail = f"Step {row.step:,} is {than}"
-        return Answer("likely", "It still improves, so longer training should help.", detail)
+        return Finding("likely", "It still improves, so longer training should help.", detail)
     if not before:
         detail = "All scored checkpoints are from the last quarter of the training, and similar."
-        return Answer("unknown", "", detail)
-    return Answer("little", "It hardly improves any more.", f"Step {row.step:,} is only {than}")
+        return Finding("unknown", "", detail)
+    return Finding("little", "It hardly improves any more.", f"Step {row.step:,} is only {than}")
 
 
 def _lowest(rows: Sequence[Row]) -> Row:

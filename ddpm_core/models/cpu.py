@@ -41,6 +41,7 @@ def optimize(model: UNet, training: bool = False) -> None:
     for module in model.modules():
         if (faster := _FASTER.get(type(module))) is not None:
             module.__class__ = faster
+        # Before packing, because PackedUpsample packs the product of its weights.
         if isinstance(module, Combined) and not training:
             module.freeze()
     if not training and model.conv_in.weight.dtype is torch.bfloat16 and has_packing():
@@ -54,6 +55,8 @@ def optimize(model: UNet, training: bool = False) -> None:
 def attend_explicitly(qkv: Tensor, heads: int, visible: Tensor | None = None) -> Tensor:
     """Compute `attend` by its formula, which is twice as fast as PyTorch's kernel on CPUs."""
     query, key, value = split_heads(qkv, heads)
+    # The scale is applied to the query, which has fewer elements than the scores. The softmax of
+    # autocast is float32, so its result is cast back for the second product.
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
     if visible is not None:
         scores = scores.masked_fill(~visible[:, None, None, :], -torch.inf)
@@ -137,9 +140,11 @@ class FastNorm(Norm):
         # A constant per group cancels in the norm, so the first channel's is subtracted from all:
         # that keeps the numbers small. The sums become those of x - pivot + moved.
         moved = moved - moved[..., :1]
+        # Over N pixels, sum (y + m)^2 = sum y^2 + m (2 sum y + N m), without another pass.
         squares.addcmul_(moved, 2 * sums + pixels * moved)
         sums.add_(moved, alpha=pixels)
         means = totals.view(2, batch, *grouped).sum(3, keepdim=True).div_(pixels * grouped[1])
+        # E y^2 - (E y)^2 can be slightly negative by rounding, hence the clamp.
         mean, variance = means[0], means[1].addcmul_(means[0], means[0], value=-1)
         scale = variance.clamp_(min=0.0).add_(self.eps).rsqrt_() * self.weight.view(grouped)
         offset = torch.addcmul(self.bias.view(grouped), moved - pivot - mean, scale)
@@ -217,6 +222,8 @@ class FastUpsample(Combined, Upsample):
     def combine(self) -> tuple[Tensor]:
         """Return the weights of the transposed convolution, (in, out, 4, 4)."""
         weight = self.conv.weight
+        # Each row marks which of w0, w1 and w2 add up to one of the four weights along an axis. The
+        # Kronecker product applies this to both axes of the 3 x 3 weights at once.
         axis = weight.new_tensor([[0, 0, 1], [0, 1, 1], [1, 1, 0], [1, 0, 0]])
         both = torch.kron(axis, axis).T.contiguous()
         swapped = weight.transpose(0, 1).flatten(2)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
 
-from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.checkpoint import Checkpoint, TrainingData
 from ddpm_core.evaluation.metrics import SMALL
-from ddpm_core.scores import SPACES, Row, named_metrics
+from ddpm_core.scores import SPACES, Collapse, Evidence, Memorisation, Row, named_metrics
 from ddpm_core.text import counted, shown, throughout
 
 MAX_CLASSES = 20  # that are listed
@@ -64,16 +64,17 @@ JSON, in `artifacts/checkpoint`.
 def write_card(name: str, checkpoint: Checkpoint, row: Row) -> str:
     """Return the card as Markdown. `row` is the checkpoint's row of results.json."""
     row = Row.model_validate(throughout(shown, row.plain()))
+    data = TrainingData.model_validate(throughout(shown, checkpoint.training_data.model_dump()))
     return TEMPLATE.format(
         name=name,
         kind=_kind(checkpoint),
-        size=checkpoint.data["image_size"],
+        size=checkpoint.training_data.image_size,
         step=f"{checkpoint.step:,}",
         scores=_list(_scores(row)),
-        evidence=_list(_evidence(row["evidence"])),
-        copies=_copies(row.get("memorisation") or {}),
-        repeats=_repeats(row.get("collapse") or {}),
-        data=_list(_data(throughout(shown, checkpoint.data))),
+        evidence=_list(_evidence(row.evidence)),
+        copies=_copies(row.memorisation),
+        repeats=_repeats(row.collapse),
+        data=_list(_data(data)),
         caveats=_list(_caveats(row)),
         settings=_settings(checkpoint),
     )
@@ -92,84 +93,82 @@ def as_description(card: str) -> str:
 
 def _kind(checkpoint: Checkpoint) -> str:
     kinds = {"none": "images", "class": "images by class", "text": "images by text"}
-    colour = "gray" if checkpoint.data["channels"] == 1 else "colour"
+    colour = "gray" if checkpoint.training_data.channels == 1 else "colour"
     return f"{colour} {kinds[checkpoint.params.model.conditioning]}"
 
 
 def _scores(row: Row) -> Iterator[str]:
     """Yield the ranking score, the others, and the score of held-out real images."""
-    yield f"**{row['score_name']}: {row['score']:.4g}** (lower is better)"
+    yield f"**{row.score_name}: {row.score:.4g}** (lower is better)"
     for name, value in named_metrics(row).items():
-        if name != row["score_name"] and not name.startswith(("memorisation", "repeats")):
+        if name != row.score_name and not name.startswith(("memorisation", "repeats")):
             yield f"{name}: {value:.4g}"
-    floor, same = (row.get("floor") or {}).get("fd"), (row.get("at_floor") or {}).get("fd")
+    floor, same = row.floor and row.floor.fd, row.at_floor and row.at_floor.fd
     if floor is not None and same is not None:
-        count = row["floor_count"]
         yield (
-            f"{count} real held-out images have a distance of {floor:.4g}, as many images of this "
-            f"model {same:.4g}"
+            f"{row.floor_count} real held-out images have a distance of {floor:.4g}, as many "
+            f"images of this model {same:.4g}"
         )
 
 
-def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
-    settings = {k: v for k, v in (evidence.get("sampler") or {}).items() if v is not None}
+def _evidence(evidence: Evidence) -> Iterator[str]:
+    settings = {k: v for k, v in evidence.sampler.items() if v is not None}
     listed = ", ".join(f"{key} {_plain(value)}" for key, value in settings.items())
-    yield f"{counted(evidence['count'], 'image')}, seed {evidence['seed']}; {listed}"
-    reference = evidence.get("reference_count")
+    yield f"{counted(evidence.count, 'image')}, seed {evidence.seed}; {listed}"
+    reference = evidence.reference_count
     against = f"{reference:,} training images" if reference else "the training images"
-    yield f"against {against}, fingerprint `{evidence['data']}`"
-    space = SPACES.get(evidence.get("space", ""), evidence["extractor"])
-    accuracy = evidence.get("extractor_accuracy")
+    yield f"against {against}, fingerprint `{evidence.data}`"
+    space = SPACES.get(evidence.space, evidence.extractor)
+    accuracy = evidence.extractor_accuracy
     note = f", accuracy {accuracy:.1%} on held-out images" if accuracy is not None else ""
-    yield f"{space}{note}; fingerprint `{evidence['extractor_fingerprint']}`"
-    yield f"weights `{evidence['weights']}`"
+    yield f"{space}{note}; fingerprint `{evidence.extractor_fingerprint}`"
+    yield f"weights `{evidence.weights}`"
 
 
-def _copies(facts: Mapping[str, Any]) -> str:
-    verdict = VERDICTS.get(str(facts.get("verdict")), "The check for copies was not made.")
-    if facts.get("share_below") is None:
+def _copies(found: Memorisation | None) -> str:
+    verdict = VERDICTS.get(found.verdict if found else "", "The check for copies was not made.")
+    if found is None or found.share_below is None:
         return verdict
-    chance = facts.get("expected_below") or 0.01
+    chance = found.expected_below or 0.01
     return (
-        f"{verdict} Of {facts['count']:,} images, {facts['share_below']:.1%} are nearer to a "
+        f"{verdict} Of {found.count:,} images, {found.share_below:.1%} are nearer to a "
         f"training image than 99 % of held-out images are. By chance it would be {chance:.1%}."
     )
 
 
-def _repeats(facts: Mapping[str, Any]) -> str:
-    if facts.get("verdict", "unknown") == "unknown":
+def _repeats(found: Collapse | None) -> str:
+    if found is None or found.repeats is None or found.real_repeats is None:
         return "The check for repeated images was not made."
-    count = facts["count"]
-    verdict = "**It has collapsed.** " if facts["verdict"] == "collapsed" else ""
+    verdict = "**It has collapsed.** " if found.verdict == "collapsed" else ""
     return (
-        f"{verdict}Of {count:,} images, {facts['repeats'] / count:.1%} nearly equal another one. "
-        f"Of as many training images, {facts['real_repeats'] / count:.1%} do."
+        f"{verdict}Of {found.count:,} images, {found.repeats / found.count:.1%} nearly equal "
+        "another one. "
+        f"Of as many training images, {found.real_repeats / found.count:.1%} do."
     )
 
 
-def _data(data: Mapping[str, Any]) -> Iterator[str]:
-    if data.get("count"):
-        yield f"{counted(data['count'], 'image')}, fingerprint `{data['fingerprint']}`"
-    for key, value in (data.get("source") or {}).items():
+def _data(data: TrainingData) -> Iterator[str]:
+    if data.count:
+        yield f"{counted(data.count, 'image')}, fingerprint `{data.fingerprint}`"
+    for key, value in data.source.items():
         if isinstance(value, str | int):
             yield f"source {key}: {_plain(value)}"
-    names, counts = data.get("classes") or [], data.get("class_counts") or []
-    listed = [f"{_plain(name)} ({count})" for name, count in zip(names, counts, strict=False)]
+    pairs = zip(data.classes, data.class_counts, strict=False)
+    listed = [f"{_plain(name)} ({count})" for name, count in pairs]
     if listed:
         more = f", and {len(listed) - MAX_CLASSES} more" if len(listed) > MAX_CLASSES else ""
         yield f"classes: {', '.join(listed[:MAX_CLASSES])}{more}"
 
 
 def _caveats(row: Row) -> Iterator[str]:
-    evidence = row["evidence"]
-    if evidence["count"] < SMALL:
+    if row.evidence.count < SMALL:
         yield (
-            f"The scores are from {evidence['count']:,} images. With few images a Fréchet distance "
-            "is too high; compare it only with scores from as many images."
+            f"The scores are from {row.evidence.count:,} images. With few images a Fréchet "
+            "distance is too high; compare it only with scores from as many images."
         )
-    if not str(row["score_name"]).startswith("fid"):
+    if not row.score_name.startswith("fid"):
         yield (
-            f"`{row['score_name']}` is not an FID. Its features are not those of the standard "
+            f"`{row.score_name}` is not an FID. Its features are not those of the standard "
             "Inception network, so it does not compare with published scores."
         )
     yield "The images show what the training images show, with their biases."

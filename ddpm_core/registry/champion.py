@@ -42,7 +42,7 @@ def judge(
     if version is None:
         return decide(row, None, lambda: row)
     has_files = registry.has_files(version)
-    rows = rows_of(version) if has_files else []  # a model that nobody can load has no score
+    rows = rows_of(version) if has_files else []  # a model that cannot be loaded has no score
     if not failed(verdicts(row)) and any(version_key(old) == version_key(row) for old in rows):
         why = str(version.tags.get("decision", ""))
         by_hand = "It is the champion: the alias was moved to it."
@@ -136,29 +136,30 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
         Unfit: the checkpoint cannot draw such images.
         UserError: the data, the extractor or the metric are no longer those of the candidate.
     """
-    evidence = candidate["evidence"]
+    evidence = candidate.evidence
     scorer = Scorer(config, workspace)
-    require_equal("data", scorer.train.fingerprint, evidence["data"])
+    require_equal("data", scorer.train.fingerprint, evidence.data)
     try:
         checkpoint = Checkpoint.open(folder)
     except Corrupt as error:
         raise Unfit(str(error)) from error
-    shape = (checkpoint.data["image_size"], checkpoint.data["channels"])
+    data = checkpoint.training_data
+    shape = (data.image_size, data.channels)
     if shape != (scorer.train.image_size, scorer.train.channels):
         raise Unfit(
             f"it draws images of {shape[0]} pixels and {shape[1]} channels, the data have "
             f"{scorer.train.image_size} and {scorer.train.channels}."
         )
-    require_equal("extractor", scorer.extractor.fingerprint, evidence["extractor_fingerprint"])
-    require_equal("score", scorer.score_name(int(evidence["count"])), candidate["score_name"])
+    require_equal("extractor", scorer.extractor.fingerprint, evidence.extractor_fingerprint)
+    require_equal("score", scorer.score_name(evidence.count), candidate.score_name)
     # The candidate's sampler and seed, with the champion's own weights.
     sampled = {**sample_settings(candidate, checkpoint), "ema": checkpoint.params.sample.ema}
     settings = Sample.model_validate({**config.sample.model_dump(mode="json"), **sampled})
-    count = int(evidence["count"])
+    count = evidence.count
     try:
         sampler = ImageSampler(
             checkpoint.load(settings.ema, scorer.device),
-            checkpoint.data,
+            data,
             settings,
             checkpoint.params.diffusion,
             compiled=compiles_sampling(settings.compile, scorer.device, count * settings.steps),
@@ -169,13 +170,13 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
     with memory.translate_errors(advice), translate_compile_errors("sample.compile"):
         images = draw(sampler, count, settings.batch_size)
     # The same data, extractor, sampler and count, so that the scores compare.
-    measured = evidence.plain() | {
+    changes = {
         "weights": checkpoint.weights_hash(settings.ema),
         "train": checkpoint.train_fingerprint,
         "samples": None,
     }
-    scores = scorer.score([images], "the champion")
-    return Row.model_validate({"step": checkpoint.step, **scores, "evidence": measured})
+    measured = scorer.score([images], "the champion")
+    return Row(**measured, step=checkpoint.step, evidence=evidence.model_copy(update=changes))
 
 
 def require_equal(what: str, now: str, scored: str) -> None:
@@ -190,9 +191,8 @@ def require_equal(what: str, now: str, scored: str) -> None:
 
 def sample_settings(row: Row, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the settings of params' `sample` that the score of a row was measured with."""
-    evidence = row["evidence"]
-    settings = {k: v for k, v in evidence["sampler"].items() if k in Sample.model_fields}
-    return {"ema": checkpoint.params.sample.ema, **settings, "seed": evidence["seed"]}
+    used = {k: v for k, v in row.evidence.sampler.items() if k in Sample.model_fields}
+    return {"ema": checkpoint.params.sample.ema, **used, "seed": row.evidence.seed}
 
 
 def draw(sampler: ImageSampler, count: int, batch_size: int) -> Pixels:

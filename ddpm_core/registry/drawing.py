@@ -30,21 +30,21 @@ class Job:
 
     served: Served
     tasks: list[Task]
-    answer: Future[bytes] = field(default_factory=Future)  # the JSON of the response
+    response: Future[bytes] = field(default_factory=Future)  # JSON
     abandoned: bool = False
 
     def run(self) -> None:
-        """Draw and encode the images. `answer` gets the result or the error."""
-        if not self.answer.set_running_or_notify_cancel():
+        """Draw and encode the images. `response` gets the result or the error."""
+        if not self.response.set_running_or_notify_cancel():
             return
         try:
             # Encode each image at once: as Python objects, pixels take many times more memory.
             images = self.served.images(self.tasks, self._check)
             encoded = [json.dumps(image).encode() for image in images]
-            self.answer.set_result(b'{"predictions": [' + b", ".join(encoded) + b"]}")
+            self.response.set_result(b'{"predictions": [' + b", ".join(encoded) + b"]}")
         except BaseException as error:  # the thread must survive every request
             # The frames of a traceback would keep the model in memory.
-            self.answer.set_exception(error.with_traceback(None))
+            self.response.set_exception(error.with_traceback(None))
 
     def _check(self, step: int) -> None:
         if self.abandoned:

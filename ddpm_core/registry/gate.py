@@ -21,7 +21,7 @@ FAULTS = {
 
 
 class Unfit(Exception):
-    """The champion can never be measured with the present evidence; says why."""
+    """The champion can never be measured with the present evidence, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Decision:
 def version_key(row: Row) -> dict[str, str]:
     """Return the tags that identify a version: its weights, and how they were measured."""
     return {
-        "weights": str(row["evidence"]["weights"]),
+        "weights": row.evidence.weights,
         "score_name": str(row["score_name"]),
         "evidence_key": fingerprint(row.evidence.plain()),
     }
@@ -104,7 +104,7 @@ def compare(candidate: Row, champion: Champion, row: Row, note: str = "") -> Dec
 
 
 def distinct(first: float, second: float) -> tuple[str, str]:
-    """Format two numbers with four digits, or with as many as it takes to tell them apart."""
+    """Format two numbers with four digits, or with as many as distinguish them."""
     enough = (n for n in range(4, 18) if f"{first:.{n}g}" != f"{second:.{n}g}")
     digits = next(enough, 4)
     return f"{first:.{digits}g}", f"{second:.{digits}g}"

@@ -19,7 +19,7 @@ from ddpm_core.registry.gate import FAULTS
 from ddpm_core.registry.package import CHECKPOINT
 from ddpm_core.scores import Row
 from ddpm_core.storage import fetch_whole, verify
-from ddpm_core.storage.files import parse_object, validated
+from ddpm_core.storage.files import parse_model
 from ddpm_core.tracking.client import (
     CALL_TIMEOUT,
     connect,
@@ -157,7 +157,7 @@ class Registry:
         self.client.set_registered_model_alias(self.name, self.alias, version.version)
 
     def announce(self, version: Any) -> None:
-        """Tell concurrent processes that a version is about to be promoted."""
+        """Announce to concurrent processes that a version is about to be promoted."""
         self.tag(version, PROMOTED, datetime.now(UTC).isoformat())
 
     def announcements(self) -> dict[str, str]:
@@ -196,8 +196,8 @@ def compact_json(row: Row) -> str:
 def row_of(version: Any, key: str) -> Row | None:
     """Return the row in a tag of a version; None if it is missing or invalid."""
     try:
-        row = parse_object(str(version.tags.get(key, "")).encode(errors="replace"), f"tag {key}")
-        return Row.model_validate(validated(row, Row, f"tag {key}"))
+        tag = str(version.tags.get(key, "")).encode(errors="replace")
+        return parse_model(tag, Row, f"tag {key}")
     except Corrupt:
         return None
 

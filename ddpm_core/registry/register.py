@@ -28,7 +28,10 @@ from ddpm_core.tracking.record import read_record
 
 
 class Registration(Schema):
-    """What registered.json says of a version. A file of an older version may have fewer fields."""
+    """The content of registered.json: a version, and the score that it was registered with.
+
+    An earlier version of ddpm may have written fewer fields.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -145,8 +148,8 @@ def stale(config: Config, workspace: Workspace) -> str | None:
 
 def read_registration(workspace: Workspace) -> Registration | None:
     """Return the content of registered.json, or None if it is missing or invalid."""
-    record = workspace.read_json(REGISTERED, Registration)
-    return Registration.model_validate(throughout(masked, record)) if record else None
+    found = workspace.read_model(REGISTERED, Registration)
+    return found and Registration.model_validate(throughout(masked, found.model_dump()))
 
 
 def best_row(workspace: Workspace) -> Row:
@@ -165,13 +168,13 @@ def best_row(workspace: Workspace) -> Row:
 
 def scored_checkpoint(workspace: Workspace, row: Row) -> Checkpoint:
     """Return the checkpoint of a row. Raises UserError if it is gone, changed or not finite."""
-    step = int(row["step"])
+    step = row.step
     if step not in workspace.steps(SNAPSHOTS):
         raise UserError(
             f"The best checkpoint, step {step}, is gone. `evaluate` skips it.", run=("evaluate",)
         )
     checkpoint = open_checkpoint(workspace, step)
-    if row["evidence"]["weights"] not in checkpoint.checksums.values():
+    if row.evidence.weights not in checkpoint.checksums.values():
         raise UserError(
             f"The checkpoint of step {step} has changed since it was scored.",
             run=("sample", "evaluate"),
@@ -210,7 +213,7 @@ def publish(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str) -
         tags = {
             "step": str(checkpoint.step),
             row["score_name"]: f"{row['score']:.6g}",
-            "data": str(row["evidence"]["data"]),
+            "data": row.evidence.data,
             **key,
             **verdicts(row),
             "row": compact_json(row),

@@ -247,7 +247,7 @@ async def invocations(request: Request) -> Response:
         body = await read_body(request)
     except ClientDisconnect:
         say("serve: a client left before its request was complete.")
-        return Response(status_code=400)  # nobody receives it
+        return Response(status_code=400)  # the client has left
     if body is None:
         message = f"The request is larger than {MAX_BODY:,} bytes. Send fewer rows at once."
         return error_response(413, "REQUEST_LIMIT_EXCEEDED", message)
@@ -291,14 +291,14 @@ async def draw(request: Request, job: Job) -> Response:
     except Full:
         message = "The queue of requests is full. Try again in a few seconds."
         return error_response(429, "RESOURCE_EXHAUSTED", message, RETRY_AFTER)
-    answer: asyncio.Future[Any] = asyncio.wrap_future(job.answer)
+    response: asyncio.Future[Any] = asyncio.wrap_future(job.response)
     leaving: asyncio.Future[Any] = asyncio.ensure_future(disconnected(request))
     try:
-        await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
+        await asyncio.wait({response, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not response.done():
             say("serve: a client left before its images were drawn.")
-            return Response(status_code=400)  # nobody receives it
-        return Response(answer.result(), media_type=JSON)
+            return Response(status_code=400)  # the client has left
+        return Response(response.result(), media_type=JSON)
     except Exception as error:  # a UserError too: the request was valid
         warn(f"serve: drawing failed: {reason(error)}")
         message = "Drawing failed. The server's log has the reason."
@@ -306,7 +306,7 @@ async def draw(request: Request, job: Job) -> Response:
     finally:
         queue.abandon(job)
         leaving.cancel()
-        answer.cancel()
+        response.cancel()
 
 
 async def disconnected(request: Request) -> None:

@@ -29,7 +29,7 @@ class Served:
         self._checkpoint = Checkpoint.open(folder)
         ema = self._checkpoint.params.sample.ema
         self._model = self._checkpoint.load(ema, choose_device("auto"))
-        self._classes = [str(name) for name in self._checkpoint.data["classes"]]
+        self._classes = self._checkpoint.training_data.classes
         self._pixels = self._model.config.image_size**2
 
     def try_out(self) -> None:
@@ -61,8 +61,9 @@ class Served:
 
     def _images(self, task: Task, on_step: OnStep | None) -> Iterator[dict[str, Any]]:
         checkpoint, settings, numbers = self._checkpoint, task.settings, task.numbers
-        sampler = ImageSampler(self._model, checkpoint.data, settings, checkpoint.params.diffusion)
-        conditions = Conditions(self._model.config.conditioning, checkpoint.data, settings)
+        data = checkpoint.training_data
+        sampler = ImageSampler(self._model, data, settings, checkpoint.params.diffusion)
+        conditions = Conditions(self._model.config.conditioning, data, settings)
         labels = conditions.labels(numbers)
         size = max(1, min(BATCH, BATCH_PIXELS // self._pixels))
         for start in range(0, len(numbers), size):

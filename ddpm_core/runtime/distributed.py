@@ -2,7 +2,7 @@
 
 torchrun's agent keeps one key-value store for all restarts of its workers (see
 https://github.com/pytorch/pytorch/issues/135712; still so in PyTorch 2.15). A restarted worker
-would find the addresses that dead workers left there and connect to nobody. So the workers of each
+would find the addresses that dead workers left there and fail to connect. So the workers of each
 start first agree on a fresh name, and keep their keys below it.
 """
 
@@ -38,7 +38,7 @@ _OWN_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.
 class World:
     """This worker's rank among `size` workers, and its collectives.
 
-    A collective raises WorkerLost if another worker died or did not answer within `timeout`
+    A collective raises WorkerLost if another worker died or did not respond within `timeout`
     seconds. With `size` 1 nothing is communicated. `agent` is the ID of the torchrun process that
     watches this worker; 0: none.
     """
@@ -145,7 +145,7 @@ def world(device: str, environment: Mapping[str, str], timeout: float = TIMEOUT)
     try:
         yield World(rank, size, chosen, timeout, agent, group)
     except BaseException as error:
-        # With gloo, destroying the group tells the other workers that this one has left. With NCCL,
+        # With gloo, destroying the group shows the other workers that this one has left. With NCCL,
         # or after losing a worker, it would wait for ever; the end of the process closes all.
         if chosen.type != "cuda" and not isinstance(error, WorkerLost):
             dist.destroy_process_group()
@@ -157,7 +157,7 @@ def world(device: str, environment: Mapping[str, str], timeout: float = TIMEOUT)
 def _connect(device: torch.device, starting: World, timeout: float) -> dist.ProcessGroup | None:
     """Connect all workers; return the group whose collectives take up to `timeout` seconds.
 
-    None stands for the default group.
+    None means the default group.
     """
     limit = timedelta(seconds=starting.timeout)
     with starting._raise_worker_lost():

@@ -68,8 +68,8 @@ def _write(kind: str, record: Error | Progress) -> None:
 def _attempt() -> str:
     """Return an id that the processes of one start share, and no other start in any container.
 
-    torchrun makes a folder for each start, below a random one of its own, and in it a folder for
-    each process, which contains the error file.
+    torchrun makes a random folder, in it a folder for each start, and in that a folder for each
+    process, which contains the error file.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return str(PurePath(error_file).parent.parent) if error_file else str(os.getpid())

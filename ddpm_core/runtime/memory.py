@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from ddpm_core.errors import Interrupted, UserError
 
-# Some libraries raise RuntimeError or ImportError for everything, so only the text tells: the
-# allocators of PyTorch and C++, oneDNN, cuBLAS and cuDNN, and the dynamic linker.
+# Some libraries raise RuntimeError or ImportError for everything, so only the text shows the
+# cause. These are texts of the allocators of PyTorch and C++, oneDNN, cuBLAS, cuDNN and the linker.
 _TEXTS = (
     "out of memory",
     "allocate memory",

@@ -34,7 +34,7 @@ PAPER, INK, FAINT, TRACK = "#ffffff", "#1e1e1e", "#737373", "#e1e1e1"
 def destroy_prepared(config: Config, workspace: Workspace, count: int, path: Path) -> str:
     """Run `destroy` on `count` prepared images and every schedule that has enough timesteps.
 
-    Returns a sentence that names the files. Raises UserError as `destroy` does.
+    Returns a message that names the files. Raises UserError as `destroy` does.
     """
     data = open_dataset(workspace)
     spread = np.linspace(0, len(data) - 1, min(count, len(data))).round().astype(np.int64)

@@ -9,11 +9,11 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, InstanceOf
+from pydantic import Field
 
 from ddpm_core.checkpoint import look_at_checkpoint
 from ddpm_core.config import Config
@@ -21,11 +21,11 @@ from ddpm_core.console import say
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.sampling import plan
 from ddpm_core.sampling.images import Pixels, enlarge, grid, png
-from ddpm_core.sampling.plan import Shard
+from ddpm_core.sampling.plan import Recipe, Shard
 from ddpm_core.sampling.sampler import Conditions
-from ddpm_core.sampling.shards import ShardStore, facts_of, npy
+from ddpm_core.sampling.shards import ShardStore, npy, record_of
 from ddpm_core.storage import MANIFEST, sha256_of
-from ddpm_core.storage.files import Count, Schema, inside, is_plain, open_array
+from ddpm_core.storage.files import Count, inside, is_plain, open_array
 from ddpm_core.storage.manifest import FileRecord
 from ddpm_core.storage.workspace import GRID, Workspace, samples_key
 
@@ -33,24 +33,11 @@ SHOWN = 64  # images in the grid
 SINGLES = "png"  # the folder with a file per image
 LABELS = "labels.npy"
 LISTED = 8  # shards that a message names
-# Fields of a manifest that are not part of the fingerprint; all others are (see plan.recipe).
-_EXTRA = {"png", "samples_fingerprint", "shards", "files", "pictures"}
 
 
-class Gathered(Schema):
-    """The manifest of gathered samples: their recipe (see plan.recipe), shards and files."""
+class SamplesManifest(Recipe):
+    """The manifest of gathered samples: their recipe, shards and files."""
 
-    step: Count
-    count: Count
-    seed: int
-    image_size: Annotated[int, Field(ge=1, le=2**16)]
-    channels: Annotated[int, Field(ge=1, le=4)]
-    classes: list[InstanceOf[str]]
-    sampler: dict[str, Any]
-    weights: str
-    data_fingerprint: str
-    train_fingerprint: str
-    png: bool = False  # whether each image is also a file in png/
     samples_fingerprint: str
     shards: Annotated[list[str], Field(min_length=1)]
     files: dict[str, FileRecord]
@@ -64,12 +51,12 @@ class Samples:
     Attributes:
         shards: Memory-mapped images, uint8 (n, H, W, C) each.
         labels: The class of each image, int64 (n,), or None.
-        evidence: The manifest: where the images come from.
+        manifest: Where the images come from.
     """
 
     shards: list[Pixels]
     labels: NDArray[np.int64] | None
-    evidence: dict[str, Any]
+    manifest: SamplesManifest
 
     def __len__(self) -> int:
         return sum(len(shard) for shard in self.shards)
@@ -83,73 +70,66 @@ class Samples:
 def open_samples(workspace: Workspace, step: int) -> Samples:
     """Return the gathered samples of a step. Raises Corrupt if they are missing or damaged."""
     key, again = samples_key(step), ("sample",)
-    evidence = workspace.read_json(f"{key}/{MANIFEST}", Gathered)
-    if not evidence:
+    manifest = workspace.read_model(f"{key}/{MANIFEST}", SamplesManifest)
+    if manifest is None:
         raise Corrupt(f"The checkpoint of step {step} has no complete samples.", run=again)
     folder = workspace.path(key)
     remove = f"Remove {key}."
-    if not _is_recipe(evidence):
+    if manifest.fingerprint() != manifest.samples_fingerprint:
         raise Corrupt(
             f"{key}/{MANIFEST} was changed, or another version of ddpm wrote it: its fingerprint "
             f"does not match its settings. {remove}",
             run=again,
         )
-    for name, file in evidence["files"].items():
+    for name, file in manifest.files.items():
         path = inside(folder, name)
-        if not path.is_file() or sha256_of(path) != file["sha256"]:
+        if not path.is_file() or sha256_of(path) != file.sha256:
             raise Corrupt(f"{key}/{name} is missing or was changed. {remove}", run=again)
-    if not set(evidence["shards"]) <= set(evidence["files"]):
+    if not set(manifest.shards) <= set(manifest.files):
         raise Corrupt(
             f"{key}/{MANIFEST} is damaged: it lists shards without checksums. {remove}", run=again
         )
-    arrays = [open_array(folder / name) for name in evidence["shards"]]
+    arrays = [open_array(folder / name) for name in manifest.shards]
     if any(array.dtype != np.uint8 or array.ndim != 4 for array in arrays):
         raise Corrupt(f"{key} is damaged: a shard does not contain images. {remove}", run=again)
-    if (images := sum(map(len, arrays))) != evidence["count"]:
-        raise Corrupt(
-            f"{key} has {images} images; must have {evidence['count']}. {remove}", run=again
-        )
+    if (images := sum(map(len, arrays))) != manifest.count:
+        raise Corrupt(f"{key} has {images} images; must have {manifest.count}. {remove}", run=again)
     if len({array.shape[1:] for array in arrays}) > 1:
         raise Corrupt(f"{key} is damaged: its shards differ in image size. {remove}", run=again)
     labels = None
-    if LABELS in evidence["files"]:
+    if LABELS in manifest.files:
         labels = np.array(open_array(folder / LABELS))
-        classes = range(len(evidence["classes"]))
+        classes = range(len(manifest.classes))
         fits = labels.dtype == np.int64 and labels.shape == (images,)
         if not fits or not np.isin(labels, classes).all():
             raise Corrupt(f"{key}/{LABELS} does not match the images. {remove}", run=again)
-    return Samples(arrays, labels, evidence)
+    return Samples(arrays, labels, manifest)
 
 
-def complete(workspace: Workspace, recipe: dict[str, Any], thorough: bool = False) -> bool:
+def complete(workspace: Workspace, recipe: Recipe, thorough: bool = False) -> bool:
     """Return whether a step has complete samples of this recipe.
 
     Checks the sizes of files, if `thorough` also their checksums, and the number of single PNGs.
     """
-    key, storage = samples_key(recipe["step"]), workspace.storage
-    found = workspace.read_json(f"{key}/{MANIFEST}", Gathered)
-    if found.get("samples_fingerprint") != recipe["samples_fingerprint"] or not _is_recipe(found):
+    key, storage = samples_key(recipe.step), workspace.storage
+    found = workspace.read_model(f"{key}/{MANIFEST}", SamplesManifest)
+    wanted = recipe.samples_fingerprint
+    if found is None or found.samples_fingerprint != wanted or found.fingerprint() != wanted:
         return False
     size = storage.size(f"{key}/{GRID}")
-    if size is None or size != found.get("pictures", {}).get(GRID, size):
+    if size is None or size != found.pictures.get(GRID, size):
         return False
-    if recipe["png"] and not (found.get("png") and len(_singles(workspace, key)) == found["count"]):
+    if recipe.png and not (found.png and len(_singles(workspace, key)) == found.count):
         return False
-    for name, file in found["files"].items():
-        if not is_plain(name) or storage.size(f"{key}/{name}") != file["size"]:
+    for name, file in found.files.items():
+        if not is_plain(name) or storage.size(f"{key}/{name}") != file.size:
             return False
-        if thorough and storage.checksum(f"{key}/{name}") != file["sha256"]:
+        if thorough and storage.checksum(f"{key}/{name}") != file.sha256:
             return False
     return True
 
 
-def _is_recipe(evidence: dict[str, Any]) -> bool:
-    """Return whether the fingerprint of a manifest matches its facts."""
-    facts = {name: value for name, value in evidence.items() if name not in _EXTRA}
-    return plan.fingerprint_of(facts) == str(evidence["samples_fingerprint"])
-
-
-def try_gather(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> bool:
+def try_gather(config: Config, workspace: Workspace, recipe: Recipe) -> bool:
     """Write the manifest of a checkpoint's samples if all shards are finished.
 
     Otherwise prints which shards are missing and returns False. Raises UserError if another
@@ -160,7 +140,7 @@ def try_gather(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> 
     shards = plan.shards(config.sample)
     missing = waiting(workspace, recipe, shards)
     if missing:
-        say(f"sample: step {recipe['step']} still waits for {missing}.")
+        say(f"sample: step {recipe.step} still waits for {missing}.")
         return False
     parts = ShardStore(workspace, recipe)
     try:
@@ -169,17 +149,17 @@ def try_gather(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> 
     except (Corrupt, FileNotFoundError) as error:
         now = waiting(workspace, recipe, shards)
         raise UserError(
-            f"The samples of step {recipe['step']} were changed while they were gathered"
+            f"The samples of step {recipe.step} were changed while they were gathered"
             f"{now and f': {now}'}. Another `ddpm sample` is running in this workspace: wait for "
             "it, then re-run this one."
         ) from error
     _write_manifest(workspace, recipe, files, made)
     records = [f"{shard.name}.json" for shard in shards]
-    parts.tidy([*files, *records, *made, *([SINGLES] * recipe["png"]), MANIFEST])
+    parts.tidy([*files, *records, *made, *([SINGLES] * recipe.png), MANIFEST])
     return True
 
 
-def waiting(workspace: Workspace, recipe: dict[str, Any], shards: list[Shard]) -> str:
+def waiting(workspace: Workspace, recipe: Recipe, shards: list[Shard]) -> str:
     """Return the names of unfinished shards, with the reason unless they are just missing."""
     parts = ShardStore(workspace, recipe)
     found = [(shard.name, parts.problem(shard)) for shard in shards]
@@ -192,16 +172,18 @@ def waiting(workspace: Workspace, recipe: dict[str, Any], shards: list[Shard]) -
     return ", ".join(unfinished[:LISTED]) + more
 
 
-def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> dict[str, bytes]:
+def _write_extras(config: Config, workspace: Workspace, recipe: Recipe) -> dict[str, bytes]:
     """Write the grid, the labels of a class-conditional model, and single PNGs if requested.
 
     Returns the contents of grid and labels by name.
     """
-    key = samples_key(recipe["step"])
+    key = samples_key(recipe.step)
     first = np.stack(list(islice(_images(config, workspace, key), SHOWN)))
     made = {GRID: png(enlarge(grid(first), 512))}
-    checkpoint = look_at_checkpoint(workspace, recipe["step"])
-    conditions = Conditions(checkpoint.network.conditioning, checkpoint.data, config.sample)
+    checkpoint = look_at_checkpoint(workspace, recipe.step)
+    conditions = Conditions(
+        checkpoint.network.conditioning, checkpoint.training_data, config.sample
+    )
     labels = conditions.labels(range(config.sample.count))
     if labels is not None:
         made[LABELS] = npy(labels)
@@ -238,8 +220,8 @@ def _images(config: Config, workspace: Workspace, key: str) -> Iterator[Pixels]:
 
 def _write_manifest(
     workspace: Workspace,
-    recipe: dict[str, Any],
-    files: dict[str, dict[str, Any]],
+    recipe: Recipe,
+    files: dict[str, FileRecord],
     made: dict[str, bytes],
 ) -> None:
     """Write the manifest with the sizes and checksums of this recipe's files.
@@ -247,10 +229,11 @@ def _write_manifest(
     `files` and `made` come from this process, so a file that another recipe puts in their place
     does not match.
     """
-    manifest = {
-        **recipe,
-        "shards": list(files),
-        "files": {**files, **{name: facts_of(made[name]) for name in made if name == LABELS}},
-        "pictures": {GRID: len(made[GRID])},
-    }
-    workspace.write_json(f"{samples_key(recipe['step'])}/{MANIFEST}", manifest)
+    labels = {LABELS: record_of(made[LABELS])} if LABELS in made else {}
+    manifest = SamplesManifest(
+        **recipe.plain(),
+        shards=list(files),
+        files={**files, **labels},
+        pictures={GRID: len(made[GRID])},
+    )
+    workspace.write_json(f"{samples_key(recipe.step)}/{MANIFEST}", manifest.plain())

@@ -10,7 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field, InstanceOf
 
 from ddpm_core.checkpoint import Checkpoint, look_at_checkpoint
 from ddpm_core.config import Config, Sample
@@ -19,11 +21,50 @@ from ddpm_core.config.load import validate
 from ddpm_core.config.results import SAMPLER_DEFAULTS
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.scores import best_to_sample, read_rows
+from ddpm_core.storage.files import Count, Schema
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, fingerprint
 
 T = TypeVar("T")
 Warn = Callable[[str], None]
 REPAIR = "Restore the file from a copy, or run `ddpm train` to train the newest checkpoint again."
+
+
+# Fields of a samples' manifest that change no image; the fingerprint covers all others.
+_UNRELATED = {"png", "samples_fingerprint", "shards", "files", "pictures"}
+
+
+class Recipe(Schema):
+    """Everything that the images of a checkpoint depend on, and its fingerprint.
+
+    `png`, whether each image is also written as a file, is included but not part of the
+    fingerprint. Unknown fields are kept and count: another version of ddpm may have written them.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    step: Count
+    count: Count
+    batch_size: Count
+    weights: str  # SHA-256 of the weights file
+    sampler: dict[str, Any]  # the settings of `sample` that its method uses, and the precision
+    seed: int
+    data_fingerprint: str
+    train_fingerprint: str
+    image_size: Annotated[int, Field(ge=1, le=2**16)]
+    channels: Annotated[int, Field(ge=1, le=4)]
+    classes: list[InstanceOf[str]]
+    compiled: bool = False  # unset if false: it was added later and must not change fingerprints
+    png: bool = False
+    samples_fingerprint: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields that were given, as they are written to the manifest."""
+        return self.model_dump(exclude_unset=True)
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the images. Settings at their defaults do not change it."""
+        facts = {name: value for name, value in self.plain().items() if name not in _UNRELATED}
+        return fingerprint({**facts, "sampler": non_defaults(self.sampler, SAMPLER_DEFAULTS)})
 
 
 @dataclass(frozen=True)
@@ -102,35 +143,28 @@ def best_step(config: Config, workspace: Workspace) -> int:
     return row.step
 
 
-def recipe(
+def make_recipe(
     config: Config, checkpoint: Checkpoint, precision: str, compiled: bool = False
-) -> dict[str, Any]:
-    """Return the facts that the images of a checkpoint depend on, and their fingerprint.
-
-    The setting `sample.png`, which changes no image, is included but not part of the fingerprint.
-    """
-    settings = config.sample
-    sampler = {**settings.of_sampler(), "precision": precision}
-    facts = {
-        "step": checkpoint.step,
-        "count": settings.count,
-        "batch_size": settings.batch_size,
-        "weights": checkpoint.weights_hash(settings.ema),
-        "sampler": sampler,
-        "seed": settings.seed,
-        "data_fingerprint": checkpoint.data["fingerprint"],
-        "train_fingerprint": checkpoint.train_fingerprint,
-        "image_size": checkpoint.data["image_size"],
-        "channels": checkpoint.data["channels"],
-        "classes": checkpoint.data["classes"],
-        **({"compiled": True} if compiled else {}),
-    }
-    return {**facts, "png": settings.png, "samples_fingerprint": fingerprint_of(facts)}
-
-
-def fingerprint_of(facts: dict[str, Any]) -> str:
-    """Return the fingerprint of a recipe. Settings at their default values do not change it."""
-    return fingerprint({**facts, "sampler": non_defaults(facts["sampler"], SAMPLER_DEFAULTS)})
+) -> Recipe:
+    """Return the recipe of a checkpoint's images."""
+    settings, data = config.sample, checkpoint.training_data
+    recipe = Recipe(
+        step=checkpoint.step,
+        count=settings.count,
+        batch_size=settings.batch_size,
+        weights=checkpoint.weights_hash(settings.ema),
+        sampler={**settings.of_sampler(), "precision": precision},
+        seed=settings.seed,
+        data_fingerprint=data.fingerprint,
+        train_fingerprint=checkpoint.train_fingerprint,
+        image_size=data.image_size,
+        channels=data.channels,
+        classes=data.classes,
+        png=settings.png,
+    )
+    if compiled:
+        recipe = recipe.model_copy(update={"compiled": True})
+    return recipe.model_copy(update={"samples_fingerprint": recipe.fingerprint()})
 
 
 def must_suit(
@@ -154,8 +188,8 @@ def look_at_chosen(
 ) -> list[Checkpoint]:
     """Return the selected checkpoints without their weights (see `look_at_checkpoint`).
 
-    Raises UserError if one is missing, damaged or cannot draw with the settings; `intact` says
-    which damage is tolerated.
+    Raises UserError if one is missing, damaged or cannot draw with the settings; see `intact` for
+    the damage that is tolerated.
     """
     steps = chosen_steps(config, workspace)
     attempts = (partial(look_at_checkpoint, workspace, step) for step in steps)

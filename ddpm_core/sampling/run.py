@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from ddpm_core.runtime.device import (
 )
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling import gather, plan
-from ddpm_core.sampling.plan import Shard
+from ddpm_core.sampling.plan import Recipe, Shard
 from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.sampling.shards import ShardStore
 from ddpm_core.storage import MANIFEST
@@ -76,8 +75,9 @@ def sample(
     total = len(drawers) * sum(len(images) for _, images in drawers[0].share(mine))
     with progress("sample", total, "images") as advance:
         for drawer in drawers:
-            with skip_removed(config, workspace, drawer.recipe["step"]):
-                drawer.draw(mine, functools.partial(advance, note=f"step {drawer.recipe['step']}"))
+            step = drawer.recipe.step
+            with skip_removed(config, workspace, step):
+                drawer.draw(mine, functools.partial(advance, note=f"step {step}"))
                 gather.try_gather(config, workspace, drawer.recipe)
 
 
@@ -107,7 +107,7 @@ class Drawer:
         workspace: Workspace,
         world: World,
         checkpoint: Checkpoint,
-        recipe: dict[str, Any],
+        recipe: Recipe,
     ) -> None:
         self._config = config
         self._world = world
@@ -159,10 +159,10 @@ class Drawer:
             model = self._checkpoint.load(self._config.sample.ema, self._world.device)
             self._sampler = ImageSampler(
                 model,
-                self._checkpoint.data,
+                self._checkpoint.training_data,
                 self._config.sample,
                 self._checkpoint.params.diffusion,
-                compiled=self.recipe.get("compiled", False),
+                compiled=self.recipe.compiled,
             )
         return self._sampler
 
@@ -193,13 +193,13 @@ def drawer_of(
     return Drawer(config, workspace, world, fetched, recipe)
 
 
-def recipe_on(device: torch.device, config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the recipe (see plan.recipe) of a checkpoint's images on this device."""
+def recipe_on(device: torch.device, config: Config, checkpoint: Checkpoint) -> Recipe:
+    """Return the recipe of a checkpoint's images on this device."""
     settings = config.sample
     precision = choose_precision(settings.precision, device)
     # Compiling changes the rounding, so the decision depends on the whole run, not on a shard.
     compiled = compiles_sampling(settings.compile, device, settings.count * settings.steps)
-    return plan.recipe(config, checkpoint, precision, compiled)
+    return plan.make_recipe(config, checkpoint, precision, compiled)
 
 
 def remove_orphans(workspace: Workspace, steps: list[int]) -> None:
@@ -210,13 +210,13 @@ def remove_orphans(workspace: Workspace, steps: list[int]) -> None:
             workspace.storage.remove(samples_key(step))
 
 
-def warn_replaced(workspace: Workspace, recipes: Sequence[dict[str, Any]]) -> None:
+def warn_replaced(workspace: Workspace, recipes: Sequence[Recipe]) -> None:
     """Print which finished samples will be replaced."""
     replaced = []
     for recipe in recipes:
-        manifest = workspace.read_json(f"{samples_key(recipe['step'])}/{MANIFEST}")
-        if manifest.get("samples_fingerprint") not in (None, recipe["samples_fingerprint"]):
-            replaced.append(str(recipe["step"]))
+        manifest = workspace.read_json(f"{samples_key(recipe.step)}/{MANIFEST}")
+        if manifest.get("samples_fingerprint") not in (None, recipe.samples_fingerprint):
+            replaced.append(str(recipe.step))
     if replaced:
         warn(
             f"Replacing the samples of step {', '.join(replaced)}, which have different settings "
@@ -247,7 +247,7 @@ def _stale(
     return f"step {checkpoint.step}: {_missing(config, workspace, recipe)}"
 
 
-def _missing(config: Config, workspace: Workspace, recipe: dict[str, Any]) -> str:
+def _missing(config: Config, workspace: Workspace, recipe: Recipe) -> str:
     """Return what is missing, for the number of shards with the fewest missing ones.
 
     Jobs may have started with another number of shards than the settings have.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpm_core import rng
+from ddpm_core.checkpoint import TrainingData
 from ddpm_core.config import Diffusion, Sample
 from ddpm_core.data.captions import encode
 from ddpm_core.diffusion.process import make_schedule
@@ -31,8 +31,8 @@ class ImageSampler:
 
     Args:
         model: The trained network. It is changed in place for sampling.
-        data: The checkpoint's record of its training data (see checkpoint.Data). Its frequencies
-            of classes or captions apply unless `settings` names classes or prompts.
+        data: The data that the network was trained on. Its frequencies of classes or captions
+            apply unless `settings` names classes or prompts.
         compiled: Whether to compile the network, which pays for many batches of one size.
 
     Raises:
@@ -42,7 +42,7 @@ class ImageSampler:
     def __init__(
         self,
         model: UNet,
-        data: dict[str, Any],
+        data: TrainingData,
         settings: Sample,
         diffusion: Diffusion,
         compiled: bool = False,
@@ -128,27 +128,27 @@ class Conditions:
     """The class or text of each image: a table of conditions, and the row that image i takes.
 
     The classes or prompts of the settings (`sample.classes`, `sample.prompts`) are taken in turn.
-    Without them, each image draws one, with the frequencies in `data`, the checkpoint's record of
-    its training data. The row depends on the seed and i alone.
+    Without them, each image draws one, with its frequency in the training data. The row depends on
+    the seed and i alone.
 
     Raises UserError if a class is unknown, or a text is required and there is none.
     """
 
-    def __init__(self, conditioning: str, data: dict[str, Any], settings: Sample) -> None:
+    def __init__(self, conditioning: str, data: TrainingData, settings: Sample) -> None:
         self._key = rng.key(Purpose.SAMPLE_CONDITION, settings.seed)
         self._counts: list[int] | None = None
         self._table: Tensor | None = None
         if conditioning == "class":
-            names = [str(name) for name in data["classes"]]
-            self._counts = None if settings.classes else data["class_counts"]
+            names = list(data.classes)
+            self._counts = None if settings.classes else data.class_counts
             self._table = torch.tensor(_class_numbers(names, settings.classes or tuple(names)))
         elif conditioning == "text":
-            texts = settings.prompts or [text for text, _ in data["captions"]]
+            texts = settings.prompts or [text for text, _ in data.captions]
             if not texts:
                 raise UserError(
                     "sample.prompts: missing (required, because the checkpoint has no captions)."
                 )
-            self._counts = None if settings.prompts else [count for _, count in data["captions"]]
+            self._counts = None if settings.prompts else [count for _, count in data.captions]
             self._table = torch.from_numpy(encode(list(texts)))
 
     def take(self, index: Tensor) -> Tensor | None:
@@ -168,6 +168,8 @@ class Conditions:
     def _row(self, index: Tensor) -> Tensor:
         if self._counts is None:
             return index % len(self._table if self._table is not None else index)
+        # Row i has the numbers of [0, total) between edge i - 1 and edge i. The clamp is for a draw
+        # that rounding puts on the last edge.
         edges = torch.cumsum(torch.tensor(self._counts, dtype=torch.float64), 0)
         drawn = rng.uniform(self._key, index, ()).double() * edges[-1]
         return torch.searchsorted(edges, drawn, right=True).clamp(max=len(edges) - 1)

@@ -2,6 +2,10 @@
 
 Every worker writes the same bytes under the same name. So shards may be drawn repeatedly, by two
 workers at once, or in another number: the last writer changes nothing.
+
+Images are written twice, because a chunk must be complete on its own: a killed worker loses only
+one, the workers of a shard take them in turn, and S3 cannot append them to a file. Readers want few
+files, so a finished shard replaces its chunks.
 """
 
 from __future__ import annotations
@@ -17,34 +21,32 @@ from numpy.typing import NDArray
 
 from ddpm_core.errors import Corrupt
 from ddpm_core.sampling.images import Pixels
-from ddpm_core.sampling.plan import Shard
+from ddpm_core.sampling.plan import Recipe, Shard
 from ddpm_core.storage import MANIFEST
-from ddpm_core.storage.files import Count, Schema
+from ddpm_core.storage.files import Count
+from ddpm_core.storage.manifest import FileRecord
 from ddpm_core.storage.workspace import Workspace, samples_key
 
 DIGEST = 32  # bytes of the SHA-256 that precedes the pixels of a chunk
 
 
-class Record(Schema):
-    """The content of shard-III-of-NNN.json, beside its shard."""
+class ShardRecord(FileRecord):
+    """The content of shard-III-of-NNN.json: size and checksum of the shard, and its images."""
 
     samples_fingerprint: str
     start: Count
     stop: Count
-    size: Count
-    sha256: str
 
 
 class ShardStore:
-    """The chunks and shards of one recipe (see plan.recipe)."""
+    """The chunks and shards of one recipe."""
 
-    def __init__(self, workspace: Workspace, recipe: dict[str, Any]) -> None:
+    def __init__(self, workspace: Workspace, recipe: Recipe) -> None:
         self._storage = workspace.storage
         self._workspace = workspace
-        self._fingerprint = recipe["samples_fingerprint"]
-        size, channels = int(recipe["image_size"]), int(recipe["channels"])
-        self._image = (size, size, channels)
-        self.key = samples_key(recipe["step"])
+        self._fingerprint = recipe.samples_fingerprint
+        self._image = (recipe.image_size, recipe.image_size, recipe.channels)
+        self.key = samples_key(recipe.step)
         self._chunks = f"{self.key}/parts-{self._fingerprint}"
 
     def chunk(self, number: int, count: int) -> Pixels | None:
@@ -71,36 +73,42 @@ class ShardStore:
 
     def problem(self, shard: Shard) -> str:
         """Return in a few words why a shard is not up to date, or "" if it is."""
-        return self._problem(shard, self._record(shard))
+        return self._problem(shard, self._record(shard.name))
 
-    def listed(self, shard: Shard) -> dict[str, Any]:
+    def listed(self, shard: Shard) -> FileRecord:
         """Return size and checksum of a shard that has no `problem`.
 
         Raises Corrupt if its record or size has changed since; its content is not hashed again.
         """
-        record = self._record(shard)
-        if problem := self._problem(shard, record, content=False):
+        record = self._record(shard.name)
+        problem = self._problem(shard, record, content=False)
+        if problem or record is None:
             raise Corrupt(f"{self.key}/{shard.name}: {problem}.")
-        return {name: record[name] for name in ("size", "sha256")}
+        return FileRecord(size=record.size, sha256=record.sha256)
 
-    def _record(self, shard: Shard) -> dict[str, Any]:
-        return self._workspace.read_json(f"{self.key}/{shard.name}.json", Record)
+    def _record(self, name: str) -> ShardRecord | None:
+        return self._workspace.read_model(f"{self.key}/{name}.json", ShardRecord)
 
-    def _problem(self, shard: Shard, record: dict[str, Any], content: bool = True) -> str:
+    def _is_ours(self, name: str) -> bool:
+        """Return whether the shard with this name was drawn with this recipe."""
+        record = self._record(name)
+        return record is not None and record.samples_fingerprint == self._fingerprint
+
+    def _problem(self, shard: Shard, record: ShardRecord | None, content: bool = True) -> str:
         key = f"{self.key}/{shard.name}"
-        if not record:
+        if record is None:
             return "missing"
-        if record["samples_fingerprint"] != self._fingerprint:
+        if record.samples_fingerprint != self._fingerprint:
             return "different settings"
-        there = (record["start"], record["stop"], record["size"])
-        if there != (shard.start, shard.stop, self._size(shard)):
+        found = (record.start, record.stop, record.size)
+        if found != (shard.start, shard.stop, self._size(shard)):
             return "different images"
         size = self._storage.size(f"{key}.npy")
         if size is None:
             return "missing"
-        if size != record["size"]:
+        if size != record.size:
             return "damaged"
-        if content and self._storage.checksum(f"{key}.npy") != record["sha256"]:
+        if content and self._storage.checksum(f"{key}.npy") != record.sha256:
             return "damaged"
         return ""
 
@@ -117,13 +125,13 @@ class ShardStore:
         key = f"{self.key}/{shard.name}"
         self._remove_old_manifest()
         self._storage.write(f"{key}.npy", data)
-        record = {
-            "samples_fingerprint": self._fingerprint,
-            "start": shard.start,
-            "stop": shard.stop,
-            **facts_of(data),
-        }
-        self._workspace.write_json(f"{key}.json", record)
+        record = ShardRecord(
+            samples_fingerprint=self._fingerprint,
+            start=shard.start,
+            stop=shard.stop,
+            **record_of(data).model_dump(),
+        )
+        self._workspace.write_json(f"{key}.json", record.model_dump())
         for number in shard.chunks:
             self._storage.remove(self._chunk_key(number))
         return True
@@ -137,10 +145,9 @@ class ShardStore:
             shard, dot, end = name.partition(".")
             if name in wanted:
                 continue
-            if dot and end in ("npy", "json") and shard.startswith("shard-"):
-                record = self._workspace.read_json(f"{self.key}/{shard}.json", Record)
-                if record.get("samples_fingerprint") == self._fingerprint:
-                    continue
+            is_shard = dot and end in ("npy", "json") and shard.startswith("shard-")
+            if is_shard and self._is_ours(shard):
+                continue
             try:
                 self._storage.remove(f"{self.key}/{name}")
             except FileNotFoundError:
@@ -150,11 +157,10 @@ class ShardStore:
         """Return the numbers N of all shards I of N of this recipe in the workspace, ascending."""
         found = set()
         for name in self._storage.names(self.key):
-            _, of, number = name.removesuffix(".json").partition("-of-")
-            if name.endswith(".json") and of and number.isdecimal():
-                record = self._workspace.read_json(f"{self.key}/{name}", Record)
-                if record.get("samples_fingerprint") == self._fingerprint:
-                    found.add(int(number))
+            shard, _, end = name.partition(".")
+            number = shard.partition("-of-")[2]
+            if end == "json" and number.isdecimal() and self._is_ours(shard):
+                found.add(int(number))
         return sorted(found)
 
     def _remove_old_manifest(self) -> None:
@@ -172,9 +178,9 @@ class ShardStore:
         return f"{self._chunks}/chunk-{number:06d}"
 
 
-def facts_of(data: bytes) -> dict[str, Any]:
-    """Return the size and checksum of a file, as a manifest records them."""
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+def record_of(data: bytes) -> FileRecord:
+    """Return the size and checksum of a file with this content."""
+    return FileRecord(size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def npy(array: NDArray[Any]) -> bytes:

@@ -94,7 +94,7 @@ def parse_object(data: bytes, name: str) -> dict[str, Any]:
 
 def parse_model(data: bytes, schema: type[Model], name: str) -> Model:
     """Return the JSON object in `data` as a frozen model. Raises Corrupt."""
-    return _model(parse_object(data, name), schema, name)
+    return as_model(parse_object(data, name), schema, name)
 
 
 def read_object(path: Path, name: str) -> dict[str, Any]:
@@ -111,13 +111,8 @@ def read_bytes(path: Path, name: str, most: int) -> bytes:
         return file.read(size)
 
 
-def validated(value: dict[str, Any], schema: type[Schema], name: str) -> dict[str, Any]:
-    """Return `value` if it matches a schema. Raises Corrupt with the first wrong field."""
-    _model(value, schema, name)
-    return value
-
-
-def _model(value: dict[str, Any], schema: type[Model], name: str) -> Model:
+def as_model(value: dict[str, Any], schema: type[Model], name: str) -> Model:
+    """Return a JSON object as a frozen model. Raises Corrupt with the first wrong field."""
     try:
         return schema.model_validate(value)
     except ValidationError as error:

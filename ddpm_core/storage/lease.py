@@ -37,6 +37,8 @@ def hold(workspace: Workspace) -> Iterator[Lease]:
 
     Raises UserError, with the owner named, if another run holds it.
     """
+    # The lock is taken before the lease and released after it. So where the storage has locks, the
+    # process that gets the lock knows that no owner on this machine is alive.
     with _locked(workspace) as locked:
         lease = Lease(workspace, _wait_until_free(workspace, locked))
         with _write_errors(workspace):
@@ -90,6 +92,8 @@ class Lease:
         self._process = _process(os.getpid())
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        # `check` may renew the lease while the heartbeat does. Of two concurrent writes, the second
+        # would find that its tag was replaced.
         self._lock = threading.Lock()
         self._renewed = time.monotonic()
         self._lost = ""
@@ -106,6 +110,7 @@ class Lease:
 
     def stop(self) -> None:
         """Give the lease back. The fence stays in the file."""
+        # The heartbeat ends first. Otherwise it could renew the lease after it was given back.
         self._stopped.set()
         self._thread.join()
         if not self._lost:
@@ -223,7 +228,8 @@ def _wait_until_free(workspace: Workspace, locked: bool) -> Tagged | None:
         return found
     if _is_alive(owner):
         raise UserError(_in_use(workspace, owner))
-    # At least two heartbeats: a single late renewal must not look like a dead owner.
+    # At least two heartbeats, because a single late renewal must not look like a dead owner. The
+    # age comes from the storage's clock, so it may be subtracted.
     timeout = max(LIFETIME - found.age, 2.4 * HEARTBEAT)
     say(
         f"The workspace {workspace.uri} may be in use by {owner}. Taking it over unless its lease "
@@ -233,6 +239,7 @@ def _wait_until_free(workspace: Workspace, locked: bool) -> Tagged | None:
     while time.monotonic() < deadline:
         time.sleep(POLL)
         current = workspace.storage.read_tagged(LEASE)
+        # The owner may have given the lease back or died, or another run may have been faster.
         if current is None or not _may_be_alive(read(current), locked):
             return current
         if current.tag != found.tag:
@@ -251,6 +258,7 @@ def _may_be_alive(owner: Owner, locked: bool) -> bool:
         return False  # the kernel has released the owner's lock
     if not this.started:
         return True  # without /proc (macOS) processes cannot be distinguished
+    # A process of another PID namespace, such as a container, is invisible from here.
     return owner.space != this.space or _is_alive(owner)
 
 
@@ -276,6 +284,9 @@ def _process(pid: int) -> Process:
     with suppress(OSError):
         space = str(Path("/proc/self/ns/pid").readlink())
         status = Path(f"/proc/{pid}/stat").read_text()
+        # The second field is the program's name in parentheses, which may itself contain spaces and
+        # parentheses, so read from behind the last one. The start time is field 22 of proc(5). PIDs
+        # are reused, but not together with it. A zombie (Z) or dead process (X) counts as ended.
         state, *rest = status[status.rindex(")") + 2 :].split()
         started = "" if state in "ZX" else rest[18]
     return Process(_boot(), space, pid, started)

@@ -1,8 +1,8 @@
 """Temporary names for unfinished files and folders, and their removal after a writer was killed.
 
-A writer locks what it stages, so whatever can be locked by another process has lost its writer. A
-workspace may be a folder that also has files of the user's: staged names end in a mark that no
-other program uses.
+A writer keeps a lock on each file or folder that it stages. If another process can lock one, its
+writer is dead. A workspace may be a folder that also contains files of the user, so staged names
+end in a mark that no other program uses.
 
 The locks are fcntl.flock, because filelock can lock neither a folder nor the staged file itself.
 """
@@ -52,6 +52,8 @@ def staged_folder(path: Path) -> Iterator[Path]:
 def _staged(path: Path, folder: bool) -> Iterator[Path]:
     staging = temporary_name(path)
     with named(staging, path):
+        # The descriptor stays open until the caller has renamed the file: closing it releases the
+        # lock, and a sweep would then remove the file.
         descriptor = stage(staging, folder)
         try:
             yield staging
@@ -95,6 +97,8 @@ def stage(staging: Path, folder: bool) -> int:
             descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with suppress(OSError):  # without locks, sweeps go by age
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A sweep may have removed the new file before it was locked. Then the lock is on a file
+        # without a name.
         if staging.exists():
             return descriptor
         os.close(descriptor)
@@ -106,6 +110,8 @@ def exchange(staging: Path, final: Path) -> Path:
     A reader finds no folder only between the two renames.
     """
     while True:
+        # A folder can replace only an empty folder, so the old one moves to a staged name first. If
+        # this process is killed before it removes the old one, a sweep does.
         replaced = temporary_name(final)
         with suppress(FileNotFoundError):
             final.rename(replaced)
@@ -115,7 +121,7 @@ def exchange(staging: Path, final: Path) -> Path:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 remove(replaced)
                 continue  # another writer was faster; replace its folder
-            with suppress(OSError):
+            with suppress(OSError):  # restore the old folder, if there was one
                 replaced.rename(final)
             raise
         return replaced
@@ -127,6 +133,7 @@ def sweep(root: Path) -> None:
         for name in [*folders, *files]:
             if _STAGED.fullmatch(name):
                 _sweep_one(Path(folder) / name)
+        # Changing `folders` in place keeps os.walk out of the user's folders and of staged ones.
         ours = FOLDERS if Path(folder) == root else folders
         folders[:] = [name for name in folders if name in ours and not name.startswith(".")]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpm_core.errors import Corrupt
 from ddpm_core.storage import MANIFEST, Storage, open_storage
-from ddpm_core.storage.files import Schema, is_plain, parse_object, validated
+from ddpm_core.storage.files import Model, is_plain, parse_model, parse_object
 from ddpm_core.storage.manifest import Manifest
 
 DATA = "data"
@@ -60,29 +60,36 @@ class Workspace:
         matches = (_STEP.fullmatch(name) for name in names)
         return sorted(int(match[1]) for match in matches if match)
 
-    def read_json(self, key: str, schema: type[Schema] = Schema) -> dict[str, Any]:
-        """Return a JSON object that matches `schema`; {} if it is missing or invalid."""
+    def read_json(self, key: str) -> dict[str, Any]:
+        """Return the JSON object in a file; {} if it is missing or invalid."""
         try:
-            return validated(parse_object(self.storage.read(key), key), schema, key)
+            return parse_object(self.storage.read(key), key)
         except (FileNotFoundError, NotADirectoryError, Corrupt):
             return {}
 
-    def damage(self, key: str, manifest: dict[str, Any] | None = None) -> str:
+    def read_model(self, key: str, schema: type[Model]) -> Model | None:
+        """Return the JSON object in a file as a frozen model; None if it is missing or invalid."""
+        try:
+            return parse_model(self.storage.read(key), schema, key)
+        except (FileNotFoundError, NotADirectoryError, Corrupt):
+            return None
+
+    def damage(self, key: str, manifest: Manifest | None = None) -> str:
         """Return a message about the first file of a folder that is missing or has a wrong size.
 
         Returns "" if there is none. Only sizes are compared; `verify` also compares content.
         """
-        manifest = manifest or self.read_json(f"{key}/{MANIFEST}", Manifest)
-        if not manifest:
+        manifest = manifest or self.read_model(f"{key}/{MANIFEST}", Manifest)
+        if manifest is None:
             return f"{key} has no {MANIFEST}."
-        for name, facts in manifest["files"].items():
+        for name, record in manifest.files.items():
             if not is_plain(name):
                 return f"{key} refers to a file outside it or an invalid name: {name[:200]!r}."
             size = self.storage.size(f"{key}/{name}")
             if size is None:
                 return f"{key}/{name} is missing."
-            if size != facts["size"]:
-                return f"{key}/{name} has {size} bytes; {facts['size']} were written."
+            if size != record.size:
+                return f"{key}/{name} has {size} bytes; {record.size} were written."
         return ""
 
     def write_json(self, key: str, value: dict[str, Any]) -> None:

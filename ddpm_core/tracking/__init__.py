@@ -1,1 +1,1 @@
-"""MLflow: its client, its runs, and a tracker that outlives outages."""
+"""MLflow: its client, its runs, and a tracker that survives outages."""

@@ -1,4 +1,4 @@
-"""The part of run.json about MLflow: which run follows this workspace, and what it has not got."""
+"""The part of run.json about MLflow: the run of this workspace, and what was not sent to it yet."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class _RunFile(Schema):
 
 def read_record(workspace: Workspace) -> RunRecord:
     """Return the record of a workspace; an empty one if run.json is missing or invalid."""
-    return _RunFile.model_validate(workspace.read_json(RUN, _RunFile)).mlflow
+    found = workspace.read_model(RUN, _RunFile)
+    return found.mlflow if found else RunRecord()
 
 
 def write_record(workspace: Workspace, record: RunRecord) -> None:

@@ -1,7 +1,8 @@
-"""Follow a run's log.jsonl with an MLflow run, from a background thread.
+"""Send a run's log.jsonl to MLflow, from a background thread.
 
-log.jsonl is the record of a run, and MLflow follows it: rows after the last step that the server
-has are sent, each once, also after an outage of the server or the death of this process.
+log.jsonl is the record of a run, and MLflow has a copy of it. The thread sends the rows after the
+last step that the server has, each once, also after an outage of the server or the death of this
+process.
 """
 
 from __future__ import annotations

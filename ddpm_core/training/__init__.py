@@ -1,1 +1,1 @@
-"""Training: the state, its snapshots, and the loop that moves it."""
+"""Training: the state, its snapshots, and the loop that updates it."""

@@ -110,12 +110,12 @@ def stale(config: Config, workspace: Workspace) -> str | None:
     if not steps:
         return "nothing is trained yet"
     newest = f"{snapshot_key(steps[-1])}/{SETTINGS}"
-    found = workspace.read_json(newest, Identified).get("identity")
+    found = workspace.read_model(newest, Identified)
     if found is None:
         return f"the snapshot of step {steps[-1]} is damaged"
     if damage := workspace.damage(snapshot_key(steps[-1])):
         return damage.rstrip(".")
-    if fields := differences(found, identity(config, data)):
+    if fields := differences(found.identity, identity(config, data)):
         return "settings differ: " + "; ".join(fields)
     if steps[-1] != config.train.steps:
         return f"at step {steps[-1]} of {config.train.steps}"

@@ -153,7 +153,9 @@ def _from_checkpoint(folder: Path) -> Origin:
     checkpoint = Checkpoint.open(folder)
     model = checkpoint.load("auto", torch.device("cpu"))
     diffusion = checkpoint.params.diffusion.model_dump()
-    return Origin(model.config, diffusion, dict(model.state_dict()), checkpoint.data["classes"])
+    return Origin(
+        model.config, diffusion, dict(model.state_dict()), checkpoint.training_data.classes
+    )
 
 
 def check_origin(origin: Origin, network: UNetConfig, config: Config) -> str:
@@ -163,9 +165,9 @@ def check_origin(origin: Origin, network: UNetConfig, config: Config) -> str:
     """
     structure = list(_network_differences(origin.network, network))
     process = [
-        (f"diffusion.{name}", there, here)
-        for name, there in origin.diffusion.items()
-        if there != (here := getattr(config.diffusion, name))
+        (f"diffusion.{name}", trained, wanted)
+        for name, trained in origin.diffusion.items()
+        if trained != (wanted := getattr(config.diffusion, name))
     ]
     if config.train.init_diffusion == "any" and process:
         allowed = ", ".join(_described(*difference) for difference in process)
@@ -174,7 +176,7 @@ def check_origin(origin: Origin, network: UNetConfig, config: Config) -> str:
         allowed = ""
     if wrong := structure + process:
         lines = "\n".join(f"  {_described(*difference)}" for difference in wrong)
-        options = " ".join(f"-S {shlex.quote(f'{name}={there}')}" for name, there, _ in wrong)
+        options = " ".join(f"-S {shlex.quote(f'{name}={trained}')}" for name, trained, _ in wrong)
         or_any = "; or allow the difference: -S train.init_diffusion=any" if not structure else ""
         raise UserError(
             f"train.init: the network in {config.train.init} has different settings:\n{lines}\n"
@@ -190,12 +192,13 @@ def take_weights(model: UNet, origin: Origin, classes: Sequence[str]) -> str:
     their values. Returns a note on them, or "".
     """
     taken = {n: tensor for n, tensor in origin.weights.items() if not n.startswith(_CONDITION)}
-    there, here = origin.network.conditioning, model.config.conditioning
+    trained, wanted = origin.network.conditioning, model.config.conditioning
     note = ""
-    if there != here:
-        rest = "" if here == "none" else "; the weights for it start from random values"
-        note = f"model.conditioning is {there} there, {here} here. All other weights are used{rest}"
-    elif here == "class":
+    if trained != wanted:
+        rest = "" if wanted == "none" else "; the weights for it start from random values"
+        difference = _described("model.conditioning", trained, wanted)
+        note = f"{difference}. All other weights are used{rest}"
+    elif wanted == "class":
         own = model.state_dict()[_CLASS_VECTORS].clone()
         taken[_CLASS_VECTORS], note = _class_vectors(origin, own, classes)
     else:
@@ -213,29 +216,29 @@ def _class_vectors(origin: Origin, own: Tensor, classes: Sequence[str]) -> tuple
     same = set(origin.classes) & set(classes)
     if len(given) == len(own) and (not same or list(origin.classes) == list(classes)):
         renamed = origin.classes and not same
-        return given, "the classes have other names there; using them in order" if renamed else ""
+        return given, "its classes have different names; using them in order" if renamed else ""
     for name in same:
         own[classes.index(name)] = given[origin.classes.index(name)]
     own[-1] = given[-1]
     kept = f", except {', '.join(sorted(same))}" if same else ""
     return own, (
-        f"{len(given) - 1} classes there, {len(own) - 1} here. The vectors of the classes start "
-        f"from random values{kept}"
+        f"it has {len(given) - 1} classes, this run has {len(own) - 1}. The vectors of the classes "
+        f"start from random values{kept}"
     )
 
 
-def _network_differences(there: UNetConfig, here: UNetConfig) -> Iterable[tuple[str, Any, Any]]:
+def _network_differences(origin: UNetConfig, network: UNetConfig) -> Iterable[tuple[str, Any, Any]]:
     """Yield each setting, with its two values, in which the weights have another meaning."""
     for name in (field.name for field in fields(UNetConfig) if field.name not in _MAY_DIFFER):
         setting = "prepare.channels" if name == "in_channels" else f"model.{name}"
-        theirs, ours = (_plain(getattr(network, name)) for network in (there, here))
-        if theirs != ours:
-            yield setting, theirs, ours
+        trained, wanted = (_plain(getattr(config, name)) for config in (origin, network))
+        if trained != wanted:
+            yield setting, trained, wanted
     # Attention belongs to a level of the network; the size of that level may differ.
-    levels = [[size in network.attention for size in network.sizes] for network in (there, here)]
+    levels = [[size in config.attention for size in config.sizes] for config in (origin, network)]
     if levels[0] != levels[1]:
-        wanted = [size for size, has in zip(here.sizes, levels[0], strict=False) if has]
-        yield "model.attention", wanted, sorted(here.attention)
+        trained = [size for size, has in zip(network.sizes, levels[0], strict=False) if has]
+        yield "model.attention", trained, sorted(network.attention)
 
 
 def _plain(value: Any) -> Any:
@@ -243,5 +246,5 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _described(setting: str, there: Any, here: Any) -> str:
-    return f"{setting} is {there} there, {here} here"
+def _described(setting: str, trained: Any, wanted: Any) -> str:
+    return f"{setting} is {trained} in train.init, {wanted} in this run"

@@ -60,7 +60,7 @@ def train(
 
 @contextmanager
 def advise_on_from_step(from_step: int | None) -> Iterator[None]:
-    """After a stop, tell the user to resume without --from-step."""
+    """Add to the message of a stop that --from-step must be left out to resume."""
     try:
         yield
     except Interrupted as stop:

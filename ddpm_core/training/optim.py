@@ -1,4 +1,4 @@
-"""What turns gradients into weights: optimizer, learning rate, averages, and number format."""
+"""The optimizer, the learning rate, averages of the weights, and the number format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from ddpm_core import config
 from ddpm_core.runtime import device as devices
 from ddpm_core.runtime.adam import Adam
+
+if TYPE_CHECKING:
+    from ddpm_core.training.snapshot import SavedExecution
 
 
 def make_optimizer(
@@ -29,9 +32,10 @@ def adam(
     device: torch.device,
     decoupled: bool = False,
 ) -> Adam:
-    """w -= lr m / (sqrt(v) + 1e-8), m and v the averages of g + weight_decay w and of its square.
+    """Return Adam: w -= lr m / (sqrt(v) + 1e-8).
 
-    Kingma & Ba (2015), "Adam: a method for stochastic optimization", algorithm 1.
+    m and v are the moving averages of g + weight_decay w and of its square. Kingma & Ba
+    (2015), "Adam: a method for stochastic optimization", algorithm 1.
     """
     return Adam(
         parameters,
@@ -46,7 +50,7 @@ def adam(
 def adamw(
     settings: config.Optimizer, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> Adam:
-    """Adam of g alone, and w -= lr weight_decay w beside it.
+    """Return Adam of g alone, with a separate decay: w -= lr weight_decay w.
 
     Loshchilov & Hutter (2019), "Decoupled weight decay regularization", algorithm 2.
     """
@@ -68,12 +72,12 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 
 
 def constant_rate(done: float) -> float:
-    """1: the learning rate stays constant after the warm-up (Ho et al. 2020, appendix B)."""
+    """Return 1: the learning rate stays constant after the warm-up (Ho et al. 2020, appendix B)."""
     return 1.0
 
 
 def cosine_rate(done: float) -> float:
-    """(1 + cos(pi done)) / 2, `done` the share of the steps after the warm-up, 0 to 1.
+    """Return (1 + cos(pi done)) / 2, `done` the share of the steps after the warm-up, 0 to 1.
 
     Loshchilov & Hutter (2017), "SGDR: stochastic gradient descent with warm restarts", eq. 5,
     without a restart.
@@ -132,16 +136,16 @@ class Execution:
 
     @classmethod
     def choose(
-        cls, train: config.Train, device: torch.device, earlier: dict[str, Any] | None = None
+        cls, train: config.Train, device: torch.device, earlier: SavedExecution | None = None
     ) -> Execution:
         """Resolve `auto` for a device; a resumed run keeps what `earlier`, its snapshot, has."""
-        earlier = earlier or {}
         precision: str = train.precision
         if precision == "auto":
-            precision = earlier.get("precision") or devices.choose_precision("auto", device)
+            chosen = earlier and earlier.precision
+            precision = chosen or devices.choose_precision("auto", device)
         compiled = train.compile
         if compiled == "auto":
-            compiled = earlier.get("compile", devices.compiles_training(device))
+            compiled = earlier.compile if earlier else devices.compiles_training(device)
         return cls(precision, bool(compiled))
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:

@@ -1,14 +1,13 @@
-"""What a run records besides its state: its log, image grids, and MLflow's copy of both."""
+"""The records of a run besides its snapshots: its log, image grids, and MLflow's copy of both."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
+from ddpm_core.checkpoint import WEIGHTS, Settings, ema_name
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import warn
 from ddpm_core.errors import Interrupted
@@ -31,7 +30,7 @@ def keep_records(
     config: Config,
     workspace: Workspace,
     lease: Lease | None,
-    settings: dict[str, Any],
+    settings: Settings,
     resumed_from: int,
 ) -> Iterator[tuple[RunLog, snapshot.Writer]]:
     """Open the log and the snapshot writer, and on rank 0 also MLflow; close them at the end.
@@ -46,7 +45,7 @@ def keep_records(
         log = RunLog(mirror.path)
         log.recover(config.train.steps)
         mirror.start()
-        identity = settings["train_fingerprint"]
+        identity = settings.train_fingerprint
         tracker = Tracker.open(config, workspace, identity, log=log.path)
         tracker.params(config.record())
 
@@ -92,11 +91,11 @@ def preview(
     config: Config, device: torch.device, contents: snapshot.SnapshotContents
 ) -> dict[str, bytes]:
     """Draw `train.grid` images with a snapshot's first average, or its raw weights: grid.png."""
-    settings, ema = contents.documents[SETTINGS], config.train.ema
-    model = UNet(UNetConfig.from_dict(settings["network"]))
+    settings, ema = contents.settings, config.train.ema
+    model = UNet(UNetConfig.from_dict(settings.network))
     model.load_state_dict(dict(contents.tensors[ema_name(ema[0]) if ema else WEIGHTS]))
     model = model.to(device).eval().requires_grad_(False)
     count, steps = config.train.grid, min(PREVIEW_STEPS, config.diffusion.timesteps)
     sample = Sample(count=count, batch_size=count, steps=steps)
-    sampler = ImageSampler(model, settings["data"], sample, config.diffusion)
+    sampler = ImageSampler(model, settings.data, sample, config.diffusion)
     return {GRID: png(enlarge(grid(sampler.images(range(count))), 512))}

@@ -44,7 +44,8 @@ class Flat:
             return self._loss
         tensors = _gradients(self._parameters)
         ends = [self._loss.reshape(1), stop_flag.reshape(1)]
-        # One all-reduce for everything: many small ones would wait for the network each time.
+        # One all-reduce for everything: many small ones would wait for the network each time. The
+        # loss and the stop flag travel along, so no worker stops at a step that others continue.
         flat = torch.cat([*(t.reshape(-1) for t in tensors), *ends])
         self._world.all_reduce_(flat)
         _spread(flat[:-2], tensors)
@@ -79,11 +80,14 @@ class Exact:
         flat = torch.cat([*parts, loss.detach().reshape(1)])
         pieces = (torch.split(tensor, _SLICE) for tensor in (flat, self._sums[:-2]))
         for values, sums in zip(*pieces, strict=True):
-            # Values that do not fit are counted and left out; `finish` then returns NaN.
+            # The loss of a sample was divided by B. Multiplying by it gives small values more of
+            # the 40 bits. The sum over B samples must fit, too: values that are too large for that
+            # are counted and left out, and `finish` returns NaN.
             values.mul_(self._batch_size).mul_(2.0**FRACTION_BITS)
             fits = values.abs() < _LARGEST / self._batch_size
             sums += torch.where(fits, values, 0.0).round().to(torch.int64)
             self._sums[-2] += (~fits).sum()
+        # The next sample must start from zero: autograd would add to the gradient in float32.
         for parameter in self._parameters:
             parameter.grad = None
 

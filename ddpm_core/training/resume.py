@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ddpm_core import __version__
-from ddpm_core.checkpoint import SETTINGS, Checkpoint
+from ddpm_core.checkpoint import SETTINGS, Checkpoint, Settings, TrainingData
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.data.dataset import PackedDataset
@@ -51,7 +51,7 @@ class Policy:
 class Start:
     """Where a run begins; the same on every worker except `other_run`."""
 
-    settings: dict[str, Any]  # written to every snapshot as config.json
+    settings: Settings  # written to every snapshot as config.json
     state: TrainState | None  # None: training is done
     step: int  # of the snapshot to resume from; 0: none
     source: str  # of the weights, for messages; "": drawn from the seed
@@ -70,7 +70,7 @@ def start(
     settings = checkpoint_settings(config, data)
     at, other_run, contents = 0, None, None
     if world.rank == 0:
-        other_run = settle(workspace, settings["identity"], policy)
+        other_run = settle(workspace, settings.identity, policy)
         if other_run is None:
             at, contents = choose_snapshot(config, workspace, policy)
     at, replaces = world.broadcast(at), bool(world.broadcast(int(other_run is not None)))
@@ -79,7 +79,7 @@ def start(
         return Start(settings, None, at, "", False, None)
     if at and contents is None:  # rank 0 has read them already
         contents = snapshot.read(workspace.path(snapshot_key(at)))
-    earlier = contents.documents[snapshot.STATE]["execution"] if contents else None
+    earlier = contents.state.execution if contents else None
     execution = Execution.choose(config.train, world.device, earlier)
     if world.rank == 0 and (hint := compiler_hint(world.device, config.train.compile)):
         warn(hint)
@@ -90,7 +90,8 @@ def start(
             say(note)
     else:
         model = resumed_network(config, data, contents)
-    settings["network"] = asdict(model.config)  # with details of the snapshot or of train.init
+    # With the details of the snapshot or of train.init, which no setting names.
+    settings = settings.model_copy(update={"network": asdict(model.config)})
     state = TrainState.create(config, world, execution, model)
     if contents is not None:
         source = f"the snapshot of step {at}"
@@ -144,8 +145,8 @@ def resumed_network(config: Config, data: PackedDataset, contents: SnapshotConte
     version of ddpm.
     """
     try:
-        there = UNetConfig.from_dict(contents.documents[SETTINGS]["network"])
-        return UNet(network_config(config, data).with_details(there))
+        saved = UNetConfig.from_dict(contents.settings.network)
+        return UNet(network_config(config, data).with_details(saved))
     except ValidationError as error:
         found = problems_of(error, UNetConfig)
         raise Corrupt(f"The network in {SETTINGS} of a snapshot is invalid:", found) from error
@@ -159,28 +160,30 @@ def restore(state: TrainState, contents: SnapshotContents, name: str) -> None:
         raise Corrupt(f"{name} does not match its settings: {error!r:.300}.") from error
 
 
-def checkpoint_settings(config: Config, data: PackedDataset) -> dict[str, Any]:
-    """Return config.json of a checkpoint: all that is needed to use it without a params file."""
+def checkpoint_settings(config: Config, data: PackedDataset) -> Settings:
+    """Return the settings that the checkpoints of a run have in common; their step is 0."""
     captions: list[tuple[str, int]] = []
     if config.model.conditioning == "text":
         captions = caption_counts(data)[:MAX_CAPTIONS]
-    return {
-        "ddpm": __version__,
-        "params": config.record(),
-        "network": asdict(network_config(config, data)),
-        "data": {
-            "fingerprint": data.fingerprint,
-            "classes": data.classes,
-            "class_counts": data.class_counts,
-            "captions": captions,
-            "image_size": data.image_size,
-            "channels": data.channels,
-            "count": len(data),
-            "source": throughout(masked, data.source or {}),
-        },
-        "train_fingerprint": train_fingerprint(config, data.fingerprint),
-        "identity": identity(config, data.fingerprint),
-    }
+    training_data = TrainingData(
+        fingerprint=data.fingerprint,
+        classes=data.classes,
+        class_counts=data.class_counts,
+        captions=captions,
+        image_size=data.image_size,
+        channels=data.manifest.channels,
+        count=len(data),
+        source=throughout(masked, data.source or {}),
+    )
+    return Settings(
+        step=0,
+        ddpm=__version__,
+        params=config.record(),
+        network=asdict(network_config(config, data)),
+        data=training_data,
+        train_fingerprint=train_fingerprint(config, data.fingerprint),
+        identity=identity(config, data.fingerprint),
+    )
 
 
 def caption_counts(data: PackedDataset) -> list[tuple[str, int]]:
@@ -202,9 +205,9 @@ def choose_snapshot(
     a step that has no complete snapshot.
     """
     picked = policy.from_step
-    there = workspace.steps(SNAPSHOTS)
-    if picked is not None and picked not in there:
-        listed = ", ".join(map(str, there)) or "none"
+    steps = workspace.steps(SNAPSHOTS)
+    if picked is not None and picked not in steps:
+        listed = ", ".join(map(str, steps)) or "none"
         raise UserError(f"--from-step {picked}: there is no such snapshot. Snapshots: {listed}.")
     limit = config.train.steps if picked is None else picked
     at, contents, skipped = snapshot.newest_complete(workspace, limit, config.train.steps)
@@ -215,12 +218,12 @@ def choose_snapshot(
             f"--from-step {picked}: this snapshot is damaged, or it is an old milestone, which has "
             "no optimizer state to resume from. Use another step."
         )
-    late = {step for step in there if step > limit} | set(damaged(workspace, there, at))
+    late = {step for step in steps if step > limit} | set(damaged(workspace, steps, at))
     late |= skipped.keys()
     if late:
         place = discard(workspace, sorted(late))
         say(f"Snapshots damaged or beyond step {limit} were moved to {place}: {sorted(late)}")
-    if not at and (kept := sorted(set(there) - late)):
+    if not at and (kept := sorted(set(steps) - late)):
         warn(f"The snapshots of steps {kept} have no optimizer state. Training starts from step 0.")
     return at, contents
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -23,11 +23,12 @@ from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.storage import MANIFEST, Unreachable, verify
 from ddpm_core.storage.files import (
     Count,
+    Model,
     Schema,
+    as_model,
     read_object,
     read_tensors,
     save_tensors,
-    validated,
 )
 from ddpm_core.storage.manifest import Manifest
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, snapshot_key
@@ -68,11 +69,12 @@ class State(Schema):
 
 @dataclass(frozen=True)
 class SnapshotContents:
-    """Everything in a snapshot, on the host, by file name."""
+    """Everything in a snapshot, on the host. `tensors` and `files` have a key for each file."""
 
     tensors: Mapping[str, Tensors]
-    documents: Mapping[str, Mapping[str, Any]]
-    files: Mapping[str, bytes]
+    state: State
+    settings: Settings
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 Draw = Callable[[SnapshotContents], Mapping[str, bytes]]  # returns files, by name
@@ -83,8 +85,9 @@ def write(workspace: Workspace, step: int, contents: SnapshotContents) -> None:
     with workspace.storage.new_folder(snapshot_key(step), {"step": step}) as folder:
         for name, tensors in contents.tensors.items():
             save_tensors(tensors, folder / name)
-        for name, document in contents.documents.items():
-            (folder / name).write_text(json.dumps(document, indent=1), encoding="utf-8")
+        for name, document in ((STATE, contents.state), (SETTINGS, contents.settings)):
+            text = json.dumps(document.model_dump(), indent=1)
+            (folder / name).write_text(text, encoding="utf-8")
         for name, data in contents.files.items():
             (folder / name).write_bytes(data)
     workspace.storage.forget(snapshot_key(step))
@@ -122,13 +125,19 @@ def read(folder: Path) -> SnapshotContents:
     """
     files = verify(folder).files
     tensors = {n: read_tensors(folder / n) for n in files if n.endswith(".safetensors")}
-    documents = {}
-    for name, schema in ((STATE, State), (SETTINGS, Settings)):
-        label = f"{folder.name}/{name}"
+    for name in (STATE, SETTINGS):
         if name not in files:
-            raise Corrupt(f"{label} is missing from the snapshot's manifest.")
-        documents[name] = validated(read_object(folder / name, label), schema, label)
-    return SnapshotContents(tensors, documents, {})
+            raise Corrupt(f"{folder.name}/{name} is missing from the snapshot's manifest.")
+    return SnapshotContents(
+        tensors=tensors,
+        state=_document(folder, STATE, State),
+        settings=_document(folder, SETTINGS, Settings),
+    )
+
+
+def _document(folder: Path, name: str, schema: type[Model]) -> Model:
+    label = f"{folder.name}/{name}"
+    return as_model(read_object(folder / name, label), schema, label)
 
 
 # Writing in the background
@@ -190,6 +199,7 @@ class Writer:
         Raises UserError if the snapshot could not be written and is the final one or the second
         such in a row, or if the thread died; and any other error than OSError that the thread met.
         """
+        # Taken before anything is raised, so that a caller that continues does not meet it twice.
         job, self._pending = self._pending, None
         if job is None:
             return
@@ -232,13 +242,15 @@ class Writer:
             try:
                 self._write(job.step, job.contents, job.draw)
                 job.written = True
-            except BaseException as error:
+            except BaseException as error:  # whatever it is, `wait` raises it in the main thread
                 job.error = error
             finally:
                 job.finished.set()
             del job  # frees the tensors, since the next snapshot is copied while this thread waits
 
     def _write(self, step: int, contents: SnapshotContents, draw: Draw | None) -> None:
+        # Drawing comes first because it takes long: `may_write` checks the lease right before the
+        # write, and stores the log, which must not be older than the snapshot.
         if draw:
             contents = replace(contents, files={**contents.files, **_drawn(step, contents, draw)})
         self._may_write()
@@ -305,10 +317,10 @@ def prune(workspace: Workspace, train: Train) -> None:
 def _was_milestone(workspace: Workspace, step: int) -> bool:
     """Return whether a snapshot was a milestone by its own settings, or was reduced to weights."""
     key = snapshot_key(step)
-    files = workspace.read_json(f"{key}/{MANIFEST}", Manifest).get("files", {OPTIMIZER: None})
-    saved = workspace.read_json(f"{key}/{SETTINGS}", SavedSettings)
-    milestone = bool(saved) and step % saved["params"]["train"]["milestone_every"] == 0
-    return milestone or OPTIMIZER not in files
+    manifest = workspace.read_model(f"{key}/{MANIFEST}", Manifest)
+    saved = workspace.read_model(f"{key}/{SETTINGS}", SavedSettings)
+    milestone = saved is not None and step % saved.params.train.milestone_every == 0
+    return milestone or (manifest is not None and OPTIMIZER not in manifest.files)
 
 
 def _remove_optimizer(workspace: Workspace, step: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
+from ddpm_core.checkpoint import WEIGHTS, Settings, ema_name
 from ddpm_core.config import Config
 from ddpm_core.diffusion.noise_levels import NoiseLevels, NoiseLevelSettings, make_noise_levels
 from ddpm_core.diffusion.process import make_schedule
@@ -17,7 +17,14 @@ from ddpm_core.models.unet import UNet
 from ddpm_core.runtime.adam import Adam
 from ddpm_core.runtime.distributed import World
 from ddpm_core.training.optim import Ema, Execution, make_optimizer
-from ddpm_core.training.snapshot import NOISE_LEVELS, OPTIMIZER, STATE, SnapshotContents
+from ddpm_core.training.snapshot import (
+    NOISE_LEVELS,
+    OPTIMIZER,
+    SavedExecution,
+    SavedTotals,
+    SnapshotContents,
+    State,
+)
 from ddpm_core.training.throughput import Stopwatch
 
 
@@ -98,7 +105,7 @@ class TrainState:
         )
 
 
-def to_contents(state: TrainState, settings: dict[str, Any]) -> SnapshotContents:
+def to_contents(state: TrainState, settings: Settings) -> SnapshotContents:
     """Copy the state to the host, in the form of a snapshot with these settings."""
     # The optimizer keys its state by parameter object; a file needs names.
     names = {id(p): name for name, p in state.model.named_parameters()}
@@ -112,33 +119,32 @@ def to_contents(state: TrainState, settings: dict[str, Any]) -> SnapshotContents
     levels = state.noise_levels.state_dict()
     if levels:
         tensors[NOISE_LEVELS] = levels
-    document = {
-        "step": state.step,
-        "execution": asdict(state.execution),
-        "scaler": state.scaler.state_dict(),
-        "totals": {**state.totals.values(), "steps": state.totals.steps},
-        "history": state.history,
-    }
+    saved = State(
+        step=state.step,
+        execution=SavedExecution.model_validate(asdict(state.execution)),
+        scaler=state.scaler.state_dict(),
+        totals=SavedTotals(**state.totals.values(), steps=state.totals.steps),
+        history=list(state.history),
+    )
     host = {name: {k: _host(t) for k, t in group.items()} for name, group in tensors.items()}
-    return SnapshotContents(host, {STATE: document, SETTINGS: settings}, {})
+    return SnapshotContents(host, saved, settings.model_copy(update={"step": state.step}))
 
 
 def from_contents(state: TrainState, contents: SnapshotContents) -> None:
     """Restore the state from a snapshot. Raises LookupError, TypeError or ValueError."""
-    document = contents.documents[STATE]
+    saved = contents.state
     state.model.load_state_dict(dict(contents.tensors[WEIGHTS]))
     _load_optimizer(state, contents.tensors[OPTIMIZER])
     for ema in state.emas:
         ema.load(dict(contents.tensors[ema_name(ema.decay)]))
     if NOISE_LEVELS in contents.tensors:
         state.noise_levels.load_state_dict(dict(contents.tensors[NOISE_LEVELS]))
-    state.scaler.load_state_dict(document["scaler"])
-    state.step = int(document["step"])
-    state.history = [float(value) for value in document["history"]]
-    totals = document["totals"]
+    state.scaler.load_state_dict(saved.scaler)
+    state.step = saved.step
+    state.history = [float(value) for value in saved.history]
     for name in state.totals.values():
-        getattr(state.totals, name).fill_(totals.get(name, 0.0))
-    state.totals.steps = int(totals["steps"])
+        getattr(state.totals, name).fill_(getattr(saved.totals, name))
+    state.totals.steps = saved.totals.steps
 
 
 def _load_optimizer(state: TrainState, tensors: Any) -> None:

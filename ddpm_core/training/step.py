@@ -42,14 +42,13 @@ def next_batch(config: Config, data: PackedDataset, world: World, step: int) -> 
     """Return this worker's share of the batch that follows step number `step`."""
     size, device = config.train.batch_size, world.device
     share = world.share(size)
-    everyone = batch_indices(config.seed, len(data), step, size)
-    mine = everyone[share.start : share.stop]
+    rows = batch_indices(config.seed, len(data), step, size)[share.start : share.stop]
     condition = None
     if config.model.conditioning == "class":
-        condition = _to_device(data.labels[mine], device)
+        condition = _to_device(data.labels[rows], device)
     elif config.model.conditioning == "text" and data.captions is not None:
-        condition = _to_device(data.captions[mine], device)
-    pixels = _to_device(data.take(mine), device)
+        condition = _to_device(data.captions[rows], device)
+    pixels = _to_device(data.take(rows), device)
     return Batch(pixels, condition, torch.arange(share.start, share.stop, device=device))
 
 
@@ -115,8 +114,8 @@ def _update_noise_levels(state: TrainState, errors: Tensor, at: Tensor) -> None:
     """Pass the losses of step `at` to the noise levels, the same on every worker."""
     # Each worker has set its own samples and left those of the others at zero.
     state.world.all_reduce_(errors)
-    everyone = torch.arange(len(errors), device=errors.device)
-    t = state.noise_levels.draw(_uniform(state.config, Purpose.TIMESTEP, everyone, at))
+    index = torch.arange(len(errors), device=errors.device)
+    t = state.noise_levels.draw(_uniform(state.config, Purpose.TIMESTEP, index, at))
     state.noise_levels.update(Statistics(t, errors))
 
 

@@ -3,10 +3,10 @@
 superseded/NNN contains a run's snapshots, its log, and its run.json, which holds its settings. A
 folder without run.json contains single snapshots that were discarded; it is never taken back.
 
-A move may be interrupted at any moment. To superseded/NNN, run.json is written before anything is
-moved, and from there it is removed last; in the workspace, run.json names the owner of the log. So
-the next start finds both parts of a run. If its settings are those of the run, it joins the parts;
-if not, it moves the rest to the same folder.
+A move may be interrupted at any moment, so run.json is the first file that is written to
+superseded/NNN and the last one that is removed from there. In the workspace, run.json names the run
+that the log belongs to. So the next start finds both parts of a run that was being moved. If it has
+the settings of that run, it moves all parts to the workspace, otherwise to superseded/NNN.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def find_other_run(workspace: Workspace, wanted: dict[str, Any]) -> OtherRun | N
     """
     found: dict[int, tuple[dict[str, Any], list[str]]] = {}
     for at in workspace.steps(SNAPSHOTS):
-        theirs = _identity(workspace, f"{snapshot_key(at)}/{SETTINGS}")
-        if theirs is not None and (fields := differences(theirs, wanted)):
-            found[at] = theirs, fields
+        identity = _identity(workspace, f"{snapshot_key(at)}/{SETTINGS}")
+        if identity is not None and (fields := differences(identity, wanted)):
+            found[at] = identity, fields
     if found:
-        theirs, fields = found[max(found)]
-        return OtherRun(theirs, list(found), fields)
+        identity, fields = found[max(found)]
+        return OtherRun(identity, list(found), fields)
     begun = _identity(workspace, RUN)
     if begun is not None and workspace.storage.exists(LOG):
         fields = differences(begun, wanted)
@@ -95,11 +95,11 @@ def take_back(workspace: Workspace, place: str, wanted: dict[str, Any]) -> None:
     begun = _identity(workspace, RUN)
     if begun is None or differences(begun, wanted):
         workspace.write_json(RUN, workspace.read_json(f"{place}/{RUN}"))
-    there = workspace.steps(SNAPSHOTS)
+    present = workspace.steps(SNAPSHOTS)
     for step in workspace.steps(f"{place}/{SNAPSHOTS}"):
         key = f"{place}/{SNAPSHOTS}/{step_name(step)}"
-        theirs = _identity(workspace, f"{key}/{SETTINGS}")
-        if step not in there and theirs is not None and not differences(theirs, wanted):
+        identity = _identity(workspace, f"{key}/{SETTINGS}")
+        if step not in present and identity is not None and not differences(identity, wanted):
             workspace.storage.move(key, snapshot_key(step))
     if workspace.storage.exists(f"{place}/{LOG}"):  # on S3 some of its parts may be moved already
         workspace.storage.move(f"{place}/{LOG}", LOG)
@@ -119,8 +119,8 @@ def discard(workspace: Workspace, steps: list[int]) -> str:
 
 def _identity(workspace: Workspace, key: str) -> dict[str, Any] | None:
     """Return the identity of a run from its JSON file; None if the file has none."""
-    found: dict[str, Any] | None = workspace.read_json(key, Identified).get("identity")
-    return found
+    found = workspace.read_model(key, Identified)
+    return found.identity if found else None
 
 
 def _numbers(workspace: Workspace) -> list[int]:

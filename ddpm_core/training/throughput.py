@@ -17,7 +17,7 @@ PHASES = {
     "snapshot": "snapshots",
     "other": "the rest",
 }
-# The phases that tell a slow worker from a fast one: the all-reduce includes waiting for others.
+# The phases that show which worker is slow; the all-reduce includes the wait for other workers.
 _BUSY = [list(PHASES).index(phase) for phase in ("data", "compute", "optimizer")]
 
 

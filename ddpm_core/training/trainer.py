@@ -83,14 +83,14 @@ def train(
         settings, state = start.settings, start.state
         if state is None:
             if world.rank == 0:
-                Tracker.catch_up(config, workspace, identity=settings["train_fingerprint"])
+                Tracker.catch_up(config, workspace, identity=settings.train_fingerprint)
             return
         began, earlier_steps = time.perf_counter(), state.totals.steps
         if start.replaces:
             take_trial_step(state, data, stop, start)
             if lease:
                 lease.check(patient=True)
-                resume.replace(workspace, start.other_run, settings["identity"])
+                resume.replace(workspace, start.other_run, settings.identity)
         with keep_records(config, workspace, lease, settings, start.step) as (log, writer):
             run = Run(
                 config, world, data, state, start, stop, writer, log, lease, began, earlier_steps
@@ -204,17 +204,17 @@ def means(run: Run, values: dict[str, float], at: int, steps: int) -> dict[str, 
 def gather_times(run: Run, now: float) -> dict[str, float]:
     """Return where each worker's time went since the last row, for the row.
 
-    The same exchange tells all workers whether a snapshot is overdue by the clock of rank 0, so
-    that they take it at the same step.
+    In the same exchange, all workers learn whether a snapshot is overdue by the clock of rank 0,
+    so that they take it at the same step.
     """
     world, limit = run.world, run.config.train.snapshot_seconds
     overdue = limit is not None and now - run.snapshot_time >= limit
-    mine = torch.cat([run.state.watch.take(), torch.tensor([overdue])])
-    everyone = world.all_gather(mine.to(world.device, widest(world.device))).cpu().double()
-    run.overdue = bool(everyone[0, -1])
+    own = torch.cat([run.state.watch.take(), torch.tensor([overdue])])
+    times = world.all_gather(own.to(world.device, widest(world.device))).cpu().double()
+    run.overdue = bool(times[0, -1])
     size, steps = run.config.train.batch_size, run.state.totals.steps - run.earlier_steps
     images = [steps * len(replace(world, rank=rank).share(size)) for rank in range(world.size)]
-    return run.throughput.row(everyone[:, :-1], images)
+    return run.throughput.row(times[:, :-1], images)
 
 
 # A snapshot
@@ -240,7 +240,7 @@ def take_snapshot(run: Run) -> None:
         drawn = train.is_milestone(at) and train.grid
         draw = partial(preview, run.config, run.world.device) if drawn else None
         run.writer.wait(final=False)  # before the copy, so that memory never holds two
-        run.writer.submit(at, to_contents(run.state, {**run.start.settings, "step": at}), draw)
+        run.writer.submit(at, to_contents(run.state, run.start.settings), draw)
     run.state.watch.mark("snapshot")
 
 

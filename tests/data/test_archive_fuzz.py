@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from support import mutations
-from support.pictures import encoded, noise
+from support.images import encoded, noise
 
 from ddpm_core.data.captions import read_captions
 from ddpm_core.data.layout import find_layout

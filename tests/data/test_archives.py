@@ -20,7 +20,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from support.pictures import encoded, noise, prepared, rejected, write, write_classes
+from support.images import encoded, noise, prepared, rejected, write, write_classes
 
 from ddpm_core.data.check import check_data
 from ddpm_core.data.sources import archive as archives
@@ -317,7 +317,7 @@ BOMB = ROOM + 2**23 + 12345
 CHILD = """
 import json, resource, sys
 from pathlib import Path
-from support.pictures import prepared
+from support.images import prepared
 from ddpm_core.data.check import check_data
 from ddpm_core.errors import UserError
 

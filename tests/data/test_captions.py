@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pictures import noise, prepared, write, write_classes
+from support.images import noise, prepared, write, write_classes
 
 from ddpm_core.data.captions import encode
 from ddpm_core.data.check import check_data

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from rich.cells import cell_len
-from support.pictures import encoded, flat, noise, prepared, rejected, write, write_classes
+from support.images import encoded, flat, noise, prepared, rejected, write, write_classes
 from typer.testing import CliRunner
 
 from ddpm_core.cli import app

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageFont
-from support.pictures import prepared, write
+from support.images import prepared, write
 
 from ddpm_core.data import contact
 from ddpm_core.data.contact import (

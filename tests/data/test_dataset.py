@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.pictures import config, prepared, write_classes
+from support.images import config, prepared, write_classes
 
 from ddpm_core.data.dataset import PackedArray, open_dataset
 from ddpm_core.data.order import batch_indices

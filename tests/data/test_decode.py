@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from support.pictures import encoded, flat, noise, prepared, rejected, write
+from support.images import encoded, flat, noise, prepared, rejected, write
 
 from ddpm_core.data.decode import (
     PIXELS,

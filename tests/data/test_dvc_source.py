@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.dvc_registry import Registry
-from support.pictures import config, prepared, write, write_classes
+from support.images import config, prepared, write, write_classes
 
 from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.data.sources import dvc

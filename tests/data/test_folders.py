@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.pictures import encoded, noise, prepared, rejected, write, write_classes
+from support.images import encoded, noise, prepared, rejected, write, write_classes
 
 from ddpm_core.data.check import check_data
 from ddpm_core.data.sources import folder as folders
@@ -426,7 +426,7 @@ FORBIDDEN = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from support.pictures import prepared
+from support.images import prepared
 from ddpm_core.errors import UserError
 if os.getuid() == 0:  # root can read everything
     os.setgid(65534), os.setuid(65534)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.pictures import config, prepared, write
+from support.images import config, prepared, write
 from support.s3_server import Gate
 
 from ddpm_core.data.check import check_data

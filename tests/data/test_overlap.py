@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.pictures import config, noise, prepared, write, write_classes
+from support.images import config, noise, prepared, write, write_classes
 from support.program import ddpm
 
 from ddpm_core.config.results import Tracking

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from support.pictures import (
+from support.images import (
     config,
     encoded,
     noise,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.pictures import config, noise, prepared, rejected, write, write_classes
+from support.images import config, noise, prepared, rejected, write, write_classes
 
 from ddpm_core.data.check import check_data, format_report
 from ddpm_core.data.prepare import prepare

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pictures import config, prepared, rejected, write, write_classes
+from support.images import config, prepared, rejected, write, write_classes
 from support.s3_server import Gate
 
 from ddpm_core.data.prepare import prepare, stale

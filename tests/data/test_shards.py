@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pictures import config, encoded, noise, prepared, rejected, write, write_classes
+from support.images import config, encoded, noise, prepared, rejected, write, write_classes
 
 from ddpm_core.data.check import check_data
 from ddpm_core.data.prepare import stale

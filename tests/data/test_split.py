@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from support.pictures import (
+from support.images import (
     prepared,
     write,
     write_classes,

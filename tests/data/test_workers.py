@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pictures import (
+from support.images import (
     config,
     dies,
     loaded,

@@ -41,8 +41,8 @@ def test_training_is_repeatable_and_draws_nothing_from_torch(tmp_path: Path) -> 
 
 def test_classifier_is_accurate_on_held_out_digits() -> None:
     facts = trained().facts
-    assert facts["accuracy"] > 0.95 and facts["holdout_count"] == HELD_OUT
-    assert facts["task"] == "classes" and facts["outputs"] == 10
+    assert facts.accuracy > 0.95 and facts.holdout_count == HELD_OUT
+    assert facts.task == "classes" and facts.outputs == 10
 
 
 @pytest.mark.parametrize("classes", [(), ("all",)])
@@ -51,8 +51,8 @@ def test_without_classes_it_learns_rotations(classes: tuple[str, ...], tmp_path:
     labels = np.zeros(len(images), np.int64)
     workspace = workspace_at(tmp_path, labels=labels, classes=classes)
     found = train_extractor(*splits(workspace), steps=40)
-    assert found.facts["task"] == "rotations" and found.facts["outputs"] == 4
-    assert found.facts["accuracy"] > 0.6  # 0.25 by chance
+    assert found.facts.task == "rotations" and found.facts.outputs == 4
+    assert found.facts.accuracy > 0.6  # 0.25 by chance
     features, logits = found.extractor("x", CPU)(few())
     assert features.shape == (3, 128) and logits is None  # rotations have no class logits
 
@@ -81,7 +81,7 @@ def test_classifier_trained_on_few_images_ranks_samples(tmp_path: Path) -> None:
     images, labels = digits()
     workspace = workspace_at(tmp_path, images=images[:58], labels=labels[:58], held_out=10)
     found = train_extractor(*splits(workspace))
-    assert found.facts["steps"] == 30
+    assert found.facts.steps == 30
     extractor = found.extractor("x", CPU)
     real, held_out = images[10:58], images[100:148]
     noise = np.random.default_rng(0).normal(0, 60, held_out.shape)
@@ -98,7 +98,7 @@ def test_classifier_trained_on_few_images_ranks_samples(tmp_path: Path) -> None:
 
 def test_without_held_out_images_there_is_no_accuracy(tmp_path: Path) -> None:
     workspace = workspace_at(tmp_path, held_out=0)
-    assert train_extractor(*splits(workspace), steps=2).facts["accuracy"] is None
+    assert train_extractor(*splits(workspace), steps=2).facts.accuracy is None
 
 
 def test_saved_extractor_computes_the_same(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_saved_extractor_computes_the_same(tmp_path: Path) -> None:
     loaded = network.extractor(fingerprint, CPU)
     ours = trained().extractor("x", CPU)
     assert torch.equal(loaded(few())[0], ours(few())[0])
-    assert loaded.accuracy == trained().facts["accuracy"]
+    assert loaded.accuracy == trained().facts.accuracy
     assert loaded.fingerprint == sha256_of(tmp_path / "extractor.safetensors")[:16]
 
 

@@ -87,7 +87,10 @@ def test_rows_sampled_with_current_settings_are_ranked(
     assert [r.step for r in ranked(rows, sampled())] == [10, 20]
     assert [r.step for r in ranked(rows, sampled(count=7))] == [10, 20]  # no row matches
     found = results(rows, sample=sampled(**settings))
-    assert verdict.judge(found).headline == "Step 30 is not comparable with any other checkpoint."
+    assert (
+        verdict.find_verdict(found).headline
+        == "Step 30 is not comparable with any other checkpoint."
+    )
     assert "Step 10, 20: measured with a different" in " ".join(caveats(found))
 
 

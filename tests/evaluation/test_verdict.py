@@ -46,7 +46,7 @@ from ddpm_core.scores import Row
     ],
 )
 def test_trend_is_described(rows: list[Row], word: str, sentence: str) -> None:
-    trend = verdict.judge(results(rows)).trend
+    trend = verdict.find_verdict(results(rows)).trend
     assert trend is not None and trend.word == word and sentence in trend.detail
 
 
@@ -57,7 +57,7 @@ def test_dense_checkpoints_show_the_trend_of_the_whole_curve(
 ) -> None:
     deviations = np.random.default_rng(0).uniform(-noise, noise, 75)
     scores = [1800 * (i + 1) ** power * (1 + deviations[i]) for i in range(75)]
-    trend = verdict.judge(results(curve(*scores, every=1))).trend
+    trend = verdict.find_verdict(results(curve(*scores, every=1))).trend
     assert trend is not None and trend.word == word, trend.detail
 
 
@@ -81,14 +81,14 @@ def test_dense_checkpoints_show_the_trend_of_the_whole_curve(
     ],
 )
 def test_memorisation_is_described(facts: Any, level: str, sentence: str) -> None:
-    found = verdict.judge(results([row(200, 6.0, memorisation=facts)]))
+    found = verdict.find_verdict(results([row(200, 6.0, memorisation=facts)]))
     assert found.memorisation is not None and found.memorisation.level == level
     assert sentence in found.memorisation.detail
     assert ("copies training images" in found.headline) == (level == "bad")
 
 
 def test_a_score_at_the_floor_is_called_near() -> None:
-    near = verdict.judge(results([row(200, 2.1)])).quality
+    near = verdict.find_verdict(results([row(200, 2.1)])).quality
     assert near is not None and near.summary.startswith("Its samples are about as near")
 
 
@@ -98,7 +98,7 @@ def test_unmeasured_and_missing_floors_differ_in_words() -> None:
         row(200, 2.1, floor=floor, at_floor=floor, **lacking)
         for floor in ({"fd": None, "kid_mean": 0.1}, None)
     ]
-    answers = [verdict.judge(results([score])).quality for score in scores]
+    answers = [verdict.find_verdict(results([score])).quality for score in scores]
     details = [answer.detail for answer in answers if answer is not None]
     assert len(details) == 2
     assert "the Fréchet distance was not measured" in details[0]

@@ -176,7 +176,9 @@ def test_a_version_has_the_weights_and_settings_of_its_score(
 def test_a_warm_start_from_a_version_compares_the_process(project: Project) -> None:
     config = project.config(train={"init": f"models:/{project.name}@champion"})
     network = UNetConfig(8, 1, 8, (1, 2), 1, (4,))
-    with pytest.raises(UserError, match=r"diffusion\.timesteps is 50 there, 1000 here"):
+    with pytest.raises(
+        UserError, match=r"diffusion\.timesteps is 50 in train.init, 1000 in this run"
+    ):
         initial_weights(UNet(network), config)
 
 

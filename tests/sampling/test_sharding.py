@@ -19,6 +19,7 @@ from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation.evaluate import evaluate
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling import gather, plan
+from ddpm_core.sampling.plan import Recipe
 from ddpm_core.sampling.run import Drawer, sample, stale
 from ddpm_core.sampling.shards import ShardStore
 from ddpm_core.storage import LocalStorage
@@ -58,13 +59,28 @@ def folder(workspace: Workspace) -> Path:
     return workspace.path(samples_key(STEP))
 
 
+RECIPE: dict[str, Any] = {
+    "step": 4,
+    "count": 500,
+    "batch_size": 250,
+    "weights": "ab" * 32,
+    "sampler": {"sampler": "dpmpp", "steps": 20, "guidance": 2.0, "classes": ["caf\udce9"]},
+    "seed": 1,
+    "data_fingerprint": "0123456789abcdef",
+    "train_fingerprint": "fedcba9876543210",
+    "image_size": 16,
+    "channels": 1,
+    "classes": ["caf\udce9", "7"],  # a name that is not UTF-8
+}
+
+
 def gathered(workspace: Workspace) -> np.ndarray:
     return np.array(gather.open_samples(workspace, STEP).images)
 
 
-def recipe(config: Config, workspace: Workspace) -> dict[str, object]:
+def recipe(config: Config, workspace: Workspace) -> Recipe:
     [checkpoint] = plan.look_at_chosen(config, workspace)
-    return plan.recipe(config, checkpoint, "fp32")
+    return plan.make_recipe(config, checkpoint, "fp32")
 
 
 def parts_of(config: Config, workspace: Workspace) -> ShardStore:
@@ -95,7 +111,7 @@ def test_shards_in_any_number_and_order_yield_each_image_once(
     for shard in [*others, *last, *others]:
         sample(config, workspace, ALONE, shard)
     assert np.array_equal(gathered(workspace), images), f"{others} {last}"
-    listed = gather.open_samples(workspace, STEP).evidence["shards"]
+    listed = gather.open_samples(workspace, STEP).manifest.shards
     assert len(listed) == len({name[-7:] for name in listed}) * int(listed[0][-7:-4])
 
 
@@ -199,7 +215,7 @@ def test_images_of_other_settings_are_never_listed(
         UserError, match=r"\(different settings\). Another `ddpm sample` is running"
     ):
         sample(with_png, workspace, ALONE)
-    assert gather.open_samples(workspace, STEP).evidence["seed"] == 9
+    assert gather.open_samples(workspace, STEP).manifest.seed == 9
     assert not np.array_equal(gathered(workspace), images)
     sample(with_png, workspace, ALONE)
     assert np.array_equal(gathered(workspace), images)
@@ -249,7 +265,7 @@ def test_truncated_grid_is_rebuilt(config: Config, workspace: Workspace) -> None
 
 def test_unused_sampler_settings_redraw_nothing(config: Config, workspace: Workspace) -> None:
     fingerprints = [
-        recipe(with_sample(config, **changes), workspace)["samples_fingerprint"]
+        recipe(with_sample(config, **changes), workspace).samples_fingerprint
         for changes in (
             {},
             {"eta": 0.5, "spacing": "quadratic"},
@@ -258,6 +274,23 @@ def test_unused_sampler_settings_redraw_nothing(config: Config, workspace: Works
     ]
     assert config.sample.sampler == "dpmpp"
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "56691f02ddbce928"),
+        ({"compiled": True}, "7385391618a16a68"),
+        ({"later": [1, "x"], "png": True}, "ef6d7891bdf07755"),
+    ],
+)
+def test_fingerprint_of_a_recipe_is_that_of_earlier_versions(
+    changes: dict[str, Any], expected: str
+) -> None:
+    """A default, or a field of another version, must not be added to or lost from the facts."""
+    facts = {**RECIPE, **changes}
+    assert Recipe(**facts).fingerprint() == expected
+    assert Recipe(**facts).plain() == facts
 
 
 def test_checkpoint_removed_while_sampling_is_skipped(
@@ -275,7 +308,7 @@ def test_checkpoint_removed_while_sampling_is_skipped(
     draw = Drawer.draw
 
     def pruned(drawer: Drawer, *arguments: Any) -> None:
-        if drawer.recipe["step"] == 4:
+        if drawer.recipe.step == 4:
             workspace.storage.remove(snapshot_key(4))
         draw(drawer, *arguments)
 

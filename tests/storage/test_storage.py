@@ -33,6 +33,7 @@ from ddpm_core.storage import (
 )
 from ddpm_core.storage import files as reading
 from ddpm_core.storage.cache import Cache
+from ddpm_core.storage.manifest import FileRecord
 from ddpm_core.storage.staging import FOLDERS, staged_file
 from ddpm_core.storage.workspace import Workspace, fingerprint, step_name
 
@@ -435,6 +436,16 @@ def test_damaged_json_reads_as_empty(tmp_path: Path) -> None:
     assert workspace.read_json("run.json") == {}
     workspace.write_json("run.json", {"a": 1})
     assert workspace.read_json("run.json") == {"a": 1}
+
+
+@pytest.mark.parametrize("text", ['{"half": ', "[]", '{"size": -1, "sha256": ""}', '{"size": 1}'])
+def test_model_of_an_invalid_file_is_none(tmp_path: Path, text: str) -> None:
+    workspace = Workspace.open(os.fspath(tmp_path))
+    assert workspace.read_model("record.json", FileRecord) is None
+    (tmp_path / "record.json").write_text(text)
+    assert workspace.read_model("record.json", FileRecord) is None
+    (tmp_path / "record.json").write_text('{"size": 1, "sha256": "ab", "later": 0}')
+    assert workspace.read_model("record.json", FileRecord) == FileRecord(size=1, sha256="ab")
 
 
 def test_fingerprint_depends_only_on_content() -> None:

@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
-from ddpm_core.sampling.plan import fingerprint_of
+from ddpm_core.sampling.plan import Recipe
 from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.storage.workspace import DATA, Workspace, samples_key, snapshot_key
 
@@ -97,7 +97,7 @@ def put_samples(
         "content": [file["sha256"] for file in files.values()],
         **recipe,
     }
-    manifest = {**facts, "samples_fingerprint": fingerprint_of(facts), "shards": names}
+    manifest = {**facts, "samples_fingerprint": Recipe(**facts).fingerprint(), "shards": names}
     (folder / MANIFEST).write_text(json.dumps({**manifest, "files": files}))
     return folder
 

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ddpm_core import rng
-from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.checkpoint import Checkpoint, Settings, TrainingData
 from ddpm_core.config import load as params
 from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import UNet
 from ddpm_core.rng import Purpose
 from ddpm_core.storage import seal
+from ddpm_core.training.snapshot import SavedExecution, SavedTotals, SnapshotContents, State
 
 CLASSES = ["circle", "square", "7"]
 
@@ -70,6 +71,24 @@ def write_checkpoint(
     (folder / "config.json").write_text(json.dumps(settings))
     seal(folder)
     return Checkpoint.open(folder)
+
+
+def empty_snapshot() -> SnapshotContents:
+    """Return a snapshot without tensors, to test how snapshots are written."""
+    totals = SavedTotals(loss=0.0, grad_norm=0.0, clipped=0.0, steps=0)
+    execution = SavedExecution(precision="fp32", compile=False)
+    state = State(step=0, execution=execution, scaler={}, totals=totals, history=[])
+    data = TrainingData(
+        fingerprint="feed",
+        classes=[],
+        class_counts=[],
+        captions=[],
+        image_size=8,
+        channels=1,
+        source={},
+    )
+    settings = Settings(step=0, params={}, network={}, data=data, train_fingerprint="cafe")
+    return SnapshotContents({}, state, settings)
 
 
 def spoil(folder: Path, value: float) -> None:

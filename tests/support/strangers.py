@@ -37,8 +37,8 @@ from ddpm_core.training.init import initial_weights, network_config
 from ddpm_core.training.log import read_rows
 from ddpm_core.training.optim import Execution
 from ddpm_core.training.state import TrainState, to_contents
-from support.pictures import config as picture_config
-from support.pictures import write_classes
+from support.images import config as image_config
+from support.images import write_classes
 
 STEP = 4
 CPU = torch.device("cpu")
@@ -64,8 +64,8 @@ class Strangers:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        source = write_classes(root / "pictures", ["a", "b"], each=5)
-        given = picture_config(source, image_size=4, holdout=0.3, channels=1).prepare
+        source = write_classes(root / "images", ["a", "b"], each=5)
+        given = image_config(source, image_size=4, holdout=0.3, channels=1).prepare
         self.config = params.validate(
             {
                 "device": "cpu",
@@ -95,7 +95,6 @@ class Strangers:
         self.held = open_dataset(self.workspace, "holdout")
         self.state = new_state(self.config, self.train)
         settings = resume.checkpoint_settings(self.config, self.train)
-        settings["step"] = self.state.step
         snapshot.write(self.workspace, STEP, to_contents(self.state, settings))
         sample(self.config, self.workspace, ALONE)
         targets = [
@@ -138,14 +137,14 @@ class Strangers:
 
     def _samples(self) -> Target:
         folder = self.workspace.path(samples_key(STEP))
-        recipe = plan.recipe(self.config, open_checkpoint(self.workspace, STEP), "fp32")
+        recipe = plan.make_recipe(self.config, open_checkpoint(self.workspace, STEP), "fp32")
         shards = plan.shards(self.config.sample)
 
         def read() -> None:
             assert gather.complete(self.workspace, recipe, thorough=True) in (True, False)
             assert isinstance(gather.waiting(self.workspace, recipe, shards), str)
             samples = gather.open_samples(self.workspace, STEP)
-            assert samples.images.dtype == np.uint8 and len(samples) == samples.evidence["count"]
+            assert samples.images.dtype == np.uint8 and len(samples) == samples.manifest.count
             assert samples.labels is None or len(samples.labels) == len(samples)
 
         return Target("samples", [p for p in files(folder) if p.suffix != ".png"], read, folder)
@@ -175,7 +174,7 @@ class Strangers:
         network = in_domain.Network(1, 4, 2)
         for weight in network.state_dict().values():
             weight.zero_()
-        facts = {"channels": 1, "image_size": 4, "outputs": 2, "task": "classes", "accuracy": 0.5}
+        facts = in_domain.Facts(channels=1, image_size=4, outputs=2, task="classes", accuracy=0.5)
         with self.workspace.storage.new_folder("extractor") as folder:
             in_domain.save_extractor(in_domain.InDomain(network, facts), folder)
         folder = self.workspace.path("extractor")
@@ -238,8 +237,8 @@ class Strangers:
         return Target("documents", paths, read_all)
 
     def _chunk(self) -> Target:
-        recipe = plan.recipe(self.config, open_checkpoint(self.workspace, STEP), "fp32")
-        recipe["samples_fingerprint"] = "0" * 16
+        recipe = plan.make_recipe(self.config, open_checkpoint(self.workspace, STEP), "fp32")
+        recipe = recipe.model_copy(update={"samples_fingerprint": "0" * 16})
         parts, images = ShardStore(self.workspace, recipe), np.zeros((3, 4, 4, 1), np.uint8)
         parts.write_chunk(0, images)
         [path] = self.workspace.path(samples_key(STEP)).glob("parts-*/chunk-*")

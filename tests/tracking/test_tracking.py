@@ -234,7 +234,7 @@ def test_a_run_stays_in_its_experiment_with_a_warning(
 def test_params_tags_scores_and_files_are_sent_once(server: Server, workspace: Workspace) -> None:
     given = config(server.uri, train={"steps": 7})
     grid = workspace.path("grid.png")
-    grid.write_bytes(b"picture")
+    grid.write_bytes(b"image")
     for _ in range(2):  # the second time changes nothing
         tracker = Tracker.open(given, workspace)
         tracker.params(given.dump())

@@ -83,7 +83,7 @@ def test_sampler_refuses_non_finite_images(tmp_path: Path, given: dict[str, obje
     checkpoint = write_checkpoint(tmp_path / "it")
     model = checkpoint.load("auto", torch.device("cpu"))
     chosen = checkpoint.params.sample.model_copy(update={"precision": "fp32", **given})
-    sampler = ImageSampler(model, checkpoint.data, chosen, checkpoint.params.diffusion)
+    sampler = ImageSampler(model, checkpoint.training_data, chosen, checkpoint.params.diffusion)
     assert sampler.images(range(3)).shape == (3, 8, 8, 1)
     model.conv_out.bias.fill_(1e38)
     model.conv_out.weight.fill_(1e38)  # finite weights with an infinite output

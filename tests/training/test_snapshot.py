@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from faults.attempt import until
+from support.models import empty_snapshot
 
 from ddpm_core.errors import UserError
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace
 from ddpm_core.training import snapshot
-from ddpm_core.training.snapshot import SnapshotContents, Writer
+from ddpm_core.training.snapshot import Writer
 
-EMPTY = SnapshotContents({}, {}, {})
+EMPTY = empty_snapshot()
 
 
 def writer(folder: Path) -> Writer:
@@ -36,7 +37,7 @@ def test_writer_writes_a_snapshot(tmp_path: Path) -> None:
 def test_writer_frees_a_snapshot_that_is_written(tmp_path: Path) -> None:
     """Else memory would hold two while the next one is copied."""
     it = writer(tmp_path)
-    contents = SnapshotContents({}, {}, {})
+    contents = empty_snapshot()
     released = weakref.ref(contents)
     it.submit(3, contents)
     del contents

@@ -350,7 +350,7 @@ def test_warm_start_uses_the_average_of_another_run(prepared: Path) -> None:
         assert np.array_equal(started[name.replace("ema-0.9/", "model/")], array)
     folder = new_run(prepared, "unfit", LIVELY)
     said = ddpm(folder, "train", "-S", f"train.init={source}", "-S", "model.channels=16", status=1)
-    assert "model.channels is 8 there, 16 here" in said
+    assert "model.channels is 8 in train.init, 16 in this run" in said
 
 
 def test_steps_skipped_by_fp16_are_counted(prepared: Path) -> None:

@@ -72,8 +72,8 @@ def test_warm_start_keeps_vectors_of_classes_by_name(other: Checkpoint) -> None:
     network, there = replace(HERE, classes=2), of(other)
     weights, told = begun(other, network, ["7", "triangle"])
     assert told == (
-        "train.init: 3 classes there, 2 here. The vectors of the classes start from random "
-        "values, except 7."
+        "train.init: it has 3 classes, this run has 2. The vectors of the classes start from "
+        "random values, except 7."
     )
     seven, triangle, none = weights[VECTORS]
     assert torch.equal(seven, there[VECTORS][CLASSES.index("7")])
@@ -90,9 +90,9 @@ def test_warm_start_takes_renamed_classes_in_order(other: Checkpoint) -> None:
 
 def test_warm_start_without_classes_takes_the_rest(other: Checkpoint) -> None:
     weights, told = begun(other, replace(HERE, conditioning="none", classes=0), [])
-    assert (
-        told
-        == "train.init: model.conditioning is class there, none here. All other weights are used."
+    assert told == (
+        "train.init: model.conditioning is class in train.init, none in this run. All other "
+        "weights are used."
     )
     assert all(torch.equal(tensor, of(other)[name]) for name, tensor in weights.items())
 
@@ -103,11 +103,11 @@ def test_warm_start_names_network_settings_that_differ(other: Checkpoint) -> Non
         begun(other, replace(wide, heads=2), CLASSES)
     *lines, advice = str(caught.value).splitlines()[1:]
     assert lines == [
-        "  prepare.channels is 1 there, 3 here",
-        "  model.channels is 8 there, 16 here",
-        "  model.multipliers is [1, 2] there, [1, 2, 2] here",
-        "  model.heads is 1 there, 2 here",
-        "  model.attention is [4] there, [2, 8] here",
+        "  prepare.channels is 1 in train.init, 3 in this run",
+        "  model.channels is 8 in train.init, 16 in this run",
+        "  model.multipliers is [1, 2] in train.init, [1, 2, 2] in this run",
+        "  model.heads is 1 in train.init, 2 in this run",
+        "  model.attention is [4] in train.init, [2, 8] in this run",
     ]
     assert "-S prepare.channels=1 -S model.channels=8 -S 'model.multipliers=[1, 2]'" in advice
     # The image size may differ, as long as attention is on the same levels.
@@ -143,15 +143,17 @@ def test_warm_start_names_diffusion_settings_to_copy(noise: Path, tmp_path: Path
             attempt()
         *lines, advice = str(caught.value).splitlines()[1:]
         assert sorted(lines) == [
-            "  diffusion.prediction is noise there, v here",
-            "  diffusion.schedule is linear there, cosine here",
-            "  diffusion.timesteps is 1000 there, 500 here",
+            "  diffusion.prediction is noise in train.init, v in this run",
+            "  diffusion.schedule is linear in train.init, cosine in this run",
+            "  diffusion.timesteps is 1000 in train.init, 500 in this run",
         ]
         copied = [word for word in advice.split() if word.startswith("diffusion.")]
         found = like_noise(noise, *(word.rstrip(";") for word in copied))
         assert initial_weights(model, found) == ""
     allowed = like_noise(noise, "train.init_diffusion=any")
-    assert "diffusion.prediction is noise there, v here" in initial_weights(model, allowed)
+    assert "diffusion.prediction is noise in train.init, v in this run" in initial_weights(
+        model, allowed
+    )
 
 
 def test_dry_run_names_the_network_of_train_init(noise: Path, tmp_path: Path) -> None:

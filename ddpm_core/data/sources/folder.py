@@ -36,8 +36,8 @@ class Directory:
     """All files below a directory, except those at the paths in `excluded`.
 
     Links are followed even out of the directory, because the caches of DVC and Hugging Face
-    consist of links. So whoever can write into a source is trusted: a link there can name any
-    file that this process can read.
+    consist of links. So every user who can write into a source is trusted: a link there can
+    name any file that this process can read.
     """
 
     def __init__(self, root: Path, uri: str, excluded: Sequence[str] = ()) -> None:
