@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.apart import Record, ddpm_apart
+from faults.attempt import together
+from support.apart import Record, ddpm_apart, use_it
 from support.digits_workspace import digits, make_config, put_data
-from support.program import TINY, ddpm, environment, new_run, prepare_run
-from support.runs import at_start, bits, distance, final, of_file, rows
+from support.program import TINY, ddpm, new_run, prepare_run
+from support.runs import Tensors, at_start, bits, distance, final, of_file, rows
 
 from ddpm_core.errors import UserError
 from ddpm_core.runtime import device as devices
@@ -49,6 +50,11 @@ def here(begun: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def start(begun: Path) -> Tensors:
+    return of_file(at_start(new_run(begun, "start", SETTINGS)))
+
+
+@pytest.fixture(scope="module")
 def apart(begun: Path) -> tuple[Path, dict[str, Record]]:
     """The verbs on the device, and where each of them waited for it."""
     folder = new_run(begun, "apart", SETTINGS)
@@ -56,9 +62,8 @@ def apart(begun: Path) -> tuple[Path, dict[str, Record]]:
 
 
 def test_model_equals_that_of_the_cpu_up_to_rounding(
-    begun: Path, here: Path, apart: tuple[Path, dict[str, Record]]
+    here: Path, apart: tuple[Path, dict[str, Record]], start: Tensors
 ) -> None:
-    start = of_file(at_start(new_run(begun, "start", SETTINGS)))
     for file in ("model", "ema-0.9"):
         ours, theirs = (of_file(final(folder, 12), file) for folder in (here, apart[0]))
         begun_with = {name.replace("model/", f"{file}/"): t for name, t in start.items()}
@@ -74,21 +79,12 @@ def test_resumed_equals_uninterrupted_on_a_device(
     assert bits(final(folder, 12)) == bits(final(apart[0], 12))
 
 
-def test_two_workers_exchange_tensors_of_their_devices(begun: Path, here: Path) -> None:
+def test_two_workers_exchange_tensors_of_their_devices(
+    begun: Path, here: Path, start: Tensors
+) -> None:
     folder = new_run(begun, "together", SETTINGS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    tests = Path(__file__).parents[1]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node=2", str(tests / "support/apart.py"), "train"],
-        cwd=folder,
-        env={**environment(), "PYTHONPATH": str(tests)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    together(folder, 2, "train", beside=use_it)
     assert {row["world_size"] for row in rows(folder)} == {2}
-    start = of_file(at_start(new_run(begun, "together-start", SETTINGS)))
     ours, theirs = of_file(final(here, 12)), of_file(final(folder, 12))
     assert distance(theirs, ours, start) < 1e-4
 

@@ -176,7 +176,7 @@ def started(uri: str, identity: dict[str, Any]) -> Workspace:
 def test_move_can_be_interrupted_at_any_moment(places: Iterator[str], writes: Writes) -> None:
     for number in count():
         uri = next(places)
-        left = number * (7 if uri.startswith("s3://") else 1)  # where each request is a write
+        left = number * (11 if uri.startswith("s3://") else 1)  # where each request is a write
         workspace = Workspace.open(uri)
         put(workspace, B)
         workspace.write_json("superseded/001/run.json", workspace.read_json(RUN))
