@@ -17,7 +17,7 @@ from PIL import Image
 from support.digits_workspace import HELD_OUT, digits, make_config, put_samples
 from support.digits_workspace import put_snapshot as snapshot
 from support.evaluated import Run, in_haste
-from support.mlflow_server import put_store, shared_server
+from support.mlflow_server import put_store
 
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.plots import draw
@@ -375,7 +375,7 @@ def test_missing_samples_or_data_name_the_next_step(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("hasty")
 def test_mlflow_has_each_score_at_its_checkpoints_step(tmp_path: Path) -> None:
-    uri = shared_server().running().uri
+    uri = put_store(tmp_path / "mlflow.db")
     run = Run(tmp_path, tracking={"uri": uri})
     run.put_data(images=run.images[:550], labels=run.labels[:550])
     for step in (200, 400):

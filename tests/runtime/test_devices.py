@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 
@@ -16,7 +13,7 @@ import torch
 from faults.attempt import together
 from support.apart import Record, ddpm_apart, use_it
 from support.digits_workspace import digits, make_config, put_data
-from support.program import TINY, ddpm, new_run, prepare_run
+from support.program import TINY, Program, ddpm, new_run, prepare_run
 from support.runs import Tensors, at_start, bits, distance, final, of_file, rows
 
 from ddpm_core.errors import UserError
@@ -189,19 +186,21 @@ def test_started_worker_ignores_train_processes(
         launcher.train(config, {}, ["train"], dry_run=True)
 
 
-def test_make_deterministic_sets_every_switch() -> None:
-    code = """
-        import os, torch
-        from ddpm_core.runtime.device import make_deterministic
-        assert torch.backends.cudnn.allow_tf32
-        make_deterministic()
-        import torch._inductor.config as inductor
-        assert torch.are_deterministic_algorithms_enabled() and inductor.deterministic
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-        assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
-        assert not torch.backends.cudnn.allow_tf32 and os.environ["CUBLAS_WORKSPACE_CONFIG"]
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+def test_make_deterministic_sets_every_switch(tmp_path: Path) -> None:
+    program = Program(tmp_path / "none", (), run_deterministic)
+    assert (program.ended(), program.returncode) == ("", 0)
+
+
+def run_deterministic(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    """Check the switches in this process, whose state no other test sees."""
+    assert torch.backends.cudnn.allow_tf32
+    devices.make_deterministic()
+    import torch._inductor.config as inductor
+
+    assert torch.are_deterministic_algorithms_enabled() and inductor.deterministic
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    assert not torch.backends.cudnn.allow_tf32 and os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
 class Never:
