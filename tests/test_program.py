@@ -125,6 +125,7 @@ def test_ctrl_c_during_start_prints_no_traceback(tmp_path: Path) -> None:
     code = (
         "import builtins, os, signal, sys\n"
         "from ddpm_core.__main__ import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has none\n"
         "load = builtins.__import__\n"
         "def slowly(name, *rest):\n"
         "    if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"

@@ -41,7 +41,7 @@ def left_in(workspace: Workspace) -> set[str]:
 
 
 SCRIPT = """
-import resource, sys
+import resource, signal, sys
 from ddpm_core import console
 from ddpm_core.data import workers
 from ddpm_core.data.prepare import prepare
@@ -49,6 +49,7 @@ from ddpm_core.errors import UserError
 from ddpm_core.config.load import validate
 from ddpm_core.storage.workspace import Workspace
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts without it
 console.PLAIN_INTERVAL = 0.0
 workers.SINGLE_IMAGES = workers.SINGLE_BYTES = 0
 workers.CHUNK_IMAGES = 1

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.digits_workspace import digits, make_config, put_data
+from support.evaluated import in_haste
 from support.mlflow_server import put_store
 from support.models import write_checkpoint
 
 from ddpm_core.chain import CHECKS
-from ddpm_core.evaluation import in_domain
 from ddpm_core.evaluation.evaluate import evaluate
 from ddpm_core.registry.register import register
 from ddpm_core.runtime.distributed import World
@@ -77,16 +78,16 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     put_store(root / "mlflow.db")
     run = Run(root, root / "mlflow.db")
     run.fill()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_domain, "STEPS", (2, 2))
+    with in_haste():
         assert run.go() == ["sample", "evaluate", "register"]
     return root
 
 
 @pytest.fixture
-def run(begun: Path, tmp_path: Path) -> Run:
+def run(begun: Path, tmp_path: Path) -> Iterator[Run]:
     shutil.copytree(begun / "run", tmp_path / "run")
-    return Run(tmp_path, begun / "mlflow.db")
+    with in_haste():
+        yield Run(tmp_path, begun / "mlflow.db")
 
 
 @pytest.mark.parametrize("change", [{"count": 50}, {"sampler": "ddim"}])

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import pytest
 from PIL import Image
 from support.digits_workspace import HELD_OUT, digits, make_config, put_samples
 from support.digits_workspace import put_snapshot as snapshot
-from support.evaluated import Run
-from support.mlflow_server import put_store, shared_server
+from support.evaluated import Run, in_haste
+from support.mlflow_server import put_store
 
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation import in_domain
+from ddpm_core.evaluation.plots import draw
+from ddpm_core.scores import Row
 from ddpm_core.storage.workspace import METRICS, RUN, samples_key, snapshot_key
 
 PLOTS = (
@@ -44,13 +46,13 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train classifiers for two steps, where their quality does not matter."""
-    monkeypatch.setattr(in_domain, "STEPS", (2, 2))
+def hasty() -> Iterator[None]:
+    with in_haste():
+        yield
 
 
 @pytest.fixture
-def run(scored: Path, tmp_path: Path) -> Run:
+def run(scored: Path, tmp_path: Path, hasty: None) -> Run:
     shutil.copytree(scored, tmp_path, dirs_exist_ok=True)
     return Run(tmp_path)
 
@@ -338,8 +340,9 @@ def test_unselected_metrics_are_none(run: Run) -> None:
         "kid_std",
     ):  # 100 samples give no deviation
         assert row[metric] is None, metric
-    for name in PLOTS:  # DVC expects all of them
-        assert run.workspace.path(f"evaluation/{name}").stat().st_size > 1000
+    images = draw([Row.model_validate(row)])
+    assert set(images) == set(PLOTS)  # DVC expects all of them
+    assert all(len(image) > 1000 for image in images.values())
 
 
 @pytest.mark.usefixtures("hasty")
@@ -372,7 +375,7 @@ def test_missing_samples_or_data_name_the_next_step(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("hasty")
 def test_mlflow_has_each_score_at_its_checkpoints_step(tmp_path: Path) -> None:
-    uri = shared_server().running().uri
+    uri = put_store(tmp_path / "mlflow.db")
     run = Run(tmp_path, tracking={"uri": uri})
     run.put_data(images=run.images[:550], labels=run.labels[:550])
     for step in (200, 400):

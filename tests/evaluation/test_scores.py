@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.evaluated import Run
+from support.evaluated import Run, in_haste
 
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation import in_domain, metrics
+from ddpm_core.evaluation import metrics
 from ddpm_core.evaluation.features import Extractor, flatten
 from ddpm_core.evaluation.freshness import EXTRACTOR, OUTPUTS
 from ddpm_core.evaluation.in_domain import load_extractor
@@ -28,9 +29,9 @@ HELD_OUT, TRAINED = 20, 60
 
 
 @pytest.fixture(autouse=True)
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train classifiers for two steps: their quality does not matter here."""
-    monkeypatch.setattr(in_domain, "STEPS", (2, 2))
+def hasty() -> Iterator[None]:
+    with in_haste():
+        yield
 
 
 def small(root: Path) -> Run:
@@ -53,8 +54,7 @@ def put(run: Run, held_out: np.ndarray, labels: np.ndarray) -> None:
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small run with two scored checkpoints, to be copied."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_domain, "STEPS", (2, 2))
+    with in_haste():
         run = small(tmp_path_factory.mktemp("scored"))
         run.put_samples(200, 60)
         run.put_samples(400, 5)

@@ -111,12 +111,18 @@ class Attempt:
         return found
 
 
-def together(folder: Path, size: int, *arguments: str) -> str:
+def together(
+    folder: Path,
+    size: int,
+    *arguments: str,
+    beside: Callable[[], None] | None = None,
+    status: int = 0,
+) -> str:
     """Run `ddpm ARGUMENTS` on `size` forked workers of torchrun, and return the output."""
-    attempt = Attempt(folder, "forked", size, restarts=0, arguments=arguments)
+    attempt = Attempt(folder, "forked", size, restarts=0, beside=beside, arguments=arguments)
     try:
         assert attempt.wait(120), f"not ended within 120 s:\n{attempt.said()}"
-        assert attempt.returncode == 0, attempt.said()
+        assert attempt.returncode == status, attempt.said()
         return attempt.said()
     finally:
         attempt.close()

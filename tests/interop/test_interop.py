@@ -136,7 +136,7 @@ def test_import_and_export_keep_the_output(tmp_path: Path, their: Any) -> None:
         assert back.config[name] == their.config[name]
 
 
-def test_google_ddpm_cifar10_32_has_the_published_number_of_weights() -> None:
+def test_google_ddpm_cifar10_32_has_the_published_weight_count() -> None:
     down = (PLAIN, ATTENDING, PLAIN, PLAIN)
     widths, given = (128, 256, 256, 256), HO | {"sample_size": 32, "layers_per_block": 2}
     with torch.device("meta"):

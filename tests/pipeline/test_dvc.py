@@ -228,27 +228,52 @@ def test_another_clone_restores_all_results_from_the_cache(
 # Relative paths
 
 
-@pytest.mark.parametrize("kind", ["workspace", "--temp", "--queue"])
-@pytest.mark.parametrize("layout", ["repository", "subfolder", "monorepo"])
+@pytest.mark.parametrize(
+    ("layout", "kinds"),
+    [
+        ("repository", ["--temp"]),
+        ("subfolder", ["--temp"]),
+        ("monorepo", ["workspace", "--temp", "--queue"]),
+    ],
+)
 def test_relative_paths_are_the_same_in_all_experiments(
-    layout: str, kind: str, tmp_path: Path, forked: Path
+    layout: str, kinds: list[str], tmp_path: Path, forked: Path
 ) -> None:
     """A stage prints what its paths resolve to; git tracks `photos` only."""
-    repository = Repository(tmp_path / "git", forked)
+    repository, project = begin_project(layout, tmp_path, forked)
+    for seed, kind in enumerate(kinds, start=1):
+        options = [] if kind == "workspace" else [kind]
+        repository.dvc("exp", "run", *options, "-S", f"seed={seed}")
+        if kind == "--queue":
+            repository.dvc("queue", "start")
+        resolved = tmp_path / "resolved.json"
+        wait_until(lambda file=resolved: file.exists() and file.read_text(), "the stage has run")
+        store, folder, *found = json.loads(resolved.read_text())
+        assert (folder == str(project)) == (kind == "workspace")
+        assert store == f"sqlite:///{project}/mlflow.db"
+        assert found == [f"{folder}/photos", str(project / "weights"), str(tmp_path / "network")]
+        resolved.unlink()
+        if kind == "--queue":
+            repository.dvc("queue", "stop", "--kill")
+
+
+def begin_project(layout: str, root: Path, forked: Path) -> tuple[Repository, Path]:
+    """Commit a project with one stage; return its repository and folder."""
+    repository = Repository(root / "git", forked)
     repository.folder.mkdir()
     repository.git("init", "--quiet")
-    project = tmp_path / "git" if layout == "repository" else tmp_path / "git/team/project"
+    project = root / "git" if layout == "repository" else root / "git/team/project"
     project.mkdir(parents=True, exist_ok=True)
-    repository.folder = project if layout == "monorepo" else tmp_path / "git"
+    repository.folder = project if layout == "monorepo" else root / "git"
     repository.dvc("init", "--quiet", *(["--subdir"] if layout == "monorepo" else []))
     repository.folder = project
-    (tmp_path / "network").mkdir()
+    (root / "network").mkdir()
     (project / "weights").mkdir()
     (project / "photos").mkdir()
     (project / "photos/one.png").write_bytes(b"")
     (project / ".gitignore").write_text("weights\nwhere.json\n")
     (project / "params.yaml").write_text("seed: 0\n")
-    network = Path(os.path.relpath(tmp_path / "network", project))
+    network = Path(os.path.relpath(root / "network", project))
     (project / "where.py").write_text(
         "import json, os, sys\n"
         "from ddpm_core.config import load as params\n"
@@ -256,24 +281,13 @@ def test_relative_paths_are_the_same_in_all_experiments(
         f"names = ['photos', 'weights', {str(network)!r}]\n"
         "found = [os.path.realpath(input_path(name)) for name in names]\n"
         "resolved = [params.load().tracking.uri, os.getcwd(), *found]\n"
-        f"open({str(tmp_path / 'resolved.json')!r}, 'w').write(json.dumps(resolved))\n"
+        f"open({str(root / 'resolved.json')!r}, 'w').write(json.dumps(resolved))\n"
     )
     stage = {"cmd": f"{sys.executable} where.py", "params": ["seed"]}
     (project / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"where": stage}}))
     repository.git("add", ".")
     repository.git("commit", "--quiet", "-m", "all")
-    options = [] if kind == "workspace" else [kind]
-    repository.dvc("exp", "run", *options, "-S", "seed=1")
-    if kind == "--queue":
-        repository.dvc("queue", "start")
-    resolved = tmp_path / "resolved.json"
-    wait_until(lambda: resolved.exists() and resolved.read_text(), "the stage has run")
-    store, folder, *found = json.loads(resolved.read_text())
-    assert (folder == str(project)) == (kind == "workspace")
-    assert store == f"sqlite:///{project}/mlflow.db"
-    assert found == [f"{folder}/photos", str(project / "weights"), str(tmp_path / "network")]
-    if kind == "--queue":
-        repository.dvc("queue", "stop", "--kill")
+    return repository, project
 
 
 # Raw data

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.apart import Record, ddpm_apart
+from faults.attempt import together
+from support.apart import Record, ddpm_apart, use_it
 from support.digits_workspace import digits, make_config, put_data
-from support.program import TINY, ddpm, environment, new_run, prepare_run
-from support.runs import at_start, bits, distance, final, of_file, rows
+from support.program import TINY, Program, ddpm, new_run, prepare_run
+from support.runs import Tensors, at_start, bits, distance, final, of_file, rows
 
 from ddpm_core.errors import UserError
 from ddpm_core.runtime import device as devices
@@ -49,6 +47,11 @@ def here(begun: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def start(begun: Path) -> Tensors:
+    return of_file(at_start(new_run(begun, "start", SETTINGS)))
+
+
+@pytest.fixture(scope="module")
 def apart(begun: Path) -> tuple[Path, dict[str, Record]]:
     """The verbs on the device, and where each of them waited for it."""
     folder = new_run(begun, "apart", SETTINGS)
@@ -56,9 +59,8 @@ def apart(begun: Path) -> tuple[Path, dict[str, Record]]:
 
 
 def test_model_equals_that_of_the_cpu_up_to_rounding(
-    begun: Path, here: Path, apart: tuple[Path, dict[str, Record]]
+    here: Path, apart: tuple[Path, dict[str, Record]], start: Tensors
 ) -> None:
-    start = of_file(at_start(new_run(begun, "start", SETTINGS)))
     for file in ("model", "ema-0.9"):
         ours, theirs = (of_file(final(folder, 12), file) for folder in (here, apart[0]))
         begun_with = {name.replace("model/", f"{file}/"): t for name, t in start.items()}
@@ -74,21 +76,12 @@ def test_resumed_equals_uninterrupted_on_a_device(
     assert bits(final(folder, 12)) == bits(final(apart[0], 12))
 
 
-def test_two_workers_exchange_tensors_of_their_devices(begun: Path, here: Path) -> None:
+def test_two_workers_exchange_tensors_of_their_devices(
+    begun: Path, here: Path, start: Tensors
+) -> None:
     folder = new_run(begun, "together", SETTINGS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    tests = Path(__file__).parents[1]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node=2", str(tests / "support/apart.py"), "train"],
-        cwd=folder,
-        env={**environment(), "PYTHONPATH": str(tests)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    together(folder, 2, "train", beside=use_it)
     assert {row["world_size"] for row in rows(folder)} == {2}
-    start = of_file(at_start(new_run(begun, "together-start", SETTINGS)))
     ours, theirs = of_file(final(here, 12)), of_file(final(folder, 12))
     assert distance(theirs, ours, start) < 1e-4
 
@@ -193,19 +186,21 @@ def test_started_worker_ignores_train_processes(
         launcher.train(config, {}, ["train"], dry_run=True)
 
 
-def test_make_deterministic_sets_every_switch() -> None:
-    code = """
-        import os, torch
-        from ddpm_core.runtime.device import make_deterministic
-        assert torch.backends.cudnn.allow_tf32
-        make_deterministic()
-        import torch._inductor.config as inductor
-        assert torch.are_deterministic_algorithms_enabled() and inductor.deterministic
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-        assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
-        assert not torch.backends.cudnn.allow_tf32 and os.environ["CUBLAS_WORKSPACE_CONFIG"]
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+def test_make_deterministic_sets_every_switch(tmp_path: Path) -> None:
+    program = Program(tmp_path / "none", (), run_deterministic)
+    assert (program.ended(), program.returncode) == ("", 0)
+
+
+def run_deterministic(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    """Check the switches in this process, whose state no other test sees."""
+    assert torch.backends.cudnn.allow_tf32
+    devices.make_deterministic()
+    import torch._inductor.config as inductor
+
+    assert torch.are_deterministic_algorithms_enabled() and inductor.deterministic
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    assert not torch.backends.cudnn.allow_tf32 and os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
 class Never:

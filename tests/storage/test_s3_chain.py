@@ -5,14 +5,21 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from support.mlflow_server import shared_server, wait_until
+import pytest
+from support.mlflow_server import put_store, wait_until
+from support.pictures import write_classes
 from support.program import TINY, start, write_params
 from support.s3_server import Bucket
 from support.served_models import address, ask, get
 
 
-def test_chain_runs_in_s3_and_touches_only_its_prefix(bucket: Bucket, tmp_path: Path) -> None:
-    text = TINY.replace('uri: ""', f"uri: {shared_server().running().uri}")
+def test_chain_runs_in_s3_and_touches_only_its_prefix(
+    bucket: Bucket, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    beside = tmp_path_factory.mktemp("beside")
+    photos = write_classes(beside / "photos", ["cat", "dog"], each=30)
+    text = TINY.replace('uri: ""', f"uri: {put_store(beside / 'mlflow.db')}")
+    text = text.replace("workers: 1", f"workers: 1, source: {photos}")
     write_params(tmp_path, f"{text}evaluate: {{metrics: [fid]}}\nregister: {{name: in-s3}}\n")
     for neighbour in ("chain2/snapshots/step-00000012/model", "chai/lease.json"):
         bucket.put(neighbour, b"a neighbour's")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ddpm_core.config import Config
+from ddpm_core.evaluation import in_domain, plots
 from ddpm_core.evaluation.evaluate import evaluate
 from ddpm_core.evaluation.freshness import stale
 from ddpm_core.storage.workspace import RESULTS, Workspace
@@ -52,6 +56,15 @@ class Run:
     def row_times(self) -> list[int]:
         folder = self.workspace.path("evaluation/rows")
         return [path.stat().st_mtime_ns for path in sorted(folder.iterdir())]
+
+
+@contextmanager
+def in_haste() -> Iterator[None]:
+    """Train classifiers for two steps and draw no plots, which take most of an evaluation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_domain, "STEPS", (2, 2))
+        patch.setattr(plots, "draw", lambda ranked: {})
+        yield
 
 
 def noisy(images: Pixels, deviation: float) -> Pixels:

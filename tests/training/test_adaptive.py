@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
-from faults.attempt import Attempt
+from faults.attempt import together
 from support.program import TINY, Program, new_run, prepare_run, run_in, settings
 from support.runs import bits, final
 from torch import Tensor
@@ -82,17 +81,6 @@ def alone(folder: Path, *given: str) -> None:
     assert program.returncode == 0, said
 
 
-def both(folder: Path, beside: Callable[[], None], status: int = 0) -> str:
-    """Train on two workers, and return their output."""
-    attempt = Attempt(folder, "forked", 2, restarts=0, beside=beside)
-    try:
-        assert attempt.wait(120), attempt.said()
-        assert attempt.returncode == status, attempt.said()
-        return attempt.said()
-    finally:
-        attempt.close()
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_run(tmp_path_factory.mktemp("adaptive"), SETTINGS)
@@ -102,14 +90,15 @@ def test_noise_levels_are_the_same_after_resuming_on_two_workers(prepared: Path)
     one, two = (new_run(prepared, name, SETTINGS) for name in ("one", "two"))
     alone(one)
     alone(two, "train.steps=7")
-    both(two, learning)
+    together(two, 2, "train", beside=learning)
     learned = final(one, 12)["noise_levels/probability"]
     assert np.ptp(learned) > 0.1 * learned.mean()
     assert bits(final(one, 12)) == bits(final(two, 12))
 
 
 def test_noise_levels_that_differ_between_workers_stop_the_run(prepared: Path) -> None:
-    said = both(new_run(prepared, "astray", SETTINGS), astray, status=1)
+    folder = new_run(prepared, "astray", SETTINGS)
+    said = together(folder, 2, "train", beside=astray, status=1)
     assert "(noise_levels.safetensors)" in said and "ranks 0 against 1" in said
 
 

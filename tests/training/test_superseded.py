@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults.attempt import together
 from support.program import TINY, ddpm, new_run, prepare_run, settings
 from support.runs import bits, final, rows
 from support.s3_server import Bucket
@@ -74,11 +75,10 @@ def test_superseded_run_resumes_when_its_settings_return(prepared: Path) -> None
 
 def test_two_workers_move_a_run_away_and_take_it_back(prepared: Path) -> None:
     folder = begun(prepared, "together")
-    two = settings("train.processes=2", "train.grid=0")
-    said = ddpm(folder, "train", *two, *OTHER, *settings("train.steps=4"))
+    said = together(folder, 2, "train", *OTHER, *settings("train.grid=0", "train.steps=4"))
     assert said.count("Moved it to superseded/001") == 1
     assert [row["world_size"] for row in rows(folder)] == [2, 2]
-    assert "resuming from step 10 of 12" in ddpm(folder, "train", *two)
+    assert "resuming from step 10 of 12" in together(folder, 2, "train", *settings("train.grid=0"))
     assert [row["step"] for row in rows(folder)] == list(range(2, 13, 2))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import shutil
@@ -83,22 +84,18 @@ def test_stop_flags_of_past_steps_are_released(workers: int) -> None:
 
 
 def test_training_leaves_the_global_generator_alone(prepared: Path) -> None:
-    folder = new_run(prepared, "caller", LIVELY)
-    code = (
-        "import torch; from ddpm_core.config import load as params; "
-        "from ddpm_core.runtime import distributed; "
-        "from ddpm_core.storage.workspace import Workspace; "
-        "from ddpm_core.data.dataset import open_dataset; "
-        "from ddpm_core.training.trainer import train; "
-        "from ddpm_core.training.resume import Policy; from pathlib import Path; "
-        "c = params.load(Path('params.yaml')); before = torch.get_rng_state(); "
-        "w = distributed.World(0, 1, torch.device('cpu')); "
-        "workspace = Workspace.open(c.workspace); "
-        "train(c, workspace, open_dataset(workspace), w, Policy()); "
-        "assert torch.equal(before, torch.get_rng_state())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment(), check=False)
-    assert done.returncode == 0
+    program = Program(new_run(prepared, "caller", LIVELY), ("train",), run_with_generator)
+    said = program.ended()
+    assert program.returncode == 0, said
+
+
+def run_with_generator(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    """Run, and raise AssertionError if the state of PyTorch's generator has changed."""
+    before = torch.get_rng_state()
+    with contextlib.suppress(SystemExit):
+        run_in({}, folder, arguments, output)
+    assert len(rows(folder)) == 6
+    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -292,10 +289,10 @@ def test_dry_run_prints_the_plan_and_writes_nothing(prepared: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_dry_run_predicts_the_memory_of_training(tmp_path: Path) -> None:
-    """Ten million weights on images of 8 pixels, so that activations are negligible."""
+    """Six million weights on images of 8 pixels, so that activations are negligible."""
     given = {
         "prepare": {"image_size": 8},
-        "model": {"channels": 128, "multipliers": [1, 2], "blocks": 1, "attention": []},
+        "model": {"channels": 96, "multipliers": [1, 2], "blocks": 1, "attention": []},
         "train": {
             "batch_size": 1,
             "steps": 2,
