@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -79,10 +80,7 @@ def report_errors(who: str) -> Iterator[None]:
     write_termination_message("")
 
     def report(message: str, error: BaseException) -> None:
-        # Imported here: it imports the storage, which imports this module.
-        from ddpm_core.runtime.pods import advice
-
-        message = f"{message} {advice(error)}".strip()
+        message = f"{message} {advice_in_pod(error)}".strip()
         say(f"{who}: {message}")
         log_records.write_error(message)
         write_termination_message(message)
@@ -104,6 +102,32 @@ def report_errors(who: str) -> Iterator[None]:
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
         report(f"{error.strerror or error}{place}.{notes}", error)
         raise SystemExit(1) from None
+
+
+_VOLUME_ADVICE = (
+    "If this is a volume that belongs to root, mount it once in a pod with an fsGroup "
+    '(docs/kubeflow.md, "First use of a claim").'
+)
+_KEYS_ADVICE = (
+    "In a pod the keys come from the Secret ddpm-s3, or from the Secrets of the job's option "
+    "`secrets`."
+)
+
+
+def advice_in_pod(error: BaseException | None) -> str:
+    """Return what to do about an error that has its usual cause in the pod it happened in.
+
+    That is the advice for the error or the first of its causes that has one; "" outside a pod.
+    """
+    from ddpm_core.storage.base import Refused  # the storage imports this module
+
+    while error is not None and "KUBERNETES_SERVICE_HOST" in os.environ:
+        if isinstance(error, Refused):
+            return _KEYS_ADVICE
+        if isinstance(error, PermissionError):
+            return _VOLUME_ADVICE
+        error = error.__cause__
+    return ""
 
 
 class Outage:

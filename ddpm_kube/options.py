@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from ddpm_core.config import yaml_text
 from ddpm_core.config.durations import duration
 from ddpm_core.config.section import Processes, Section, as_tuple
-from ddpm_core.errors import UserError, invalid
+from ddpm_core.errors import Invalid, Problem, UserError, got, invalid
 from ddpm_core.problems import problems_of
 
 PLACE = "the options of the job"  # in errors
@@ -28,14 +28,14 @@ def _as_text(value: object) -> object:
 
 
 def _as_duration(value: object) -> str:
-    """Return a duration as text. Raises ValueError for anything else."""
+    """Return a duration as text. Raises Invalid for anything else."""
     text = str(value)
     try:
         seconds = duration(text)
     except UserError:
         seconds = 0.0
     if not seconds:
-        raise ValueError("must be a time such as 90s, 15m or 2h")
+        raise Invalid([Problem("", got(value), "must be a time such as 90s, 15m or 2h")])
     return text
 
 

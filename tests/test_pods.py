@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from support.s3_server import Bucket
 
-from ddpm_core.console import report_errors
+from ddpm_core.console import advice_in_pod, report_errors
 from ddpm_core.errors import UserError
-from ddpm_core.runtime import pods
-from ddpm_core.runtime.pods import advice
 from ddpm_core.storage.base import Unreachable
 from ddpm_core.storage.workspace import Workspace
 
 ROOT = Path(__file__).parents[1]
+PARAGRAPH = "First use of a claim"
+ADVICE = "If this is a volume that belongs to root, mount it once in a pod with an fsGroup"
+VOLUME = f'{ADVICE} (docs/kubeflow.md, "{PARAGRAPH}").'
 
 
 def forbidden() -> None:
@@ -43,8 +44,14 @@ def in_pod(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fail", "expected"),
     [
-        (forbidden, f"Permission denied: /workspace/run. {pods.VOLUME}"),
-        (wrapped, f"Cannot write to the workspace. {pods.VOLUME}"),
+        (
+            forbidden,
+            f"Permission denied: /workspace/run. {VOLUME}",
+        ),
+        (
+            wrapped,
+            f"Cannot write to the workspace. {VOLUME}",
+        ),
         (unrelated, "There are no prepared data."),
     ],
 )
@@ -76,9 +83,9 @@ def test_missing_s3_keys_name_the_secret(
         monkeypatch.delenv(name)
     with pytest.raises(Unreachable) as refused:
         Workspace.open(bucket.uri("run"))
-    assert "the Secret ddpm-s3" in advice(refused.value)
+    assert "the Secret ddpm-s3" in advice_in_pod(refused.value)
 
 
 def test_the_advice_names_a_paragraph_of_the_document() -> None:
     text = (ROOT / "docs/kubeflow.md").read_text(encoding="utf-8")
-    assert "First use of a claim" in pods.VOLUME and "First use of a claim" in text
+    assert f"**{PARAGRAPH}:**" in text
