@@ -80,6 +80,10 @@ class Invalid(ValueError):
         self.problems = tuple(problems)
 
 
+class Unavailable(UserError):
+    """A server does not respond, or reports an internal problem. The same call may work later."""
+
+
 class Corrupt(UserError):
     """A file or folder does not contain what was written: it is damaged, incomplete or forged."""
 

@@ -100,6 +100,9 @@ class Options(Section):
     shutdown_seconds: Seconds = Field(60, description="for processes to save after SIGTERM")
     grace_seconds: Seconds = Field(90, description="for the pod to end, torchrun included")
     deadline_seconds: Seconds = Field(7 * 86400, description="limit of the whole job")
+    patience: str = Field(
+        "15m", description="how long a worker may be without a node, quota or image"
+    )
     queue: Name | None = Field(None, description="the Kueue queue that admits the job")
 
     @property

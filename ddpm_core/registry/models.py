@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ddpm_core.config import Config
-from ddpm_core.errors import Corrupt, UserError, require
+from ddpm_core.errors import Corrupt, Unavailable, UserError, require
 from ddpm_core.registry.gate import FAULTS
 from ddpm_core.registry.package import CHECKPOINT
 from ddpm_core.scores import Row
@@ -45,7 +45,7 @@ def mlflow_errors(uri: str) -> Iterator[None]:
     except Exception as error:
         if not is_mlflow_error(error):
             raise
-        raise UserError(f"MLflow at {uri} is unavailable: {reason(error)}") from error
+        raise Unavailable(f"MLflow at {uri} is unavailable: {reason(error)}") from error
 
 
 def calls_mlflow(method: Method) -> Method:

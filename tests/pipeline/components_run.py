@@ -41,12 +41,12 @@ class Chain:
 
     def prepare(self) -> None:
         given = {"params": "", "overrides": [], "source": "", "tracking": "", **self.inputs}
-        self.settings = self._call(prepare, **given)
+        self.settings = self._call(prepare, **given, run_id="here")
 
     def train(self) -> None:
         data = self.made["prepare"]["data"]
         self._call(
-            train, settings=self.settings, backend="process", job={}, run_id="here", data=data
+            train, settings=self.settings, backend="process", job={}, patience="15m", data=data
         )
 
     def draw(self) -> list[Any]:

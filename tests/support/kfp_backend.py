@@ -1,7 +1,11 @@
-"""Run a compiled pipeline like KFP 2.17, but without KFP, which the test cluster does not have.
+"""Run a compiled pipeline like Kubeflow Pipelines 2.17.0, but without it.
 
-As its driver does (backend/src/v2/driver in kubeflow/pipelines), the inputs of a task are resolved
-from the DAG: loops, conditions and exit handlers too. A task's pod is made in kfp_pod.
+The inputs of a task are resolved from the DAG: loops, conditions and exit handlers too. What is no
+kinder than the real backend:
+
+- Only a pod that disappears is retried, not one that fails. A later attempt is killed
+  backoffMaxDuration after the start of the first one; after that time nothing is retried.
+- An exit handler gets COMPLETE, FAILED or RUNNING (for whatever has not ended), and no error.
 """
 
 from __future__ import annotations
@@ -9,19 +13,18 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import kfp_pod
 import yaml
-from cluster import Document, Namespace
-from kfp_pod import Outputs, Values
 
-ROOT = "s3://mlpipeline/v2/artifacts"  # a pipeline root; pods see it at /s3/mlpipeline/...
+from support import kfp_pod
+from support.kfp_pod import Document, Failed, Lost, Outputs, Pods, Values
 
 
 @dataclass(frozen=True)
@@ -43,23 +46,24 @@ class Ran:
     sizes: dict[str, int]
 
 
-class Failed(AssertionError):
-    """A task's pod failed."""
-
-
 class Backend:
     """Runs a compiled pipeline once; `ran` has the outputs of each component's pods, in order."""
 
     def __init__(
-        self, namespace: Namespace, compiled: Path, account: str, claims: bool = True
+        self,
+        pods: Pods,
+        compiled: Path,
+        account: str = "",
+        claims: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`claims`: whether pods mount the volumes of the compiled file."""
-        self._namespace, self._places = namespace, (account, claims)
+        self._pods, self._places, self._clock = pods, (account, claims), clock
         spec, platforms = yaml.safe_load_all(compiled.read_text(encoding="utf-8"))
         self._spec = spec
         self._platforms = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
         self.run_id = str(uuid.uuid4())
-        self.root = f"{ROOT}/{spec['pipelineInfo']['name']}/{self.run_id}"
+        self.root = f"{pods.root}/{spec['pipelineInfo']['name']}/{self.run_id}"
         self.ran: dict[str, list[Ran]] = {}
         self._states: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -82,9 +86,10 @@ class Backend:
                 continue
             try:
                 scope.outputs[name] = self._task(tasks[name], scope)
-                self._states[name] = "SUCCEEDED"
+                self._states[name] = "COMPLETE"
             except Failed as error:
-                failure, self._states[name] = error, "FAILED"
+                failure = error
+                self._states[name] = "RUNNING" if isinstance(error, Lost) else "FAILED"
         if failure:
             raise failure
         selected = component["dag"].get("outputs", {}).get("artifacts", {})
@@ -123,7 +128,18 @@ class Backend:
         given = _with_defaults(component, parameters)
         if "dag" in component:
             return self._dag(component, Scope(given, artifacts))
-        return self._execute(task["componentRef"]["name"], component, given, artifacts)
+        policy, started = task.get("retryPolicy", {}), self._clock()
+        longest, attempts = _seconds(policy), int(policy.get("maxRetryCount", 0)) + 1
+        name, left = task["componentRef"]["name"], longest
+        for attempt in range(1, attempts + 1):
+            try:
+                limit = left if attempt > 1 else float("inf")
+                return self._execute(name, component, given, artifacts, limit)
+            except Lost:
+                left = longest - (self._clock() - started)
+                if attempt == attempts or left <= 0:
+                    raise
+        raise AssertionError("unreachable")
 
     def _parameters(self, task: Document, scope: Scope) -> Values:
         given = task.get("inputs", {}).get("parameters", {})
@@ -138,9 +154,7 @@ class Backend:
             return scope.outputs[of["producerTask"]].parameters[of["outputParameterKey"]]
         if "taskFinalStatus" in given:
             task = given["taskFinalStatus"]["producerTask"]
-            state = self._states[task]
-            error = {} if state == "SUCCEEDED" else {"code": 9, "message": f"{task} failed"}
-            return {"state": state, "pipelineTaskName": task, "error": error}
+            return {"state": self._states[task], "pipelineTaskName": task, "error": {}}
         constant = given["runtimeValue"]["constant"]
         known = {"{{$.pipeline_job_uuid}}": self.run_id}
         assert "{{" not in str(constant) or constant in known
@@ -149,28 +163,34 @@ class Backend:
     # -- a task's pod
 
     def _execute(
-        self, component: str, spec: Document, parameters: Values, artifacts: Values
+        self, component: str, spec: Document, parameters: Values, artifacts: Values, limit: float
     ) -> Outputs:
+        """Run one attempt of a task, whose pod is killed after `limit` seconds."""
         label, name = spec["executorLabel"], component.removeprefix("comp-")
         container = self._spec["deploymentSpec"]["executors"][label]["container"]
         place = f"{self.root}/{name}/{uuid.uuid4()}"
-        given = kfp_pod.executor_input(spec, parameters, artifacts, place)
-        pod = f"{name}-{uuid.uuid4().hex[:8]}"
-        config = self._platforms[label]
-        self._namespace.apply(kfp_pod.pod(pod, container, config, given, *self._places))
-        try:
-            log = self._namespace.finished(pod, 600)
-        except AssertionError as error:
-            raise Failed(str(error)) from error
-        (printed,) = (line for line in log.splitlines() if line.startswith(kfp_pod.MARK))
-        ran = Ran(
-            pod,
-            log,
-            *kfp_pod.outputs(spec, json.loads(printed.removeprefix(kfp_pod.MARK)), given, place),
+        given = kfp_pod.executor_input(spec, parameters, artifacts, place, self._pods.output(place))
+        pod = kfp_pod.pod(
+            f"{name}-{uuid.uuid4().hex[:8]}",
+            container,
+            self._platforms[label],
+            given,
+            *self._places,
         )
+        pod["spec"]["activeDeadlineSeconds"] = min(pod["spec"]["activeDeadlineSeconds"], limit)
+        log = self._pods.run(pod)
+        (printed,) = (line for line in log.splitlines() if line.startswith(kfp_pod.MARK))
+        written = json.loads(printed.removeprefix(kfp_pod.MARK))
+        outputs = kfp_pod.outputs(spec, written, given, place)
+        ran = Ran(pod["metadata"]["name"], log, *outputs)
         with self._lock:
             self.ran.setdefault(name, []).append(ran)
         return ran.outputs
+
+
+def _seconds(policy: Document) -> float:
+    """Return the time after which nothing is retried; 0 means that there is no limit."""
+    return float(policy.get("backoffMaxDuration", "0s").removesuffix("s")) or float("inf")
 
 
 def _ordered(tasks: Mapping[str, Document]) -> Iterable[str]:
