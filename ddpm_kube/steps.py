@@ -174,9 +174,14 @@ def list_parts(config: Config, workspace: Workspace) -> list[str]:
         if gather.complete(workspace, recipe) or not missing:
             missing = shards[:1]
         listed += [f"{checkpoint.step}:{shard.number}/{shard.of}" for shard in missing]
-    count, total = min(MAX_PARTS, len(listed)), len(listed)
+    return divide(listed)
+
+
+def divide(shards: list[str]) -> list[str]:
+    """Return the shards in at most MAX_PARTS texts, in order and as even as possible."""
+    count, total = min(MAX_PARTS, len(shards)), len(shards)
     bounds = [total * i // count for i in range(count + 1)]
-    return [" ".join(listed[start:stop]) for start, stop in pairwise(bounds)]
+    return [" ".join(shards[start:stop]) for start, stop in pairwise(bounds)]
 
 
 def sample_part(config: Config, workspace: Workspace, part: str) -> list[int]:

@@ -185,7 +185,9 @@ def follow(server: Server, run_id: str) -> int:
         if known.get("train") == "running" and responded_at - progress_at > PROGRESS_INTERVAL:
             progress_at = responded_at
             for line in find_lines(server, run_id, tasks, "train", PROGRESS)[-1:]:
-                say(line)
+                if known.get("progress") != line:
+                    say(line)
+                known["progress"] = line
         time.sleep(INTERVAL)
 
 
