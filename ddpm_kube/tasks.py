@@ -270,7 +270,7 @@ def summarize(state: str, inputs: Sequence[Any], run_id: str, cleaned: str = "")
     if errors:
         outcome = "failed"
         lines.append(f"Correct the cause. {AGAIN}")
-    elif end:
+    elif end and not unfinished:
         outcome, lines = "succeeded", [end]
     else:
         outcome, names = "stopped", ", ".join(unfinished)
