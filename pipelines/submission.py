@@ -24,7 +24,7 @@ FINAL = ("SUCCEEDED", "FAILED", "SKIPPED", "CANCELED", "CANCELLED")
 # The names of our steps. KFP also lists drivers, executors, loops and the run itself.
 STEPS = ("prepare", "train", "plan", "sample", "evaluate", "register", "finish")
 EXECUTOR = re.compile(r"executor(\(\d+\))?")  # KFP's name of the attempts of any step
-PROGRESS = r"\d+/\d+ .*"  # a line of ddpm_core.console.progress, after its description
+PROGRESS = r"(?:[\w -]+: )?\d+/\d+ .*"  # of ddpm_core.console.progress, without its description
 
 T = TypeVar("T")
 
@@ -184,7 +184,8 @@ def follow(server: Server, run_id: str) -> int:
             return 0 if state == "SUCCEEDED" else 1
         if known.get("train") == "running" and responded_at - progress_at > PROGRESS_INTERVAL:
             progress_at = responded_at
-            for line in find_lines(server, run_id, tasks, "train", PROGRESS)[-1:]:
+            running = [task for task in tasks if task.state == "RUNNING"]
+            for line in find_lines(server, run_id, running, "train", PROGRESS)[-1:]:
                 if known.get("progress") != line:
                     say(line)
                 known["progress"] = line
@@ -205,9 +206,9 @@ def changes(known: dict[str, str], tasks: list[Task]) -> Iterable[str]:
 
 def causes(server: Server, run_id: str, tasks: list[Task]) -> Iterable[str]:
     """Yield the error of each failed step from its log; KFP's server has no reason."""
-    failed = {task.name for task in tasks if task.state == "FAILED"}
-    for step in [step for step in STEPS if step in failed]:
-        yield from find_lines(server, run_id, tasks, step, rf"(?!{PROGRESS}).*")[-1:] or [
+    failed = [task for task in tasks if task.state == "FAILED"]
+    for step in [step for step in STEPS if step in {task.name for task in failed}]:
+        yield from find_lines(server, run_id, failed, step, rf"(?!{PROGRESS}).*")[-1:] or [
             f"{step}: failed without an error in its log: the pod was lost or killed, or never "
             "started. `kubectl get events` in the namespace of the run shows why."
         ]

@@ -17,6 +17,7 @@ from kfp.pipeline_spec import pipeline_spec_pb2 as spec_pb2
 from support import kfp_pod
 
 import compiling  # isort: skip
+import submission  # isort: skip
 from pods import PARALLEL  # isort: skip
 from ddpm import ddpm  # isort: skip
 
@@ -60,6 +61,7 @@ def test_components_install_nothing_and_are_never_cached(compiled: Any) -> None:
     spec, platforms = compiled
     executors = spec["deploymentSpec"]["executors"]
     assert set(executors) == {f"exec-{name}" for name in COMPONENTS}
+    assert set(submission.STEPS) == COMPONENTS
     assert {e["container"]["image"] for e in executors.values()} == {"ddpm:dev"}
     for executor in executors.values():
         assert "pip" not in executor["container"]["command"][2]

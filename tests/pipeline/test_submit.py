@@ -252,6 +252,8 @@ def test_parts_are_counted_and_a_lost_pod_is_named(
     kfp: FakeKfp, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A run that was submitted elsewhere: `watch`."""
+    kfp.logs = {"ddpm-6d2kx-sample-1-pod-0": "sample: step 8 still waits for shard-002-of-003.\n"}
+    kfp.logs["ddpm-6d2kx-sample-2-pod-0"] = "sample: 8/20 images, 2.0/s, 6 s left\n"
     kfp.story[:] = [
         look("RUNNING", train="SUCCEEDED", plan="SUCCEEDED", sample="RUNNING RUNNING PENDING"),
         look("RUNNING", train="SUCCEEDED", plan="SUCCEEDED", sample="SUCCEEDED RUNNING RUNNING"),
