@@ -69,19 +69,16 @@ def guard() -> None:
 
 
 @contextmanager
-def report_errors(who: str, leave: Callable[[str], None] | None = None) -> Iterator[None]:
+def report_errors(who: str) -> Iterator[None]:
     """Print errors that the user can fix as `who: MESSAGE`, and exit with their status.
 
-    Everything that the process prints is masked from then on. `leave` also gets the message of an
-    error, but not that of a stop on request.
+    Everything that the process prints is masked from then on.
     """
     guard()
 
     def report(message: str) -> None:
         say(f"{who}: {message}")
         log_records.write_error(message)
-        if leave:
-            leave(message)
 
     try:
         with memory.translate_errors():
@@ -91,8 +88,6 @@ def report_errors(who: str, leave: Callable[[str], None] | None = None) -> Itera
         raise SystemExit(1) from None
     except Interrupted as stop:
         say(str(stop))
-        if leave and stop.status < 128:
-            leave(str(stop))
         raise SystemExit(stop.status) from None
     except BrokenPipeError:
         raise

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 
 from ddpm_core.text import counted, masked
 
 MAX_SHOWN = 60  # characters of a value in a message
+# Kubernetes puts this file into each container.
+TERMINATION_LOG = Path(os.environ.get("DDPM_TERMINATION_LOG", "/dev/termination-log"))
+_MAX_TERMINATION = 4096  # bytes of it that Kubernetes keeps
 
 
 @dataclass(frozen=True)
@@ -126,3 +133,17 @@ def not_installed(package: str, extra: str) -> str:
         f"The package {package!r} is not installed. It comes with the extra {extra!r}: "
         f"pip install 'ddpm-core[{extra}]'"
     )
+
+
+def write_termination_message(error: BaseException | str) -> None:
+    """Write {"error": MESSAGE} where Kubernetes reads why a container ended; "" clears it.
+
+    `kubectl describe pod` shows it, and programs read it from the pod's status even if the log is
+    gone. A long message is cut. Does nothing where the file does not exist or is not writable.
+    """
+    message = masked(str(error))
+    while len(data := json.dumps({"error": message}).encode()) > _MAX_TERMINATION:
+        message = message[: len(message) * 3 // 4]
+    with suppress(OSError), TERMINATION_LOG.open("r+b") as file:  # never creates the file
+        file.truncate()
+        file.write(data if message else b"")

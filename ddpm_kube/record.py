@@ -1,11 +1,11 @@
 """What a run of the pipeline keeps in its workspace: the settings, and what became of each step.
 
-KFP stores each input of a task many times, so tasks get a reference to the settings. It also tells
-no cause of a failure, so each step leaves its error where `finish` finds it:
+KFP stores each input of a task several times, so tasks get a reference to the settings. It has no
+field for the cause of a failure, so each step writes its error where `finish` reads it:
 
     pipeline/RUN/settings.json   the complete configuration, from `prepare`
     pipeline/RUN/steps/STEP.json while a step runs, and after it failed
-    pipeline/RUN/outcome.json    how a run ended that reached its end
+    pipeline/RUN/outcome.json    what was registered, or why nothing was, after the last step
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Run:
         self.workspace.write_json(self._step(step), {"step": step, "error": error})
 
     def succeed(self, step: str) -> None:
-        """Forget a step, because it has succeeded."""
+        """Remove the record of a step that has succeeded."""
         with contextlib.suppress(FileNotFoundError):
             self.workspace.storage.remove(self._step(step))
 
@@ -73,7 +73,7 @@ class Run:
         return self._key(f"steps/{re.sub('[^a-z0-9]+', '-', step)}.json")
 
     def end(self, text: str) -> None:
-        """Record how the run ended: what was registered, or why nothing was."""
+        """Record what was registered, or why nothing was."""
         self.workspace.write_json(self._key("outcome.json"), {"text": text})
 
     def unfinished(self) -> dict[str, str]:
@@ -83,7 +83,7 @@ class Run:
         return {one["step"]: one["error"] for one in found if one}
 
     def outcome(self) -> str:
-        """Return what `end` recorded; empty if the run has not reached its end."""
+        """Return what `end` recorded; empty if the last step has not succeeded."""
         return str(self.workspace.read_json(self._key("outcome.json"), _Outcome).get("text", ""))
 
 

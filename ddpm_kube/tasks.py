@@ -1,7 +1,7 @@
 """The work of each component: its arguments are those of the component in components/.
 
-`attempt` runs it: with the modes of a plain job's files, retries while a server is unavailable, and
-a record of the error where KFP, which has no field for it, cannot lose it.
+`attempt` runs it: with the file modes of a plain job, retries while a server is unavailable, and a
+record of the error in the workspace, because KFP has no field for it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpm_core.config import Config
 from ddpm_core.config.durations import in_words
 from ddpm_core.console import report_errors, warn
-from ddpm_core.errors import Unavailable, UserError
+from ddpm_core.errors import Interrupted, Unavailable, UserError, write_termination_message
+from ddpm_core.runtime import memory
 from ddpm_core.storage.workspace import (
     CONTACT,
     GRID,
@@ -25,7 +25,6 @@ from ddpm_core.storage.workspace import (
     samples_key,
     snapshot_key,
 )
-from ddpm_core.text import masked
 from ddpm_kube import artifacts, steps
 from ddpm_kube.artifacts import Artifact
 from ddpm_kube.record import RUNNING, Run, open_run
@@ -33,40 +32,30 @@ from ddpm_kube.record import RUNNING, Run, open_run
 UMASK = 0o022  # KFP's launcher sets 0, which would let every user write the workspace
 ATTEMPTS = 5  # of a step while a server is unavailable
 PAUSE = 30.0  # seconds before the second attempt; doubles each time
-TERMINATION = "DDPM_TERMINATION_LOG"  # names the file of the pod's termination message
-MESSAGE_BYTES = 4096  # Kubernetes' limit of a termination message
+SIGNALED = 128  # exit statuses from here on are those of signals
 
 T = TypeVar("T")
 
 
 @contextmanager
 def reported(step: str, leave: Callable[[str], None] = lambda message: None) -> Iterator[None]:
-    """Report errors like `report_errors`, and also as the pod's termination message.
+    """Report errors like `report_errors`, and as the termination message of the pod.
 
-    `leave` gets the message too.
+    `leave` also gets the message of an error, but not that of a stop on request.
     """
-    if previous := os.umask(UMASK):  # not KFP's: keep what the user of this machine has chosen
+    if previous := os.umask(UMASK):  # not that of KFP's launcher, but chosen by a user
         os.umask(previous)
-
-    def tell(message: str) -> None:
-        write_termination_message(f"{step}: {message}")
-        leave(message)
-
-    try:
-        with report_errors(step, tell):
-            yield
-    except Exception as error:  # a bug: its traceback is in the log
-        tell(f"internal error, {type(error).__name__}: {error}")
-        raise
-
-
-def write_termination_message(message: str) -> None:
-    """Write the message that Kubernetes shows as the reason of a container's end."""
-    given = os.environ.get(TERMINATION)
-    path = Path(given or "/dev/termination-log")
-    if given or path.is_file():  # Kubernetes creates it; elsewhere nobody reads it
-        with suppress(OSError):
-            path.write_bytes(masked(message).encode()[:MESSAGE_BYTES])
+    with report_errors(step):
+        try:
+            with memory.translate_errors():
+                yield
+        except Exception as error:
+            expected = isinstance(error, UserError | OSError | Interrupted)
+            message = str(error) if expected else f"internal error, {type(error).__name__}: {error}"
+            if not isinstance(error, Interrupted) or error.status < SIGNALED:
+                write_termination_message(message)
+                leave(message)
+            raise
 
 
 def attempt(
@@ -77,8 +66,6 @@ def attempt(
     KFP retries only a step whose pod disappears, not one that fails.
     """
     from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
-
-    from ddpm_kube.watch import WatchLost
 
     run: Run | None = None
 
@@ -105,7 +92,7 @@ def attempt(
     retrying = Retrying(
         stop=stop_after_attempt(ATTEMPTS),
         wait=wait_exponential(PAUSE),
-        retry=retry_if_exception_type((Unavailable, WatchLost)),
+        retry=retry_if_exception_type(Unavailable),
         before_sleep=announce,
         reraise=True,
     )

@@ -17,7 +17,7 @@ from typing import Any, Self
 from kubernetes.client.exceptions import ApiException
 
 from ddpm_core.console import warn
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Unavailable
 from ddpm_kube.cluster import (
     ERRORS,
     EXPIRED,
@@ -39,7 +39,7 @@ JOB_LABEL = "training.kubeflow.org/job-name"
 Json = dict[str, Any]
 
 
-class WatchLost(UserError):
+class WatchLost(Unavailable):
     """The job cannot be watched any more; it may well be running."""
 
 

@@ -45,7 +45,7 @@ def configure(
     task.set_memory_limit(limit)
     if retries:
         # KFP counts the maximum from the start of the first attempt, and kills every later one at
-        # its end. Only a pod that disappears is retried; faults are in ddpm_kube.tasks.attempt.
+        # its end. It retries only a pod that disappears; the rest is in ddpm_kube.tasks.attempt.
         longest = f"{(retries + 1) * hours * HOUR}s"
         task.set_retry(
             retries, backoff_duration="5s", backoff_factor=2, backoff_max_duration=longest

@@ -14,6 +14,7 @@ from components_run import ROOT
 from support.kfp_backend import Backend
 from support.kfp_pod import MARK, Document, Failed, LocalPods, Lost
 
+from ddpm_core import errors
 from ddpm_kube import tasks
 
 COMPILED = ROOT / "pipelines/ddpm.yaml"
@@ -125,8 +126,7 @@ def test_a_failed_step_is_named_with_its_cause(tmp_path: Path) -> None:
     assert "# The run failed" in summary
     assert "**prepare** failed: " in summary and "/no/such/folder" in summary
     assert "submit the pipeline again with the same inputs" in summary
-    assert pods.messages["prepare"].startswith("prepare: ")
-    assert "/no/such/folder" in pods.messages["prepare"]
+    assert "/no/such/folder" in json.loads(pods.messages["prepare"])["error"]
 
 
 def test_a_mistake_in_the_inputs_is_named_at_the_end(tmp_path: Path) -> None:
@@ -201,14 +201,16 @@ def test_a_step_gives_up_after_its_attempts_and_leaves_the_cause(
 ) -> None:
     from ddpm_core.storage.base import Refused, Silent
 
-    monkeypatch.setenv(tasks.TERMINATION, str(tmp_path / "message"))
+    termination = tmp_path / "message"
+    termination.touch()
+    monkeypatch.setattr(errors, "TERMINATION_LOG", termination)
     for error, attempts in ((Silent("S3 is away."), tasks.ATTEMPTS), (Refused("No key."), 1)):
         calls, work = counted(99, error)
         with pytest.raises(SystemExit):
             tasks.attempt("register", begun, work)
         assert len(calls) == attempts
         assert begun()[1].unfinished() == {"register": str(error)}
-        assert (tmp_path / "message").read_text() == f"register: {error}"
+        assert json.loads(termination.read_text()) == {"error": str(error)}
 
 
 def test_an_internal_error_is_left_as_the_cause(begun: Callable[[], Any]) -> None:
