@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from ddpm_core.config import yaml_text
+from ddpm_core.config.durations import duration
 from ddpm_core.config.section import Processes, Section, as_tuple
 from ddpm_core.errors import UserError
 from ddpm_core.text import counted
@@ -24,11 +25,24 @@ def _as_text(value: object) -> object:
     return str(value) if type(value) in (int, float) else value
 
 
+def _as_duration(value: object) -> str:
+    """Return a duration as text. Raises ValueError for anything else."""
+    text = str(value)
+    try:
+        seconds = duration(text)
+    except UserError:
+        seconds = 0.0
+    if not seconds:
+        raise ValueError("must be a time such as 90s, 15m or 2h")
+    return text
+
+
 Quantity = Annotated[str, BeforeValidator(_as_text), Field(pattern=f"^{_QUANTITY.pattern}$")]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 Names = Annotated[tuple[Name, ...], BeforeValidator(as_tuple)]
 Texts = dict[str, str]
 Seconds = Annotated[int, Field(ge=1, le=10**9)]
+Duration = Annotated[str, BeforeValidator(_as_duration)]
 Restarts = Annotated[int, Field(ge=0, le=10**6)]
 
 
@@ -57,7 +71,10 @@ class Toleration(Section):
 
 
 class Options(Section):
-    """The pods of a job. Defaults are those of train.yaml where both mean the same."""
+    """The pods of a job, and how long the launcher waits for them.
+
+    Defaults are those of train.yaml where both mean the same.
+    """
 
     image: str = Field("", description="empty: the image of the launcher's own pod")
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
@@ -100,10 +117,14 @@ class Options(Section):
     shutdown_seconds: Seconds = Field(60, description="for processes to save after SIGTERM")
     grace_seconds: Seconds = Field(90, description="for the pod to end, torchrun included")
     deadline_seconds: Seconds = Field(7 * 86400, description="limit of the whole job")
-    patience: str = Field(
-        "15m", description="how long a worker may be without a node, quota or image"
-    )
     queue: Name | None = Field(None, description="the Kueue queue that admits the job")
+    patience: Duration = Field(
+        "15m", description="to wait for a controller, nodes, quota, images and the API server"
+    )
+
+    @property
+    def patience_seconds(self) -> float:
+        return duration(self.patience)
 
     @property
     def cpu_request(self) -> str:

@@ -10,12 +10,18 @@ from typing import Any
 
 import pytest
 import yaml
-from components_run import ROOT
+from components_run import ROOT  # `components` is found by its path
 from support.kfp_backend import Backend
 from support.kfp_pod import MARK, Document, Failed, LocalPods, Lost
 
+from components.train import train  # isort: skip
+
 from ddpm_core import errors
-from ddpm_kube import tasks
+from ddpm_core.storage.base import Refused, Silent
+from ddpm_core.storage.workspace import Workspace
+from ddpm_kube import steps, tasks
+from ddpm_kube.record import Run, open_run
+from ddpm_kube.watch import WatchLost
 
 COMPILED = ROOT / "pipelines/ddpm.yaml"
 HOUR = 3600.0
@@ -170,24 +176,33 @@ def counted(times: int, error: Exception) -> tuple[list[int], Callable[..., str]
 
 
 @pytest.fixture
-def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """Return the start of a step, and remove the pauses between attempts."""
-    from ddpm_core.storage.workspace import Workspace
-    from ddpm_kube import steps
-    from ddpm_kube.record import Run, open_run
-
-    monkeypatch.setattr(tasks, "PAUSE", 0.01)
+def settings(tmp_path: Path) -> str:
+    """Return the reference that `prepare` passes on."""
     config = steps.make_config(TINY, [], str(tmp_path / "run"))
-    reference = Run(Workspace.open(config.workspace), "a-run").save(config)
-    return lambda: open_run(reference)
+    return Run(Workspace.open(config.workspace), "a-run").save(config)
+
+
+@pytest.fixture
+def begun(settings: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """Return the start of a step, and remove the pauses between attempts."""
+    monkeypatch.setattr(tasks, "PAUSE", 0.01)
+    return lambda: open_run(settings)
+
+
+def test_patience_is_an_option_of_the_job(settings: str, capfd: pytest.CaptureFixture[str]) -> None:
+    nothing = dict.fromkeys(("data", "model", "metrics", "preview"))
+    given = {"settings": settings, "backend": "pytorchjob", "patience": "soon", **nothing}
+    with pytest.raises(SystemExit):
+        train.python_func(job={}, **given)
+    assert "patience: got 'soon'; must be a time such as" in capfd.readouterr().err
+    with pytest.raises(SystemExit):  # that of `job` counts
+        train.python_func(job={"patience": "never"}, **given)
+    assert "patience: got 'never'" in capfd.readouterr().err
 
 
 def test_a_step_tries_again_while_a_server_is_unavailable(
     begun: Callable[[], Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from ddpm_core.storage.base import Silent
-    from ddpm_kube.watch import WatchLost
-
     for error in (Silent("S3 is away."), WatchLost("The API server is away.")):
         calls, work = counted(tasks.ATTEMPTS - 1, error)
         assert tasks.attempt("train", begun, work) == "done"
@@ -199,8 +214,6 @@ def test_a_step_tries_again_while_a_server_is_unavailable(
 def test_a_step_gives_up_after_its_attempts_and_leaves_the_cause(
     begun: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ddpm_core.storage.base import Refused, Silent
-
     termination = tmp_path / "message"
     termination.touch()
     monkeypatch.setattr(errors, "TERMINATION_LOG", termination)

@@ -41,6 +41,7 @@ train: {steps: 8, batch_size: 8}
         ({"overrides": ["train.stepz=4"]}, "train.stepz: unknown key in train; did you mean steps"),
         ({"overrides": ["sample.checkpoints=best"]}, "the pipeline samples before it evaluates"),
         ({"job": {"memory": "much"}}, "memory: got 'much'"),
+        ({"patience": "soon"}, "patience: got 'soon'; must be a time such as"),
         ({"job": {"max_replicas": 9}}, "must be at most train.batch_size, 8"),
         ({"workspace": "/elsewhere"}, "/elsewhere is not on a writable volume"),
         ({"tracking": "http://me:secret@mlflow"}, "A URI in the inputs contains a password"),
@@ -280,13 +281,6 @@ def test_a_run_is_named_after_workspace_and_settings(tmp_path: Path) -> None:
     assert commands.run_name(tmp_path / "large.yaml", {**inputs, "source": ""}) == (
         "s3://b/run large.yaml train.steps=9 seed=1"
     )
-
-
-def test_patience_is_an_input_that_is_checked() -> None:
-    inputs = commands.make_inputs(None, None, "/workspace/run", "", 0.0, {}, patience="1h")
-    inputs |= {"backend": "pytorchjob", "tracking": ""}
-    assert inputs["patience"] == "1h"
-    commands.check(inputs)
 
 
 @pytest.mark.parametrize("status", [429, 500, 501])
