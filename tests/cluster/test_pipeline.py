@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cluster import ROOT, Namespace
-from kfp_pods import ClusterPods
-from support.kfp_backend import Backend
-from support.kfp_pod import Failed
+from kfp_by_hand import Backend, Failed
 
 TINY = """
 seed: 3
@@ -32,7 +30,7 @@ print(json.load(urllib.request.urlopen(url, timeout=30))["model_version"]["versi
 def test_the_components_run_in_pods_to_a_registered_model(namespace: Namespace) -> None:
     namespace.kubectl("scale", "deployment/ddpm-champion", "--replicas=0")  # nothing to serve
     namespace.ready("mlflow", 900)
-    backend = Backend(ClusterPods(namespace), COMPILED, account="ddpm-launcher")
+    backend = Backend(namespace, COMPILED, account="ddpm-launcher")
     backend.run(params=TINY, job=SMALL)
 
     wanted = {"evaluate", "finish", "plan", "prepare", "register", "sample", "train"}
@@ -65,7 +63,7 @@ def test_the_components_run_in_pods_to_a_registered_model(namespace: Namespace) 
 
 @pytest.mark.timeout(600)
 def test_a_failed_run_reports_the_cause_at_its_end(namespace: Namespace) -> None:
-    backend = Backend(ClusterPods(namespace), COMPILED, account="ddpm-launcher")
+    backend = Backend(namespace, COMPILED, account="ddpm-launcher")
     with pytest.raises(Failed, match=r"prepare: 1 problem:\n  -S train.stepz: unknown key"):
         backend.run(params=TINY, overrides=["train.stepz=3"], workspace="/workspace/other")
     assert set(backend.ran) == {"finish"}

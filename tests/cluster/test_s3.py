@@ -10,9 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from cluster import ROOT, Document, Namespace, wait_until
-from kfp_pods import ClusterPods
+from kfp_by_hand import Backend
 from support.dvc_registry import Registry
-from support.kfp_backend import Backend
 from support.s3_server import NAMES, Bucket
 
 HOW = (
@@ -55,9 +54,7 @@ def test_a_pipeline_without_a_volume_registers_a_model(
     namespace.apply(secret(store))
     namespace.kubectl("scale", "deployment/ddpm-champion", "--replicas=0")  # nothing to serve
     namespace.ready("mlflow", 900)
-    backend = Backend(
-        ClusterPods(namespace), ROOT / "pipelines/ddpm.yaml", "ddpm-launcher", claims=False
-    )
+    backend = Backend(namespace, ROOT / "pipelines/ddpm.yaml", "ddpm-launcher", claims=False)
     backend.run(
         params=TINY,
         workspace=store.uri("run"),

@@ -1,9 +1,14 @@
-"""Pods of the cluster, for the tests' backend of Kubeflow Pipelines (support.kfp_backend)."""
+"""The tests' backend of Kubeflow Pipelines (support.kfp_backend), with pods of the cluster."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from cluster import Document, Namespace
+from support import kfp_backend
 from support.kfp_pod import Failed
+
+__all__ = ["Backend", "Failed"]
 
 
 class ClusterPods:
@@ -23,3 +28,12 @@ class ClusterPods:
             return self._namespace.finished(pod["metadata"]["name"], 600)
         except AssertionError as error:
             raise Failed(str(error)) from error
+
+
+class Backend(kfp_backend.Backend):
+    """Runs a compiled pipeline in a namespace."""
+
+    def __init__(
+        self, namespace: Namespace, compiled: Path, account: str, claims: bool = True
+    ) -> None:
+        super().__init__(ClusterPods(namespace), compiled, account, claims)
