@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 LONGEST = (
     "test_faults",
     "test_kfp",
+    "test_backend",
     "test_registry",
     "test_extractors",
     "test_worlds",

@@ -98,8 +98,12 @@ TINY = """
 device: cpu
 prepare: {source: digits, image_size: 8, workers: 1}
 model: {channels: 8, multipliers: [1, 2], blocks: 1, attention: [4]}
-train: {steps: 8, batch_size: 8}
+diffusion: {timesteps: 50}
+train: {steps: 8, batch_size: 8, snapshot_every: 8, milestone_every: 8, grid: 4, ema: [0.9]}
+sample: {count: 20, batch_size: 10, steps: 4, shards: 2}
+evaluate: {metrics: [fid]}
 """
+MODES = {True: 0o755, False: 0o644}  # of folders and of files
 
 
 def run(folder: Path, pods: LocalPods, **inputs: Any) -> tuple[Backend, str]:
@@ -113,17 +117,42 @@ def run(folder: Path, pods: LocalPods, **inputs: Any) -> tuple[Backend, str]:
 
 
 class LosingPods(LocalPods):
-    """Loses the pods of a step at their start."""
+    """Loses the first pods of a step."""
 
-    def __init__(self, folder: Path, step: str) -> None:
+    def __init__(self, folder: Path, step: str, losses: int) -> None:
         super().__init__(folder)
-        self._step, self.lost = step, 0
+        self._step, self.losses = step, losses
 
     def run(self, pod: Document) -> str:
-        if pod["metadata"]["name"].startswith(f"{self._step}-"):
-            self.lost += 1
+        if self.losses and pod["metadata"]["name"].startswith(f"{self._step}-"):
+            self.losses -= 1
             raise Lost(self._step)
         return super().run(pod)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_lost_a_pod_succeeds_with_the_modes_of_plain_jobs(tmp_path: Path) -> None:
+    pods = LosingPods(tmp_path, "train", losses=1)
+    backend = Backend(pods, COMPILED)
+    workspace, tracking = tmp_path / "run", f"sqlite:///{tmp_path}/mlflow.db"
+    backend.run(params=TINY, workspace=str(workspace), backend="process", tracking=tracking)
+    assert pods.losses == 0
+    (finished,) = backend.ran["finish"]
+    assert "# The run succeeded\n\nRegistered **models:/ddpm/1**, step 8." in finished.log
+    kept = {path.name for path in workspace.glob("pipeline/*/**/*") if path.is_file()}
+    assert kept == {"settings.json", "outcome.json"}
+    assert len(backend.ran["prepare"][0].outputs.parameters["Output"]) < 500  # a reference
+    made = [path for path in workspace.rglob("*") if path.name != ".lock"]
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in made}
+    # As in a plain job, the lock is for every user of the workspace.
+    wrong = {path: oct(modes[path]) for path in made if modes[path] != MODES[path.is_dir()]}
+    assert len(made) > 30 and not wrong
+
+
+def test_a_run_that_lost_every_pod_of_a_step_was_stopped(tmp_path: Path) -> None:
+    _, summary = run(tmp_path, LosingPods(tmp_path, "train", losses=3))
+    assert "# The run stopped" in summary and "No step reports an error" in summary
+    assert "KFP reports the state RUNNING" in summary
 
 
 def test_a_failed_step_is_named_with_its_cause(tmp_path: Path) -> None:
@@ -140,24 +169,6 @@ def test_a_mistake_in_the_inputs_is_named_at_the_end(tmp_path: Path) -> None:
     assert "# The run failed" in summary
     assert "**prepare** failed: " in summary
     assert "train.stepz: unknown key in train; did you mean steps?" in summary
-
-
-def test_files_of_tasks_have_the_modes_of_plain_jobs(tmp_path: Path) -> None:
-    pods = LosingPods(tmp_path, "train")
-    backend, summary = run(tmp_path, pods)
-    assert pods.lost == 3
-    assert "# The run stopped" in summary and "No step reports an error" in summary
-    assert "KFP reports the state RUNNING" in summary
-    made = [path for path in (tmp_path / "run").rglob("*") if "cache" not in path.parts]
-    assert len(made) > 5
-    for path in made:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if path.name == ".lock":
-            continue  # every user of the workspace may take it, in plain jobs too
-        assert mode == (0o755 if path.is_dir() else 0o644), path
-    # The settings are a reference.
-    (prepared,) = backend.ran["prepare"]
-    assert len(prepared.outputs.parameters["Output"]) < 500
 
 
 # Servers that are unavailable for a while
