@@ -20,19 +20,6 @@ def evaluate(
     Args:
         worst: The highest score that may be registered; 0: no limit.
     """
-    from ddpm_core.console import report_errors
-    from ddpm_core.evaluation.evaluate import evaluate
-    from ddpm_core.storage.workspace import REPORT, RESULTS
-    from ddpm_kube import artifacts, steps
+    from ddpm_kube import tasks
 
-    with report_errors("evaluate"):
-        config, workspace = steps.open_settings(settings)
-        evaluate(config, workspace)
-        facts, numbers, rows = artifacts.scores(workspace)
-        page = workspace.storage.read(REPORT).decode()
-        artifacts.put(report, page, facts)
-        artifacts.put(table, rows, facts)
-        artifacts.put_metrics(metrics, numbers, workspace)
-        verdict = steps.gate(workspace.read_json(RESULTS), worst)
-    print(verdict)
-    return verdict
+    return tasks.evaluate(settings, worst, report, table, metrics)

@@ -21,16 +21,11 @@ def finish(
     """Delete the PyTorchJob that this run may have left, and write a summary.
 
     Args:
-        status: The state of the run, from KFP.
+        status: The state of the run, from KFP, which has no cause of a failure.
         backend: pytorchjob, or process, which leaves nothing to delete.
         run_id: KFP's id of the run, after which its PyTorchJob is named.
     """
-    from ddpm_core.console import report_errors
-    from ddpm_kube import artifacts, steps
+    from ddpm_kube import tasks
 
-    with report_errors("finish"):
-        cleaned = steps.clean_up(backend, run_id)
-        inputs = (params, overrides, workspace, source, tracking)
-        text = steps.summary(status.state, status.error_message or "", inputs, cleaned)
-        artifacts.put(summary, text, {"workspace": workspace, "state": status.state})
-    print(text)
+    inputs = (params, overrides, workspace, source, tracking)
+    tasks.finish(status.state, inputs, backend, run_id, summary)

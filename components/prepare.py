@@ -13,10 +13,11 @@ def prepare(
     overrides: list,
     source: str,
     tracking: str,
+    run_id: str,
     data: Output[Dataset],
     contact: Output[HTML],
 ) -> str:
-    """Prepare data/ unless it is up to date; return the settings of all later components.
+    """Prepare data/ unless it is up to date; return a reference to the settings.
 
     Args:
         workspace: A directory of the mounted volume, or s3://bucket/prefix.
@@ -24,19 +25,9 @@ def prepare(
         overrides: `section.key=value`, with priority over everything else.
         source: prepare.source, for example dvc:REPO#PATH@REV; empty: as in the params.
         tracking: The URI of MLflow; empty: as in the params.
+        run_id: KFP's id of the run, after which its records in the workspace are named.
     """
-    from ddpm_core.console import report_errors
-    from ddpm_core.data.prepare import prepare
-    from ddpm_core.storage.workspace import CONTACT, Workspace
-    from ddpm_kube import artifacts, steps
+    from ddpm_kube import tasks
 
-    with report_errors("prepare"):
-        config = steps.make_config(params, overrides, workspace, source, tracking)
-        opened = Workspace.open(config.workspace)
-        manifest = prepare(config, opened)
-        facts = artifacts.data_facts(opened, manifest)
-        artifacts.put_json(data, manifest, facts)
-        sheet = artifacts.read_image(opened, CONTACT)
-        images = [("Some images of every class", sheet)]
-        artifacts.put_page(contact, "Prepared images", facts, images)
-    return steps.to_text(config)
+    inputs = (params, overrides, workspace, source, tracking)
+    return tasks.prepare(inputs, run_id, data, contact)

@@ -11,7 +11,7 @@ def train(
     settings: str,
     backend: str,
     job: dict,
-    run_id: str,
+    patience: str,
     data: Input[Dataset],
     model: Output[Model],
     metrics: Output[Metrics],
@@ -22,20 +22,8 @@ def train(
     Args:
         backend: pytorchjob, or process: in this pod.
         job: Options of the PyTorchJob (docs/launcher.md); empty: the defaults.
-        run_id: KFP's id of the run, after which the job is named.
+        patience: How long a worker may be without a node, quota or image, such as 15m.
     """
-    from ddpm_core.console import report_errors
-    from ddpm_core.storage.workspace import GRID, snapshot_key
-    from ddpm_kube import artifacts, steps
+    from ddpm_kube import tasks
 
-    with report_errors("train"):
-        config, workspace = steps.open_settings(settings)
-        steps.train(config, backend, job, run_id)
-        step = config.train.steps
-        facts = artifacts.model_facts(workspace, step)
-        artifacts.put_json(model, facts, facts)
-        artifacts.put_metrics(metrics, artifacts.last_row(workspace), workspace)
-        image = artifacts.read_image(workspace, f"{snapshot_key(step)}/{GRID}")
-        images = [("Samples of the averaged weights", image)]
-        artifacts.put_page(preview, f"Training, step {step}", facts, images)
-    return step
+    return tasks.train(settings, backend, {"patience": patience, **job}, model, metrics, preview)

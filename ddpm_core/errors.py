@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +15,8 @@ from types import ModuleType
 from ddpm_core.text import counted, masked
 
 MAX_SHOWN = 60  # characters of a value in a message
-TERMINATION_LOG = Path("/dev/termination-log")  # Kubernetes puts this file into each container
+# Kubernetes puts this file into each container.
+TERMINATION_LOG = Path(os.environ.get("DDPM_TERMINATION_LOG", "/dev/termination-log"))
 _MAX_TERMINATION = 4096  # bytes of it that Kubernetes keeps
 
 
@@ -96,6 +98,10 @@ class Invalid(ValueError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("\n".join(map(str, problems)))
         self.problems = tuple(problems)
+
+
+class Unavailable(UserError):
+    """A server does not respond, or reports an internal problem. The same call may work later."""
 
 
 class Corrupt(UserError):

@@ -11,6 +11,7 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ddpm_kube.options import Options, read
 
 CONFIG_MAP = Path("/etc/ddpm/params.yaml")  # where pods mount the ConfigMap ddpm-params
 PASS = "pass"  # the result of `gate` for a checkpoint that may be registered
+MAX_PARTS = 12  # sampling pods; each costs about 45 kB of the 1 MB that Argo stores uncompressed
 
 
 def make_config(
@@ -51,7 +53,7 @@ def make_config(
             "sample.checkpoints: got best, which needs scores, but the pipeline samples before it "
             "evaluates; must be all, latest or a list of steps."
         )
-    refuse_secrets(to_text(config))
+    refuse_secrets(json.dumps(config.dump()))
     return config
 
 
@@ -81,17 +83,6 @@ def check_overrides(overrides: Sequence[str]) -> None:
         # The problem of a combination names the settings that it involves.
         if alone := [problem for problem in error.problems if not problem.involves]:
             raise invalid(alone, "the overrides") from error
-
-
-def to_text(config: Config) -> str:
-    """Return a Config as the text that components pass on."""
-    return json.dumps(config.dump())
-
-
-def open_settings(settings: str) -> tuple[Config, Workspace]:
-    """Return the Config that `to_text` wrote, and its workspace."""
-    config = params.validate(json.loads(settings))
-    return config, Workspace.open(config.workspace)
 
 
 def train_here(config: Config) -> None:
@@ -151,10 +142,11 @@ def clean_up(backend: str, run_id: str) -> str:
 
 
 def list_parts(config: Config, workspace: Workspace) -> list[str]:
-    """Return the work of the sampling pods, each `STEP:I/N`: every missing or damaged shard.
+    """Return the work of at most MAX_PARTS pods: every missing or damaged shard.
 
-    A checkpoint with complete samples still has one part, which verifies them. So every checkpoint
-    appears in KFP's lineage, and the loop is never empty.
+    Each part names its shards as `STEP:I/N STEP:I/N ...`. A checkpoint with complete samples still
+    has one shard listed, which verifies them. So every checkpoint appears in KFP's lineage, and the
+    loop is never empty.
     """
     from ddpm_core.runtime.device import choose_device
     from ddpm_core.sampling import gather, plan
@@ -171,21 +163,31 @@ def list_parts(config: Config, workspace: Workspace) -> list[str]:
         if gather.complete(workspace, recipe) or not missing:
             missing = shards[:1]
         listed += [f"{checkpoint.step}:{shard.number}/{shard.of}" for shard in missing]
-    return listed
+    return divide(listed)
 
 
-def sample_part(config: Config, workspace: Workspace, part: str) -> int:
-    """Sample one of `list_parts`, and return the step of its checkpoint."""
+def divide(shards: list[str]) -> list[str]:
+    """Return the shards in at most MAX_PARTS texts, in order and as even as possible."""
+    count, total = min(MAX_PARTS, len(shards)), len(shards)
+    bounds = [total * i // count for i in range(count + 1)]
+    return [" ".join(shards[start:stop]) for start, stop in pairwise(bounds)]
+
+
+def sample_part(config: Config, workspace: Workspace, part: str) -> list[int]:
+    """Sample one of `list_parts`, and return the steps of its checkpoints, ascending."""
     from ddpm_core.runtime.distributed import world
     from ddpm_core.sampling.plan import parse_shard
     from ddpm_core.sampling.run import sample
 
-    step, _, shard = part.partition(":")
-    chosen = config.sample.model_copy(update={"checkpoints": (int(step),)})
-    one = config.model_copy(update={"sample": chosen})
+    steps = set()
     with world(config.device, os.environ) as this_world:
-        sample(one, workspace, this_world, parse_shard(shard))
-    return int(step)
+        for item in part.split():
+            step, _, shard = item.partition(":")
+            chosen = config.sample.model_copy(update={"checkpoints": (int(step),)})
+            one = config.model_copy(update={"sample": chosen})
+            sample(one, workspace, this_world, parse_shard(shard))
+            steps.add(int(step))
+    return sorted(steps)
 
 
 def gate(results: dict[str, Any], worst: float) -> str:
@@ -205,22 +207,3 @@ def gate(results: dict[str, Any], worst: float) -> str:
             f"{row['score']:.4g}; must be at most {worst:g}."
         )
     return PASS
-
-
-def summary(state: str, message: str, inputs: Sequence[Any], cleaned: str = "") -> str:
-    """Return the outcome of a run in Markdown, for its last artifact and log.
-
-    `inputs` are those of `make_config`; a mistake in them may be why the run failed.
-    """
-    lines = [f"# The run {state.lower()}", message, cleaned]
-    try:
-        config = make_config(*inputs)
-        from ddpm_core import chain
-
-        status = chain.status(config, Workspace.open(config.workspace))
-        lines.append(f"```\n{status}\n```")
-    except (UserError, OSError) as error:
-        lines.append(str(error))
-    if state != "SUCCEEDED":
-        lines.append("Run the pipeline again with the same inputs; it skips what is up to date.")
-    return "\n\n".join(line for line in lines if line) + "\n"

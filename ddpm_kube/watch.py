@@ -18,7 +18,7 @@ from kubernetes.client.exceptions import ApiException
 
 from ddpm_core.config.durations import in_words
 from ddpm_core.console import warn
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Unavailable
 from ddpm_kube.cluster import (
     ERRORS,
     EXPIRED,
@@ -41,7 +41,7 @@ WORKLOAD = "Workload"  # the object with which Kueue queues a job, named pytorch
 Json = dict[str, Any]
 
 
-class WatchLost(UserError):
+class WatchLost(Unavailable):
     """The job cannot be watched any more; it may well be running."""
 
 

@@ -1,4 +1,4 @@
-"""The commands of pipelines/ddpm.py: compile, submit and local."""
+"""The commands of pipelines/ddpm.py: compile, local, submit and watch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ddpm_core.errors import UserError
 from ddpm_kube import options, steps
 
 MAX_INPUTS = 10_000  # bytes; KFP's limit for the inputs of a run
+MAX_NAME = 100  # characters of the name of a run, which KFP's lists show in one line
 COMPILED = Path(__file__).resolve().parent / "ddpm.yaml"
 
 app = typer.Typer(
@@ -42,6 +43,26 @@ GpuOption = Annotated[
 ]
 WorstOption = Annotated[
     float, typer.Option(help="The highest score that may be registered; 0: no limit.")
+]
+
+HostOption = Annotated[
+    str,
+    typer.Option(
+        envvar="KF_PIPELINES_ENDPOINT",
+        help="The KFP server, for example http://localhost:8888 after "
+        "`kubectl port-forward -n kubeflow svc/ml-pipeline 8888`.",
+    ),
+]
+UiOption = Annotated[
+    str,
+    typer.Option(
+        envvar="KF_PIPELINES_UI_ENDPOINT",
+        help="The address of KFP's UI, for links. Default: that of the server.",
+    ),
+]
+NamespaceOption = Annotated[str, typer.Option(help="Namespace in a multi-user KFP.")]
+TokenOption = Annotated[
+    Path | None, typer.Option(help="A file with a bearer token. Default: $KFP_TOKEN.")
 ]
 
 
@@ -90,14 +111,7 @@ def local(
 @app.command()
 def submit(
     context: typer.Context,
-    host: Annotated[
-        str,
-        typer.Option(
-            envvar="KF_PIPELINES_ENDPOINT",
-            help="The KFP server, for example http://localhost:8888 after "
-            "`kubectl port-forward -n kubeflow svc/ml-pipeline 8888`.",
-        ),
-    ],
+    host: HostOption,
     p: ParamsOption = None,
     w: WorkspaceOption = "/workspace/run",
     s: SetOption = None,
@@ -110,28 +124,56 @@ def submit(
     job: Annotated[
         Path | None, typer.Option(help="A YAML file of options of the PyTorchJob.")
     ] = None,
+    patience: Annotated[
+        str, typer.Option(help="How long a worker may be without a node, quota or image.")
+    ] = "15m",
     image: ImageOption = None,
     gpu: GpuOption = False,
     experiment: Annotated[str, typer.Option(help="Experiment in KFP.")] = "ddpm",
-    name: Annotated[str, typer.Option(help="Name of the run.")] = "ddpm",
-    namespace: Annotated[str, typer.Option(help="Namespace in a multi-user KFP.")] = "kubeflow",
-    token_file: Annotated[
-        Path | None, typer.Option(help="A file with a bearer token. Default: $KFP_TOKEN.")
-    ] = None,
+    name: Annotated[
+        str, typer.Option(help="Name of the run. Default: the workspace and the settings.")
+    ] = "",
+    namespace: NamespaceOption = "kubeflow",
+    token_file: TokenOption = None,
+    ui: UiOption = "",
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
 ) -> None:
     """Run the pipeline on a KFP server."""
     from submission import Server, follow
 
     with report_errors("submit"):
-        inputs = make_inputs(p, s, w, source, worst, options.read_file(job))
+        inputs = make_inputs(p, s, w, source, worst, options.read_file(job), patience)
         inputs |= {"tracking": tracking, "backend": backend}
         check(inputs)
         logging.disable()  # urllib3 logs a traceback for each failed attempt
-        server = Server(host, namespace, lambda: read_token(token_file))
+        server = Server(host, namespace, lambda: read_token(token_file), ui)
+        name = name or run_name(p, inputs)
         run_id = server.create(context.obj, image, gpu, experiment, name, inputs)
         if wait:
             raise SystemExit(follow(server, run_id))
+
+
+@app.command()
+def watch(
+    run: Annotated[str, typer.Argument(help="The id of a run, as in the address of its page.")],
+    host: HostOption,
+    namespace: NamespaceOption = "kubeflow",
+    token_file: TokenOption = None,
+    ui: UiOption = "",
+) -> None:
+    """Follow a run to its end, whoever submitted it, as `submit --wait` does."""
+    from submission import Server, follow
+
+    with report_errors("watch"):
+        logging.disable()
+        server = Server(host, namespace, lambda: read_token(token_file), ui)
+        raise SystemExit(follow(server, run))
+
+
+def run_name(params: Path | None, inputs: dict[str, Any]) -> str:
+    """Return the name of a run: its workspace, its params file, and the settings given."""
+    given = [params.name if params else "", inputs["source"], *inputs["overrides"]]
+    return " ".join([inputs["workspace"], *filter(None, given)])[:MAX_NAME]
 
 
 def make_inputs(
@@ -141,6 +183,7 @@ def make_inputs(
     source: str,
     worst: float,
     job: dict[str, Any] | None = None,
+    patience: str = "15m",
 ) -> dict[str, Any]:
     """Return the pipeline's inputs, named as in its signature."""
     return {
@@ -150,6 +193,7 @@ def make_inputs(
         "source": source,
         "worst": worst,
         "job": job or {},
+        "patience": patience,
     }
 
 
@@ -171,7 +215,8 @@ def check(inputs: dict[str, Any]) -> None:
     else:
         steps.check_overrides(inputs["overrides"])
     steps.refuse_secrets(json.dumps(inputs))  # comments of the params, and `job`, are sent too
-    steps.check_backend(inputs["backend"], inputs["job"], config)
+    job = {"patience": inputs["patience"], **inputs["job"]}
+    steps.check_backend(inputs["backend"], job, config)
 
 
 def read_token(file: Path | None) -> str | None:

@@ -2,6 +2,7 @@
 
 python pipelines/ddpm.py compile          # writes pipelines/ddpm.yaml
 python pipelines/ddpm.py submit --help    # runs the pipeline on a KFP server
+python pipelines/ddpm.py watch RUN        # follows a run there
 python pipelines/ddpm.py local            # runs it on this machine, in processes
 """
 
@@ -64,6 +65,7 @@ def ddpm(
     tracking: str = "http://mlflow:5000",
     backend: str = "pytorchjob",
     job: dict = {},  # noqa: B006
+    patience: str = "15m",
     worst: float = 0.0,
 ) -> None:
     """Prepare, train, sample, evaluate and register; always clean up at the end.
@@ -77,6 +79,7 @@ def ddpm(
         tracking: The URI of MLflow; empty: as in the params.
         backend: pytorchjob, or process, which trains in the component's own pod.
         job: Options of the PyTorchJob, such as workers and resources; empty: the defaults.
+        patience: How long a worker may be without a node, quota or image, such as 15m.
         worst: The highest score that may be registered; 0: no limit.
     """
     run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
@@ -86,8 +89,9 @@ def ddpm(
         "overrides": overrides,
         "source": source,
         "tracking": tracking,
+        "run_id": run_id,
     }
-    end = finish(**inputs, backend=backend, run_id=run_id)
+    end = finish(**inputs, backend=backend)
     configure(end, cpu="50m", memory="512Mi", hours=1, uses=("s3", "api"))
     with dsl.ExitHandler(end, name="ddpm"):
         data = prepare(**inputs)
@@ -95,7 +99,11 @@ def ddpm(
         settings = data.outputs["Output"]
 
         trained = train(
-            settings=settings, backend=backend, job=job, run_id=run_id, data=data.outputs["data"]
+            settings=settings,
+            backend=backend,
+            job=job,
+            patience=patience,
+            data=data.outputs["data"],
         )
         # It follows a PyTorchJob, or trains in its own pod.
         reached = ("s3", "mlflow", "api")

@@ -44,8 +44,11 @@ def configure(
     task.set_env_variable("OMP_NUM_THREADS", CORES)
     task.set_memory_limit(limit)
     if retries:
+        # KFP counts the maximum from the start of the first attempt, and kills every later one at
+        # its end. It retries only a pod that disappears; the rest is in ddpm_kube.tasks.attempt.
+        longest = f"{(retries + 1) * hours * HOUR}s"
         task.set_retry(
-            retries, backoff_duration="5s", backoff_factor=2, backoff_max_duration="300s"
+            retries, backoff_duration="5s", backoff_factor=2, backoff_max_duration=longest
         )
     kubernetes.set_timeout(task, hours * HOUR)
     kubernetes.set_security_context(task, run_as_user=1000, run_as_group=1000, run_as_non_root=True)

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from compiling import compile_pipeline
 
 from ddpm_core.console import Outage, say
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Unavailable, UserError
 
 INTERVAL = 5.0  # seconds between two requests for the state of a run
+PROGRESS_INTERVAL = 60.0  # seconds between two requests for the log of the training
 RETRY_FOR = 600.0  # seconds that a server may be unavailable while a run is followed
 FINAL = ("SUCCEEDED", "FAILED", "SKIPPED", "CANCELED", "CANCELLED")
+# The names of our steps. KFP also lists drivers, executors, loops and the run itself.
+STEPS = ("prepare", "train", "plan", "sample", "evaluate", "register", "finish")
+EXECUTOR = re.compile(r"executor(\(\d+\))?")  # KFP's name of the attempts of any step
+PROGRESS = r"(?:[\w -]+: )?\d+/\d+ .*"  # of ddpm_core.console.progress, without its description
 
 T = TypeVar("T")
 
 
-class Unavailable(UserError):
-    """The server does not respond, or reports an internal problem."""
+@dataclass(frozen=True)
+class Task:
+    """A task of a run. `pods` are those below it, in the order of their attempts."""
+
+    name: str
+    state: str
+    pods: tuple[str, ...]
 
 
 class Unauthorized(UserError):
@@ -35,8 +48,11 @@ class Server:
     `read_token` returns the bearer token, which may change while a run is followed.
     """
 
-    def __init__(self, host: str, namespace: str, read_token: Callable[[], str | None]) -> None:
+    def __init__(
+        self, host: str, namespace: str, read_token: Callable[[], str | None], ui: str = ""
+    ) -> None:
         self.host = host if "://" in host else f"http://{host}"
+        self._ui = (ui or self.host).rstrip("/")
         self._namespace, self._read_token = namespace, read_token
         self._token = read_token()
         self._client = self._translate_errors(self._connect)
@@ -46,7 +62,12 @@ class Server:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            return kfp.Client(host=self.host, namespace=self._namespace, existing_token=self._token)
+            return kfp.Client(
+                host=self.host,
+                ui_host=self._ui,
+                namespace=self._namespace,
+                existing_token=self._token,
+            )
 
     def create(
         self,
@@ -70,15 +91,36 @@ class Server:
         say(f"Submitted the run {run.run_id} in the experiment {experiment}.")
         return str(run.run_id)
 
-    def state(self, run_id: str) -> tuple[str, dict[str, tuple[str, str]], str]:
-        """Return the run's state, the state and error of each task by name, and the run's error."""
+    def state(self, run_id: str) -> tuple[str, list[Task]]:
+        """Return the state of a run, and its tasks."""
         run = self._request(lambda: self._client.get_run(run_id))
         details = run.run_details.task_details if run.run_details else None
-        tasks = {}
-        for task in details or ():
-            error = task.error.message if task.error else ""
-            tasks[f"{task.display_name} {task.task_id}"] = (str(task.state or "PENDING"), error)
-        return str(run.state or "PENDING"), tasks, run.error.message if run.error else ""
+        tasks = [
+            Task(
+                str(one.display_name),
+                str(one.state or "PENDING"),
+                tuple(child.pod_name for child in one.child_tasks or () if child.pod_name),
+            )
+            for one in details or ()
+        ]
+        return str(run.state or "PENDING"), tasks
+
+    def log(self, run_id: str, pod: str) -> str:
+        """Return the log of a pod; empty if there is none."""
+        path = f"/apis/v1alpha1/runs/{run_id}/nodes/{pod}/log"  # kfp's client has no method for it
+        client = self._client._run_api.api_client
+        options = {"auth_settings": ["Bearer"], "_return_http_data_only": True}
+        try:
+            response = self._request(
+                lambda: client.call_api(path, "GET", _preload_content=False, **options)
+            )
+        except UserError:
+            return ""
+        return str(response.data.decode(errors="replace"))
+
+    def link(self, run_id: str) -> str:
+        """Return the page of a run in KFP's UI."""
+        return f"{self._ui}/#/runs/details/{run_id}"
 
     def _request(self, call: Callable[[], T]) -> T:
         """Return the result of a request; read the token again if it has expired."""
@@ -118,12 +160,12 @@ class Server:
 
 
 def follow(server: Server, run_id: str) -> int:
-    """Print each change of a task until the run has ended, and return the exit status."""
+    """Print each change of a step and the progress of training, and return the exit status."""
     known: dict[str, str] = {}
-    outage, responded_at = Outage(), time.monotonic()
+    outage, responded_at, progress_at = Outage(), time.monotonic(), 0.0
     while True:
         try:
-            state, tasks, error = server.state(run_id)
+            state, tasks = server.state(run_id)
         except Unavailable as problem:
             outage.begins(f"{problem} Retrying for {RETRY_FOR:.0f} s; the run continues meanwhile.")
             if time.monotonic() - responded_at > RETRY_FOR:
@@ -135,15 +177,54 @@ def follow(server: Server, run_id: str) -> int:
         for line in changes(known, tasks):
             say(line)
         if state in FINAL:
-            say(f"The run has {state.lower()}." + (f" {error}" if error else ""))
+            say(f"The run has {state.lower()}. {server.link(run_id)}")
+            if state != "SUCCEEDED":
+                for line in causes(server, run_id, tasks):
+                    say(line)
             return 0 if state == "SUCCEEDED" else 1
+        if known.get("train") == "running" and responded_at - progress_at > PROGRESS_INTERVAL:
+            progress_at = responded_at
+            running = [task for task in tasks if task.state == "RUNNING"]
+            for line in find_lines(server, run_id, running, "train", PROGRESS)[-1:]:
+                if known.get("progress") != line:
+                    say(line)
+                known["progress"] = line
         time.sleep(INTERVAL)
 
 
-def changes(known: dict[str, str], tasks: dict[str, tuple[str, str]]) -> Iterable[str]:
-    """Yield a line for each task whose state differs from `known`, and update `known`."""
-    for key, (state, error) in tasks.items():
-        name = key.rpartition(" ")[0]
-        if known.get(key) != state and not name.endswith("-driver"):
-            yield f"{name}: {state.lower()}" + (f": {error}" if error else "")
-        known[key] = state
+def changes(known: dict[str, str], tasks: list[Task]) -> Iterable[str]:
+    """Yield a line for each step whose states differ from `known`, and update `known`."""
+    for step in STEPS:
+        states = Counter(task.state.lower() for task in tasks if task.name == step)
+        del states["runtime_state_unspecified"]
+        counts = [f"{number} {state}" for state, number in sorted(states.items())]
+        text = next(iter(states), "") if states.total() == 1 else ", ".join(counts)
+        if text and known.get(step) != text:
+            yield f"{step}: {text}"
+            known[step] = text
+
+
+def causes(server: Server, run_id: str, tasks: list[Task]) -> Iterable[str]:
+    """Yield the error of each failed step from its log; KFP's server has no reason."""
+    failed = [task for task in tasks if task.state == "FAILED"]
+    for step in [step for step in STEPS if step in {task.name for task in failed}]:
+        yield from find_lines(server, run_id, failed, step, rf"(?!{PROGRESS}).*")[-1:] or [
+            f"{step}: failed without an error in its log: the pod was lost or killed, or never "
+            "started. `kubectl get events` in the namespace of the run shows why."
+        ]
+
+
+def find_lines(
+    server: Server, run_id: str, tasks: list[Task], step: str, pattern: str
+) -> list[str]:
+    """Return the messages `STEP: PATTERN` in a log of the step, with their indented lines.
+
+    A task's pods are its attempts, or KFP's executors, whose tasks do not name the step.
+    """
+    own = [pod for task in tasks if task.name == step for pod in task.pods]
+    others = [pod for task in tasks if EXECUTOR.fullmatch(task.name) for pod in task.pods]
+    message = re.compile(rf"^(?:\[[\w-]+\] )?{step}: {pattern}(?:\n[ \t]+.*)*", re.MULTILINE)
+    for pod in [*reversed(own), *reversed(others)]:
+        if found := message.findall(server.log(run_id, pod)):
+            return found
+    return []

@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 LONGEST = (
     "test_kfp",
     "test_faults",
+    "test_backend",
     "test_registry",
     "test_dvc",
     "test_tracking",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ddpm_core.config import Config
-from ddpm_core.errors import Corrupt, UserError, require
+from ddpm_core.errors import Corrupt, Unavailable, UserError, require
 from ddpm_core.registry.gate import FAULTS
 from ddpm_core.registry.package import CHECKPOINT
 from ddpm_core.scores import Row
@@ -39,13 +39,20 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @contextmanager
 def mlflow_errors(uri: str) -> Iterator[None]:
-    """Turn errors of MLflow, or of the network on the way to it, into a UserError."""
+    """Turn errors of MLflow, or of the network on the way to it, into a UserError.
+
+    It is Unavailable unless the server refused the request, as it does without a password, or a
+    package is missing here.
+    """
     try:
         yield
     except Exception as error:
         if not is_mlflow_error(error):
             raise
-        raise UserError(f"MLflow at {uri} is unavailable: {reason(error)}") from error
+        status = getattr(error, "get_http_status_code", lambda: 500)()
+        lasting = isinstance(error, ModuleNotFoundError) or (status < 500 and status != 429)
+        kind = UserError if lasting else Unavailable
+        raise kind(f"MLflow at {uri} is unavailable: {reason(error)}") from error
 
 
 def calls_mlflow(method: Method) -> Method:

@@ -11,7 +11,7 @@ from pydantic import ConfigDict
 from ddpm_core.checkpoint import Checkpoint, open_checkpoint
 from ddpm_core.config import Config
 from ddpm_core.console import say
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Unavailable, UserError
 from ddpm_core.evaluation.evaluate import open_tracker
 from ddpm_core.registry.card import as_description, write_card
 from ddpm_core.registry.champion import judge, promote, sample_settings, tag_fault
@@ -192,7 +192,7 @@ def tracked_run(config: Config, workspace: Workspace, row: Row) -> str:
     tracker.close()
     uri = masked(config.tracking.uri)
     if tracker.trouble:
-        raise UserError(f"MLflow at {uri} is unavailable: {tracker.trouble}")
+        raise Unavailable(f"MLflow at {uri} is unavailable: {tracker.trouble}")
     record = read_record(workspace)
     if masked(record.uri) != uri or not record.run_id:
         raise UserError(f"MLflow at {uri} has no run of this workspace.")

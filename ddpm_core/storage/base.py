@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Unavailable, UserError
 
 
 class Unreachable(UserError, OSError):
@@ -18,6 +18,10 @@ class Unreachable(UserError, OSError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class Silent(Unreachable, Unavailable):
+    """The storage's server does not respond, or reports an internal problem."""
 
 
 class Refused(Unreachable):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_core.errors import Corrupt, UserError, require
-from ddpm_core.storage.base import Changed, Refused, Unreachable
+from ddpm_core.storage.base import Changed, Refused, Silent, Unreachable
 from ddpm_core.storage.manifest import sha256_of
 from ddpm_core.storage.retry import PATIENT, S3Retry, fetch_whole, retrying
 from ddpm_core.text import sentence
@@ -311,11 +311,13 @@ def _translated(error: Exception, endpoint: str, bucket: str, uri: str) -> OSErr
     silent = isinstance(error, errors.HTTPClientError | errors.ConnectionError)
     if broken or silent:
         problem = "closes connections early" if broken else "is unavailable"
-        return Unreachable(
+        return Silent(
             f"The S3 server at {endpoint} {problem} ({type(error).__name__}). Check "
             "AWS_ENDPOINT_URL, then run the same command again."
         )
-    return Unreachable(f"S3 request failed for {uri}: {text.rstrip('.')}.")
+    response = getattr(error, "response", {}).get("ResponseMetadata", {})
+    kind = Silent if response.get("HTTPStatusCode", 0) >= 500 else Unreachable
+    return kind(f"S3 request failed for {uri}: {text.rstrip('.')}.")
 
 
 def _code(error: Exception) -> str:

@@ -1,213 +1,39 @@
-"""Run a compiled pipeline like KFP 2.17, but without KFP, which the test cluster does not have.
-
-As its driver does (backend/src/v2/driver in kubeflow/pipelines), the inputs of a task are resolved
-from the DAG: loops, conditions and exit handlers too. A task's pod is made in kfp_pod.
-"""
+"""The tests' backend of Kubeflow Pipelines (support.kfp_backend), with pods of the cluster."""
 
 from __future__ import annotations
 
-import json
-import re
-import threading
-import uuid
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import kfp_pod
-import yaml
 from cluster import Document, Namespace
-from kfp_pod import Outputs, Values
+from support import kfp_backend
+from support.kfp_pod import Failed
 
-ROOT = "s3://mlpipeline/v2/artifacts"  # a pipeline root; pods see it at /s3/mlpipeline/...
-
-
-@dataclass(frozen=True)
-class Scope:
-    """The inputs of a DAG, and the outputs of its tasks so far."""
-
-    parameters: Values
-    artifacts: dict[str, list[Values]]
-    outputs: dict[str, Outputs] = field(default_factory=dict)
+__all__ = ["Backend", "Failed"]
 
 
-@dataclass(frozen=True)
-class Ran:
-    """A pod that succeeded."""
+class ClusterPods:
+    """Runs pods in a namespace."""
 
-    pod: str
-    log: str
-    outputs: Outputs
-    sizes: dict[str, int]
+    root = "s3://mlpipeline/v2/artifacts"  # pods see it at /s3/mlpipeline/...
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+
+    def output(self, place: str) -> str:
+        return "/tmp/kfp_outputs/output_metadata.json"
+
+    def run(self, pod: Document) -> str:
+        self._namespace.apply(pod)
+        try:
+            return self._namespace.finished(pod["metadata"]["name"], 600)
+        except AssertionError as error:
+            raise Failed(str(error)) from error
 
 
-class Failed(AssertionError):
-    """A task's pod failed."""
-
-
-class Backend:
-    """Runs a compiled pipeline once; `ran` has the outputs of each component's pods, in order."""
+class Backend(kfp_backend.Backend):
+    """Runs a compiled pipeline in a namespace."""
 
     def __init__(
         self, namespace: Namespace, compiled: Path, account: str, claims: bool = True
     ) -> None:
-        """`claims`: whether pods mount the volumes of the compiled file."""
-        self._namespace, self._places = namespace, (account, claims)
-        spec, platforms = yaml.safe_load_all(compiled.read_text(encoding="utf-8"))
-        self._spec = spec
-        self._platforms = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-        self.run_id = str(uuid.uuid4())
-        self.root = f"{ROOT}/{spec['pipelineInfo']['name']}/{self.run_id}"
-        self.ran: dict[str, list[Ran]] = {}
-        self._states: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    def run(self, **inputs: Any) -> None:
-        """Run the pipeline. Raises Failed if a task fails, after the exit handler has run."""
-        root = self._spec["root"]
-        scope = Scope(_with_defaults(root, inputs), {})
-        self._dag(root, scope)
-
-    # -- the driver
-
-    def _dag(self, component: Document, scope: Scope) -> Outputs:
-        """Run the tasks of a DAG in order; exit handlers last, even if a task failed."""
-        tasks = component["dag"]["tasks"]
-        failure: Failed | None = None
-        for name in _ordered(tasks):
-            last = tasks[name].get("triggerPolicy", {}).get("strategy")
-            if failure and last != "ALL_UPSTREAM_TASKS_COMPLETED":
-                continue
-            try:
-                scope.outputs[name] = self._task(tasks[name], scope)
-                self._states[name] = "SUCCEEDED"
-            except Failed as error:
-                failure, self._states[name] = error, "FAILED"
-        if failure:
-            raise failure
-        selected = component["dag"].get("outputs", {}).get("artifacts", {})
-        return Outputs(artifacts={
-            key: [a for s in one["artifactSelectors"] for a in _selected(scope, s)]
-            for key, one in selected.items()
-        })  # fmt: skip
-
-    def _task(self, task: Document, scope: Scope) -> Outputs:
-        if not _holds(task, parameters := self._parameters(task, scope)):
-            return Outputs()
-        artifacts = {
-            name: _artifacts(given, scope)
-            for name, given in task.get("inputs", {}).get("artifacts", {}).items()
-        }
-        component = self._spec["components"][task["componentRef"]["name"]]
-        iterator = task.get("parameterIterator")
-        if iterator is None:
-            return self._component(task, component, parameters, artifacts)
-        items = parameters[iterator["items"]["inputParameter"]]
-        with ThreadPoolExecutor(task["iteratorPolicy"]["parallelismLimit"]) as pool:
-            done = list(
-                pool.map(
-                    lambda item: self._component(
-                        task, component, {**parameters, iterator["itemInput"]: item}, artifacts
-                    ),
-                    items,
-                )
-            )
-        keys = {key for one in done for key in one.artifacts}
-        return Outputs(artifacts={k: [a for one in done for a in one.artifacts[k]] for k in keys})
-
-    def _component(
-        self, task: Document, component: Document, parameters: Values, artifacts: Values
-    ) -> Outputs:
-        given = _with_defaults(component, parameters)
-        if "dag" in component:
-            return self._dag(component, Scope(given, artifacts))
-        return self._execute(task["componentRef"]["name"], component, given, artifacts)
-
-    def _parameters(self, task: Document, scope: Scope) -> Values:
-        given = task.get("inputs", {}).get("parameters", {})
-        return {name: self._parameter(one, scope) for name, one in given.items()}
-
-    def _parameter(self, given: Document, scope: Scope) -> Any:
-        assert "parameterExpressionSelector" not in given
-        if "componentInputParameter" in given:
-            return scope.parameters[given["componentInputParameter"]]
-        if "taskOutputParameter" in given:
-            of = given["taskOutputParameter"]
-            return scope.outputs[of["producerTask"]].parameters[of["outputParameterKey"]]
-        if "taskFinalStatus" in given:
-            task = given["taskFinalStatus"]["producerTask"]
-            state = self._states[task]
-            error = {} if state == "SUCCEEDED" else {"code": 9, "message": f"{task} failed"}
-            return {"state": state, "pipelineTaskName": task, "error": error}
-        constant = given["runtimeValue"]["constant"]
-        known = {"{{$.pipeline_job_uuid}}": self.run_id}
-        assert "{{" not in str(constant) or constant in known
-        return known.get(constant, constant) if isinstance(constant, str) else constant
-
-    # -- a task's pod
-
-    def _execute(
-        self, component: str, spec: Document, parameters: Values, artifacts: Values
-    ) -> Outputs:
-        label, name = spec["executorLabel"], component.removeprefix("comp-")
-        container = self._spec["deploymentSpec"]["executors"][label]["container"]
-        place = f"{self.root}/{name}/{uuid.uuid4()}"
-        given = kfp_pod.executor_input(spec, parameters, artifacts, place)
-        pod = f"{name}-{uuid.uuid4().hex[:8]}"
-        config = self._platforms[label]
-        self._namespace.apply(kfp_pod.pod(pod, container, config, given, *self._places))
-        try:
-            log = self._namespace.finished(pod, 600)
-        except AssertionError as error:
-            raise Failed(str(error)) from error
-        (printed,) = (line for line in log.splitlines() if line.startswith(kfp_pod.MARK))
-        ran = Ran(
-            pod,
-            log,
-            *kfp_pod.outputs(spec, json.loads(printed.removeprefix(kfp_pod.MARK)), given, place),
-        )
-        with self._lock:
-            self.ran.setdefault(name, []).append(ran)
-        return ran.outputs
-
-
-def _ordered(tasks: Mapping[str, Document]) -> Iterable[str]:
-    """Return the names of tasks, each after those that it depends on."""
-    left = dict(tasks)
-    while left:
-        ready = [n for n, t in left.items() if not set(t.get("dependentTasks", ())) & set(left)]
-        assert ready, f"a circle: {sorted(left)}"
-        for name in ready:
-            del left[name]
-            yield name
-
-
-def _holds(task: Document, parameters: Values) -> bool:
-    """Return whether the task's condition holds, in the form of our pipeline."""
-    condition = task.get("triggerPolicy", {}).get("condition")
-    if condition is None:
-        return True
-    pattern = r"inputs\.parameter_values\['([^']+)'\] == '([^']*)'"
-    match = re.fullmatch(pattern, " ".join(condition.split()))
-    assert match, condition
-    return bool(parameters[match[1]] == match[2])
-
-
-def _artifacts(given: Document, scope: Scope) -> list[Values]:
-    if "componentInputArtifact" in given:
-        return scope.artifacts[given["componentInputArtifact"]]
-    of = given["taskOutputArtifact"]
-    return scope.outputs[of["producerTask"]].artifacts[of["outputArtifactKey"]]
-
-
-def _selected(scope: Scope, selector: Document) -> list[Values]:
-    return scope.outputs[selector["producerSubtask"]].artifacts[selector["outputArtifactKey"]]
-
-
-def _with_defaults(component: Document, given: Values) -> Values:
-    known = component.get("inputDefinitions", {}).get("parameters", {})
-    assert set(given) <= set(known), set(given) - set(known)
-    defaults = {n: one["defaultValue"] for n, one in known.items() if "defaultValue" in one}
-    return {**defaults, **given}
+        super().__init__(ClusterPods(namespace), compiled, account, claims)

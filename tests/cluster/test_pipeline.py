@@ -71,4 +71,4 @@ def test_a_failed_run_reports_the_cause_at_its_end(namespace: Namespace) -> None
     assert "# The run failed" in finished.log
     assert "train.stepz: unknown key in train; did you mean steps?" in finished.log
     (summary,) = finished.outputs.artifacts["summary"]
-    assert summary["metadata"]["state"] == "FAILED"
+    assert summary["metadata"]["state"] == "failed"

@@ -14,7 +14,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "pipelines")]
 
+from kfp.dsl import PipelineTaskFinalStatus  # noqa: E402
+
 from components.evaluate import evaluate  # noqa: E402
+from components.finish import finish  # noqa: E402
 from components.plan import plan  # noqa: E402
 from components.prepare import prepare  # noqa: E402
 from components.register import register  # noqa: E402
@@ -41,12 +44,12 @@ class Chain:
 
     def prepare(self) -> None:
         given = {"params": "", "overrides": [], "source": "", "tracking": "", **self.inputs}
-        self.settings = self._call(prepare, **given)
+        self.settings = self._call(prepare, **given, run_id="here")
 
     def train(self) -> None:
         data = self.made["prepare"]["data"]
         self._call(
-            train, settings=self.settings, backend="process", job={}, run_id="here", data=data
+            train, settings=self.settings, backend="process", job={}, patience="15m", data=data
         )
 
     def draw(self) -> list[Any]:
@@ -63,6 +66,13 @@ class Chain:
             evaluate, settings=self.settings, worst=self.worst, samples=self.draw()
         )
         return str(self._call(register, settings=self.settings) if verdict == "pass" else verdict)
+
+    def finish(self, state: str) -> str:
+        """Return the summary of the run, which ended with this state in KFP."""
+        status = PipelineTaskFinalStatus(state, "", "", None, None)
+        given = {"params": "", "overrides": [], "source": "", "tracking": "", **self.inputs}
+        self._call(finish, status=status, backend="process", run_id="here", **given)
+        return Path(self.made["finish"]["summary"].path).read_text()
 
     def _call(self, component: Any, **given: Any) -> Any:
         """Call the component's function with new artifacts for its outputs."""

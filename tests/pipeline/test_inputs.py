@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpm_core.errors import Interrupted
+from ddpm_core.errors import Interrupted, UserError
+from ddpm_core.storage.workspace import Workspace
 from ddpm_kube import steps
+from ddpm_kube.record import Run, open_run
 
 RARE = "第\U00020bb7野 \U0001f600"  # beyond U+FFFF: a CJK character, an emoji
 
@@ -28,10 +30,23 @@ RARE = "第\U00020bb7野 \U0001f600"  # beyond U+FFFF: a CJK character, an emoji
         "word " * 60 + "end",
     ],
 )
-def test_a_source_reaches_the_config_unchanged(source: str) -> None:
-    config = steps.make_config("", [], "/workspace/run", source)
+def test_a_source_reaches_the_config_unchanged(source: str, tmp_path: Path) -> None:
+    config = steps.make_config("", [], str(tmp_path / RARE), source)
     assert config.prepare.source == source
-    assert steps.open_settings(steps.to_text(config))[0] == config
+    reference = Run(Workspace.open(config.workspace), "a-run").save(config)
+    assert open_run(reference)[0] == config
+
+
+def test_settings_that_were_changed_or_removed_are_refused(tmp_path: Path) -> None:
+    reference = Run(Workspace.open(str(tmp_path)), "a-run").save(
+        steps.make_config("", [], str(tmp_path))
+    )
+    (file,) = tmp_path.rglob("settings.json")
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"settings.json is missing or was changed.*submit"):
+            open_run(reference)
+        file.unlink(missing_ok=True)
 
 
 def test_the_workspace_reaches_the_workers_of_a_pod_unchanged(

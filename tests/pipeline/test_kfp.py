@@ -17,6 +17,9 @@ from mlflow import MlflowClient
 from support.dvc_registry import Registry
 from support.mlflow_server import QUIET
 
+from ddpm_core.storage.workspace import Workspace
+from ddpm_kube.record import Run
+
 pytestmark = pytest.mark.timeout(600)  # a complete run has ten processes that import torch
 TINY = """
 seed: 3
@@ -165,6 +168,34 @@ def test_the_gate_does_not_register_a_bad_checkpoint(finished: Path) -> None:
     strict.train()
     assert re.search(r"step 8, has fd_in_domain_20 .*; must be at most 1e-06", strict.score())
     assert "register" not in strict.made
+    # KFP may not have ended a run with a task that it skipped.
+    summary = strict.finish("RUNNING")
+    assert summary.startswith("# The run succeeded\n\nNothing was registered. The best checkpoint")
+
+
+def test_the_summary_follows_the_records_of_the_steps(finished: Path) -> None:
+    """KFP says FAILED after a retry too, and RUNNING for a run that was terminated."""
+    one = chain(finished)
+    run = Run(Workspace.open(str(finished / "workspace")), "here")
+    one.run()
+    for state in ("COMPLETE", "FAILED", "RUNNING"):
+        summary = one.finish(state)
+        assert summary.startswith("# The run succeeded\n\nRegistered **models:/ddpm/1**, step 8.")
+        assert summary.count("│ up to date │") == 5
+
+    run.begin("sample 8:0/2")
+    summary = one.finish("RUNNING")
+    assert summary.startswith("# The run stopped\n\n**sample 8:0/2** was stopped while it ran")
+    assert "it skips what is up to date" in summary
+    run.fail("sample 8:0/2", "No space left on device: /workspace.")
+    summary = one.finish("FAILED")
+    assert summary.startswith(
+        "# The run failed\n\n**sample 8:0/2** failed: No space left on device: /workspace.\n"
+    )
+    assert "KFP's Retry does not write this page again." in summary
+
+    one.draw()  # the retry
+    assert one.finish("FAILED").startswith("# The run succeeded")
 
 
 def test_an_unknown_setting_ends_a_component_with_a_message(

@@ -1,6 +1,7 @@
 """Submitting: checks before it, requests to the server, and output while a run is followed.
 
-These tests need no KFP: `FakeKfp` is a server with the responses of KFP's API.
+These tests need no KFP: `FakeKfp` is a server with the responses of KFP's API 2.17.0, which has no
+reason for any failure: only the logs of pods have it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ train: {steps: 8, batch_size: 8}
         ({"overrides": ["train.stepz=4"]}, "train.stepz: unknown key in train; did you mean steps"),
         ({"overrides": ["sample.checkpoints=best"]}, "the pipeline samples before it evaluates"),
         ({"job": {"memory": "much"}}, "memory: got 'much'"),
+        ({"patience": "soon"}, "patience: got 'soon'; must be a time such as"),
         ({"job": {"max_replicas": 9}}, "must be at most train.batch_size, 8"),
         ({"workspace": "/elsewhere"}, "/elsewhere is not on a writable volume"),
         ({"tracking": "http://me:secret@mlflow"}, "A URI in the inputs contains a password"),
@@ -103,10 +105,14 @@ def test_inputs_that_the_config_map_may_complete_are_sent() -> None:
 
 
 class FakeKfp(ThreadingHTTPServer):
-    """Serves one run; each request for it takes the next response in `story`."""
+    """Serves one run; each request for it takes the next response in `story`.
+
+    `logs` has the log of each pod; another pod is gone.
+    """
 
     def __init__(self, story: list[dict[str, Any]]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.logs: dict[str, str] = {}
         self.story, self.asked, self.tokens = story, [], set()  # type: ignore[var-annotated]
         self.host = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -118,6 +124,10 @@ class Handler(BaseHTTPRequestHandler):
         """Log nothing."""
 
     def do_GET(self) -> None:
+        if log := re.fullmatch("/apis/v1alpha1/runs/r-1/nodes/(.+)/log", self.path):
+            found = self.server.logs.get(log[1])
+            self._send(200 if found else 500, (found or "no such pod").encode(), "text/plain")
+            return
         looks = "/runs/" in self.path
         state = self.server.story[0] if looks else {"experiments": []}
         if looks and len(self.server.story) > 1:
@@ -130,19 +140,40 @@ class Handler(BaseHTTPRequestHandler):
         self._answer({"experiment_id": "e-1"} if "experiments" in self.path else {"run_id": "r-1"})
 
     def _answer(self, document: dict[str, Any]) -> None:
-        self.server.tokens.add(self.headers.get("Authorization"))
         data = json.dumps(document).encode()
-        self.send_response(document.get("status", 200))
-        self.send_header("Content-Type", "application/json")
+        self._send(document.get("status", 200), data, "application/json")
+
+    def _send(self, status: int, data: bytes, kind: str) -> None:
+        self.server.tokens.add(self.headers.get("Authorization"))
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
 
-def look(state: str, **tasks: tuple[str, str]) -> dict[str, Any]:
+def look(state: str, **steps: str) -> dict[str, Any]:
+    """Return a run whose steps have these states, with all the other tasks that KFP lists.
+
+    The states of several tasks of a step are separated by spaces. The pod of a step's attempt is
+    known to its executor only.
+    """
+    tasks = [("ddpm-6d2kx(0)", "RUNNING", []), ("root(0)", "RUNNING", []), ("root", "RUNNING", [])]
+    for name, states in steps.items():
+        for number, one in enumerate(states.split()):
+            node = f"ddpm-6d2kx-{name}-{number}"
+            tasks += [(f"{name}-driver(0)", "SUCCEEDED", []), (name, one, [node])]
+            tasks += [("executor", one, [f"{node}-pod-0"]), ("executor(0)", one, [])]
+        if name == "sample":
+            tasks += [("iteration-item-driver(0)", "SUCCEEDED", []), ("sampling", one, [])]
     details = [
-        {"task_id": name, "display_name": name, "state": s, "error": {"code": 1, "message": e}}
-        for name, (s, e) in tasks.items()
+        {
+            "task_id": str(number),
+            "display_name": name,
+            "state": one,
+            "child_tasks": [{"pod_name": pod} for pod in pods],
+        }
+        for number, (name, one, pods) in enumerate(tasks)
     ]
     return {"run_id": "r-1", "state": state, "run_details": {"task_details": details}}
 
@@ -150,6 +181,7 @@ def look(state: str, **tasks: tuple[str, str]) -> dict[str, Any]:
 @pytest.fixture
 def kfp(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKfp]:
     monkeypatch.setattr(submission, "INTERVAL", 0.01)
+    monkeypatch.setattr(submission, "PROGRESS_INTERVAL", 0.0)
     server = FakeKfp([])
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -159,17 +191,31 @@ def kfp(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKfp]:
     server.server_close()
 
 
+FAILED_LOG = """[worker-0] train: 4/9 steps, 2.0/s, 2 s left
+[worker-0] train: 8/9 steps, 2.0/s, 0 s left
+Giving up: worker-0 ran out of memory (OOMKilled).
+train: worker-0 ran out of memory (OOMKilled). Give it more:
+  memory: 4Gi
+I1129 19:00:00.000000 23 main.go:55] failed to execute component: exit status 1
+"""
+
+
 def test_a_run_is_submitted_and_followed_to_its_end(
     kfp: FakeKfp, capfd: pytest.CaptureFixture[str]
 ) -> None:
     kfp.story[:] = [
         look("PENDING"),
-        look("RUNNING", prepare=("RUNNING", ""), **{"prepare-driver": ("SUCCEEDED", "")}),
+        look("RUNNING", prepare="RUNNING"),
         {"status": 503},
-        look("RUNNING", prepare=("SUCCEEDED", ""), train=("RUNNING", "")),
-        look("FAILED", prepare=("SUCCEEDED", ""), train=("FAILED", "worker-0: OOMKilled")),
+        look("RUNNING", prepare="SUCCEEDED", train="RUNNING"),
+        look("RUNNING", prepare="SUCCEEDED", train="RUNNING"),
+        look("FAILED", prepare="SUCCEEDED", train="FAILED", finish="SUCCEEDED"),
     ]
-    server = submission.Server(kfp.host, "kubeflow", lambda: "the-token")
+    kfp.logs = {
+        "ddpm-6d2kx-prepare-0-pod-0": "prepare: data in /workspace/run are up to date.\n",
+        "ddpm-6d2kx-train-0-pod-0": FAILED_LOG,
+    }
+    server = submission.Server(kfp.host, "kubeflow", lambda: "the-token", "http://ui:8080/")
     inputs = {"params": TINY, "overrides": ["train.steps=9"], "worst": 2.0}
     assert server.create(ddpm, "registry/ddpm:7", True, "digits", "first", inputs) == "r-1"
     assert submission.follow(server, "r-1") == 1
@@ -185,6 +231,7 @@ def test_a_run_is_submitted_and_followed_to_its_end(
     assert json.dumps(spec).count('"resourceType": "nvidia.com/gpu"') == 3
     assert kfp.tokens == {"Bearer the-token"}
     printed = capfd.readouterr()
+    assert "Run details: http://ui:8080/#/runs/details/r-1" in printed.out
     assert printed.err.splitlines()[1:] == [
         "prepare: running",
         f'warning: KFP at {kfp.host} is not ready (503): {{"status": 503}}. Retrying for '
@@ -192,10 +239,48 @@ def test_a_run_is_submitted_and_followed_to_its_end(
         f"KFP at {kfp.host} responds again.",
         "prepare: succeeded",
         "train: running",
-        "train: failed: worker-0: OOMKilled",
-        "The run has failed.",
+        "[worker-0] train: 8/9 steps, 2.0/s, 0 s left",
+        "train: failed",
+        "finish: succeeded",
+        "The run has failed. http://ui:8080/#/runs/details/r-1",
+        "train: worker-0 ran out of memory (OOMKilled). Give it more:",
+        "  memory: 4Gi",
     ]
     assert "the-token" not in printed.out + printed.err
+
+
+def test_parts_are_counted_and_a_lost_pod_is_named(
+    kfp: FakeKfp, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was submitted elsewhere: `watch`."""
+    kfp.logs = {"ddpm-6d2kx-sample-1-pod-0": "sample: step 8 still waits for shard-002-of-003.\n"}
+    kfp.logs["ddpm-6d2kx-sample-2-pod-0"] = "sample: 8/20 images, 2.0/s, 6 s left\n"
+    kfp.story[:] = [
+        look("RUNNING", train="SUCCEEDED", plan="SUCCEEDED", sample="RUNNING RUNNING PENDING"),
+        look("RUNNING", train="SUCCEEDED", plan="SUCCEEDED", sample="SUCCEEDED RUNNING RUNNING"),
+        look("FAILED", train="SUCCEEDED", plan="SUCCEEDED", sample="SUCCEEDED SUCCEEDED FAILED"),
+    ]
+    with pytest.raises(SystemExit) as ended:
+        commands.app(["watch", "r-1", "--host", kfp.host], obj=ddpm, standalone_mode=False)
+    assert ended.value.code == 1
+    assert capfd.readouterr().err.splitlines() == [
+        "train: succeeded",
+        "plan: succeeded",
+        "sample: 1 pending, 2 running",
+        "sample: 2 running, 1 succeeded",
+        "sample: 1 failed, 2 succeeded",
+        f"The run has failed. {kfp.host}/#/runs/details/r-1",
+        "sample: failed without an error in its log: the pod was lost or killed, or never started. "
+        "`kubectl get events` in the namespace of the run shows why.",
+    ]
+
+
+def test_a_run_is_named_after_workspace_and_settings(tmp_path: Path) -> None:
+    inputs = commands.make_inputs(None, ["train.steps=9", "seed=1"], "s3://b/run", "cifar10", 0.0)
+    assert commands.run_name(None, inputs) == "s3://b/run cifar10 train.steps=9 seed=1"
+    assert commands.run_name(tmp_path / "large.yaml", {**inputs, "source": ""}) == (
+        "s3://b/run large.yaml train.steps=9 seed=1"
+    )
 
 
 @pytest.mark.parametrize("status", [429, 500, 501])

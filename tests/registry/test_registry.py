@@ -19,6 +19,7 @@ import requests
 import torch
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 from support.digits_workspace import digits, put_data
 from support.evaluated import in_haste
 from support.mlflow_server import Server, free_port, put_store, shared_server
@@ -28,7 +29,7 @@ from support.namespaces import on_small_disk
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
-from ddpm_core.errors import UserError
+from ddpm_core.errors import Unavailable, UserError
 from ddpm_core.evaluation.evaluate import evaluate
 from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import UNet
@@ -409,7 +410,7 @@ def test_a_failed_attempt_leaves_no_model_and_no_second_upload(
     for step, statuses in (("log_model_artifacts", "FAILED"), ("create_model_version", "READY")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(MlflowClient, step, out_of_order)
-            with pytest.raises(UserError, match="is unavailable: Internal Server Error"):
+            with pytest.raises(Unavailable, match="is unavailable: Internal Server Error"):
                 project.register(rows[0])
         [left] = project.models()
         assert str(left.status) == statuses
@@ -677,8 +678,17 @@ def test_out_of_memory_for_a_champion_says_what_to_lower(
 )
 def test_errors_of_mlflow_or_the_network_name_mlflow(trouble: Exception) -> None:
     message = r"MLflow at http://\*\*\*@h is unavailable"
-    with pytest.raises(UserError, match=message), models.mlflow_errors("http://me:secret@h"):
+    away = models.mlflow_errors("http://me:secret@h")
+    with pytest.raises(UserError, match=message) as raised, away:
         raise trouble
+    assert isinstance(raised.value, Unavailable) != isinstance(trouble, ModuleNotFoundError)
+
+
+def test_a_refusal_of_mlflow_is_not_an_outage() -> None:
+    refusal = MlflowException("no password", error_code=PERMISSION_DENIED)
+    with pytest.raises(UserError, match="no password") as raised, models.mlflow_errors("http://h"):
+        raise refusal
+    assert not isinstance(raised.value, Unavailable)
 
 
 def test_an_invalid_tracking_uri_is_an_error() -> None:
@@ -693,7 +703,7 @@ def test_an_invalid_tracking_uri_is_an_error() -> None:
 
 def test_registering_without_mlflow_is_an_error(project: Project, rows: list[Row]) -> None:
     away = {"tracking": {"uri": f"http://127.0.0.1:{free_port()}"}}
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(Unavailable) as raised:
         project.register(rows[0], **away)
     assert str(raised.value).endswith("is unavailable: the connection was refused.")
     with pytest.raises(UserError, match=r"tracking\.uri is empty"):

@@ -24,6 +24,7 @@ from ddpm_core.storage import (
 from ddpm_core.storage import (
     bucket as buckets,
 )
+from ddpm_core.storage.base import Silent
 from ddpm_core.storage.bucket import connect
 from ddpm_core.storage.lease import Lease
 from ddpm_core.storage.retry import S3Retry
@@ -200,7 +201,7 @@ def test_missing_bucket_server_key_or_package_is_a_user_error(
     gate.shut()
     with monkeypatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
-        with pytest.raises(Unreachable, match=f"{gate.endpoint} is unavailable"):
+        with pytest.raises(Silent, match=f"{gate.endpoint} is unavailable"):
             open_storage(bucket.uri(prefix))
     with monkeypatch.context() as patch:
         patch.delenv("AWS_ACCESS_KEY_ID")
@@ -269,7 +270,7 @@ def test_broken_or_missing_responses_are_user_errors(
             lambda: storage.write_if("lease.json", b"mine", None),
         ]
     for attempt in attempts:
-        with pytest.raises(Unreachable, match=f"{gate.endpoint} {message}. Check "):
+        with pytest.raises(Silent, match=f"{gate.endpoint} {message}. Check "):
             attempt()
 
 

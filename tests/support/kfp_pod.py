@@ -9,12 +9,13 @@ few lines of Python; all else is the compiled file's.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from cluster import Document
-
-OUTPUT = "/tmp/kfp_outputs/output_metadata.json"
 MARK = "KFP-LAUNCHER "
 
 # The launcher: creates the folders of outputs, runs the command, and prints what it wrote.
@@ -23,7 +24,7 @@ import hashlib, json, pathlib, subprocess, sys
 given, *command = sys.argv[1:]
 outputs = json.loads(given)["outputs"]
 uris = {name: a["artifacts"][0]["uri"] for name, a in outputs.get("artifacts", {}).items()}
-paths = {name: pathlib.Path("/s3/" + uri.removeprefix("s3://")) for name, uri in uris.items()}
+paths = {name: pathlib.Path(uri.replace("s3://", "/s3/")) for name, uri in uris.items()}
 for path in [*paths.values(), pathlib.Path(outputs["outputFile"])]:
     path.parent.mkdir(parents=True, exist_ok=True)
 status = subprocess.run(command).returncode
@@ -34,7 +35,65 @@ sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_fi
 print("KFP-LAUNCHER " + json.dumps({"output": written, "sizes": sizes}), flush=True)
 """
 
+Document = dict[str, Any]
 Values = dict[str, Any]
+
+
+class Failed(AssertionError):
+    """A task's pod ended with another status than 0."""
+
+
+class Lost(Failed):
+    """A task's pod disappeared, or was killed."""
+
+
+class Pods(Protocol):
+    """Where pods run."""
+
+    root: str  # of the pipeline's artifacts
+
+    def output(self, place: str) -> str:
+        """Return the file in which a task with outputs below `place` lists them."""
+        ...
+
+    def run(self, pod: Document) -> str:
+        """Run a pod, and return its log. Raises Failed with the log, or Lost."""
+        ...
+
+
+class LocalPods:
+    """Runs pods as processes of this machine. As in KFP's pods, the umask is 0.
+
+    `messages` has the termination message of each component's last pod.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.root = str(folder / "artifacts")
+        self._message = folder / "termination-log"
+        self.messages: dict[str, str] = {}
+
+    def output(self, place: str) -> str:
+        return f"{place}/output_metadata.json"
+
+    def run(self, pod: Document) -> str:
+        (main,) = pod["spec"]["containers"]
+        given = {one["name"]: one["value"] for one in main["env"] if "value" in one}
+        self._message.write_text("")
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {"PATH": path, "DDPM_TERMINATION_LOG": str(self._message)}
+        done = subprocess.run(
+            [*main["command"], *main["args"]],
+            env={**os.environ, **given, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            umask=0,
+            check=False,
+        )
+        self.messages[pod["metadata"]["name"].rpartition("-")[0]] = self._message.read_text()
+        if done.returncode:
+            raise Failed(done.stdout)
+        return done.stdout
 
 
 @dataclass(frozen=True)
@@ -93,7 +152,9 @@ def pod(
     }
 
 
-def executor_input(spec: Document, parameters: Values, artifacts: Values, place: str) -> str:
+def executor_input(
+    spec: Document, parameters: Values, artifacts: Values, place: str, output: str
+) -> str:
     """Return the ExecutorInput of a task with outputs below `place`, as JSON."""
     definitions = spec.get("outputDefinitions", {})
     made = {
@@ -112,7 +173,7 @@ def executor_input(spec: Document, parameters: Values, artifacts: Values, place:
                 "parameterValues": parameters,
                 "artifacts": {name: {"artifacts": some} for name, some in artifacts.items()},
             },
-            "outputs": {"parameters": inputs, "artifacts": made, "outputFile": OUTPUT},
+            "outputs": {"parameters": inputs, "artifacts": made, "outputFile": output},
         }
     )
 
