@@ -22,7 +22,6 @@ from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.sampling import plan
 from ddpm_core.sampling.images import Pixels, enlarge, grid, png
 from ddpm_core.sampling.plan import Shard
-from ddpm_core.sampling.sampler import Conditions
 from ddpm_core.sampling.shards import ShardStore, facts_of, npy
 from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.storage.files import Count, Schema, inside, is_plain, open_array
@@ -192,6 +191,8 @@ def _write_extras(config: Config, workspace: Workspace, recipe: dict[str, Any]) 
 
     Returns the contents of grid and labels by name.
     """
+    from ddpm_core.sampling.sampler import Conditions
+
     key = samples_key(recipe["step"])
     first = np.stack(list(islice(_images(config, workspace, key), SHOWN)))
     made = {GRID: png(enlarge(grid(first), 512))}
