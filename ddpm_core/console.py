@@ -91,6 +91,11 @@ def report_errors(who: str) -> Iterator[None]:
         raise SystemExit(stop.status) from None
     except BrokenPipeError:
         raise
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        report("PyTorch is not installed. The light image has none: use the full one for this.")
+        raise SystemExit(1) from None
     except OSError as error:  # a full disk, a file of a different user
         at = error.filename2 or error.filename  # the target of a copy or a rename
         place = f": {at}" if at else ""

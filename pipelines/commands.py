@@ -104,7 +104,7 @@ def submit(
     source: SourceOption = "",
     worst: WorstOption = 0.0,
     tracking: Annotated[str, typer.Option(help='URI of MLflow; "": as in the params.')] = (
-        "http://mlflow:5000"
+        "http://ddpm-mlflow:5000"
     ),
     backend: Annotated[str, typer.Option(help="pytorchjob, or process.")] = "pytorchjob",
     job: Annotated[

@@ -28,7 +28,7 @@ print(json.dumps(steps.list_parts(config, Workspace.open(config.workspace))))
 )
 
 
-def run(folder: Path, code: str, *arguments: str) -> str:
+def run(folder: Path, code: str, *arguments: str, status: int = 0) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=folder,
@@ -39,7 +39,7 @@ def run(folder: Path, code: str, *arguments: str) -> str:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == status, done.stdout
     return done.stdout
 
 
@@ -103,3 +103,9 @@ def test_plan_lists_only_the_missing_shards(sampled: Path) -> None:
 
 def test_the_launcher_prints_its_options() -> None:
     assert "--run-id" in run(Path(), PROGRAM, "jobs", "train", "--help")
+
+
+def test_verbs_that_compute_name_the_full_image(sampled: Path) -> None:
+    printed = run(sampled, PROGRAM, "sample", *settings("sample.steps=3"), status=1)
+    assert printed.startswith("ddpm sample: PyTorch is not installed.")
+    assert "use the full one" in printed

@@ -56,7 +56,7 @@ def test_invalid_inputs_are_refused_before_submission(
 ) -> None:
     (tmp_path / "params.yaml").write_text(TINY)
     inputs = commands.make_inputs(tmp_path / "params.yaml", None, "/workspace/run", "", 0.0)
-    inputs |= {"backend": "pytorchjob", "tracking": "http://mlflow:5000"}
+    inputs |= {"backend": "pytorchjob", "tracking": "http://ddpm-mlflow:5000"}
     commands.check(inputs)
     with pytest.raises(UserError, match=re.escape(message)):
         commands.check({**inputs, **changed})
@@ -84,7 +84,7 @@ def test_inputs_are_checked_without_knowing_the_config_map(
     changed: dict[str, Any], message: str
 ) -> None:
     inputs = commands.make_inputs(None, None, "/workspace/run", "", 0.0)
-    inputs |= {"backend": "pytorchjob", "tracking": "http://mlflow:5000"}
+    inputs |= {"backend": "pytorchjob", "tracking": "http://ddpm-mlflow:5000"}
     with pytest.raises(UserError, match=re.escape(message)):
         commands.check({**inputs, **changed})
 
