@@ -1,59 +1,71 @@
-# One image for everything: jobs, workers, KFP components, MLflow and the champion.
+# Two images with the same base. The light one has no PyTorch: it prepares, plans, launches and serves
+# MLflow. The full one does everything.
+#   docker build -t ddpm-light:dev --target light .
 #   docker build -t ddpm:dev .
-#   docker build -t ddpm:train --build-arg EXTRAS=s3,tracking .     # slim: without kfp, dvc and metrics
+#   docker build -t ddpm:cpu --build-arg TORCH=cpu .                # PyTorch without CUDA
+#   docker build -t ddpm:train --build-arg EXTRAS=s3,tracking .     # without kfp, dvc and metrics
 
-FROM python:3.11-slim AS tools
-# Install uv as locked, with its hashes. It trusts the same certificates as pip.
-ENV PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 UV_SYSTEM_CERTS=1
-WORKDIR /build
-COPY requirements.lock .
-RUN awk '/^uv==/ {on=1} on {print} on && !/\\$/ {exit}' requirements.lock > uv.lock \
-    && python3 -m venv /opt/uv \
-    && /opt/uv/bin/pip install --quiet --require-hashes --only-binary :all: -r uv.lock
-
-# A list of the requirements alone: other changes of pyproject.toml do not install all again.
-FROM tools AS requirements
+# Lists of requirements alone: other changes of pyproject.toml do not install all again.
+FROM python:3.11-slim AS requirements
 ARG EXTRAS=s3,tracking,eval,dvc,pipeline
+WORKDIR /build
 COPY pyproject.toml .
-RUN python3 -c "import tomllib; \
+RUN mkdir /opt/ddpm \
+    && python3 -c "import tomllib; \
     project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
     extras = [project['optional-dependencies'][name] for name in '$EXTRAS'.split(',') if name]; \
-    print(*project['dependencies'], *sum(extras, []), sep='\n')" > requirements.txt
+    print(*project['dependencies'], *sum(extras, []), sep='\n')" > /opt/ddpm/requirements.txt
+# The light image leaves these out. MLflow requires the last two, but only to log figures and tables.
+RUN printf '%s\n' torch torchvision torch-fidelity matplotlib pyarrow > /opt/ddpm/not-light.txt
+COPY requirements.lock scripts/install-locked /opt/ddpm/
 
 # Building our own code requires none of the libraries: a change of it rebuilds only this stage.
-FROM tools AS code
+FROM python:3.11-slim AS code
+WORKDIR /build
 COPY . .
-RUN /opt/uv/bin/uv pip install --quiet --system --prefix /code --no-deps --compile-bytecode \
+RUN scripts/install-locked requirements.lock --prefix /code --no-deps \
     --build-constraint requirements.lock .
 
-FROM python:3.11-slim
-# git fetches DVC data sets from a repository. gcc is required to compile networks for a GPU.
-RUN apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends \
-    gcc git libc6-dev \
+FROM python:3.11-slim AS libraries
+# git fetches DVC data sets from a repository.
+RUN apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends git \
     && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/* \
-    && pip uninstall -qqy pip setuptools wheel --root-user-action ignore \
-    && rm -rf /root/.cache
-# These are copied into the image, because podman cannot mount a cached stage.
-COPY --from=tools /opt/uv/bin/uv /opt/ddpm/
-COPY --from=requirements /build/requirements.txt /build/requirements.lock /opt/ddpm/
-# The lock also contains development tools, so it only constrains versions here. Bytecode is compiled
-# now, because the root file system of a pod is read-only.
-RUN UV_NO_CACHE=1 UV_SYSTEM_CERTS=1 /opt/ddpm/uv pip install --quiet --system --compile-bytecode \
-    --constraint /opt/ddpm/requirements.lock -r /opt/ddpm/requirements.txt
+    && pip uninstall -qqy pip setuptools wheel --root-user-action ignore
+COPY --from=requirements /opt/ddpm /opt/ddpm
+RUN /opt/ddpm/install-locked /opt/ddpm/requirements.lock -r /opt/ddpm/requirements.txt \
+    --excludes /opt/ddpm/not-light.txt
 # Only /tmp and /dev/shm must be writable: the home directory and caches are there.
 ENV HOME=/tmp USER=ddpm PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 MPLCONFIGDIR=/tmp/matplotlib \
     XDG_CACHE_HOME=/tmp/cache MLFLOW_DISABLE_TELEMETRY=true DVC_NO_ANALYTICS=true
+WORKDIR /tmp
+ENTRYPOINT ["ddpm"]
+CMD ["--help"]
+ARG VERSION=dev
+LABEL org.opencontainers.image.title="ddpm" \
+      org.opencontainers.image.description="From a folder of images to a registered, served diffusion model" \
+      org.opencontainers.image.version="$VERSION"
+
+FROM libraries AS light
+COPY --from=code /code /usr/local
+ARG REVISION=unknown
+LABEL org.opencontainers.image.revision="$REVISION"
+USER 1000:1000
+
+# The last stage is the default. What comes before it builds the light image alone.
+FROM libraries AS full
+# cuda or cpu. PyPI has no PyTorch without CUDA for Linux, so cpu takes it from PyTorch's own index, or
+# from the one in TORCH_INDEX.
+ARG TORCH=cuda TORCH_INDEX=
+# gcc is required to compile networks for a GPU.
+RUN apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends \
+    gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*
+RUN /opt/ddpm/install-locked /opt/ddpm/requirements.lock -r /opt/ddpm/requirements.txt
 # GKE mounts the GPU driver in this folder, which is not in the default path. The container toolkit
 # mounts what CUDA needs of the driver, and nvidia-smi; the device plugin selects the GPUs.
 ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64 \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
-WORKDIR /tmp
-USER 1000:1000
-ENTRYPOINT ["ddpm"]
-CMD ["--help"]
 COPY --from=code /code /usr/local
-ARG VERSION=dev REVISION=unknown
-LABEL org.opencontainers.image.title="ddpm" \
-      org.opencontainers.image.description="From a folder of images to a registered, served diffusion model" \
-      org.opencontainers.image.version="$VERSION" \
-      org.opencontainers.image.revision="$REVISION"
+ARG REVISION=unknown
+LABEL org.opencontainers.image.revision="$REVISION"
+USER 1000:1000

@@ -30,8 +30,10 @@ test-cluster: .venv/installed  ## the tests on the Kubernetes that KUBECONFIG na
 	$(BIN)/pytest tests/cluster -n 3 --dist loadfile --no-loadscope-reorder --timeout 900
 
 IMAGE ?= ddpm:dev
+LIGHT_IMAGE ?= ddpm-light:dev
 BUILDER ?= docker
-image:  ## build IMAGE with BUILDER: docker, podman or buildah
+image:  ## build IMAGE and LIGHT_IMAGE with BUILDER: docker, podman or buildah
+	$(BUILDER) build -t $(LIGHT_IMAGE) --target light --build-arg REVISION=$$(git rev-parse HEAD) .
 	$(BUILDER) build -t $(IMAGE) --build-arg REVISION=$$(git rev-parse HEAD) .
 
 COUNT ?= 120

@@ -6,5 +6,8 @@ task. Components pass on small files (ddpm_kube.artifacts) and `settings`, a ref
 complete configuration, which `prepare` writes to the workspace (ddpm_kube.record).
 """
 
-# The image of every component; `pipelines/ddpm.py compile --image` overrides it.
+# `pipelines/ddpm.py compile --image --light-image` overrides the images. Components that need no
+# PyTorch have the light one. `train` has the full one: it may train in its own pod, and the workers
+# of its PyTorchJob get its image.
 IMAGE = "ddpm:dev"
+LIGHT_IMAGE = "ddpm-light:dev"

@@ -3,10 +3,10 @@
 from kfp import dsl
 from kfp.dsl import Input, Model
 
-from components import IMAGE
+from components import LIGHT_IMAGE
 
 
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
+@dsl.component(base_image=LIGHT_IMAGE, install_kfp_package=False)
 def plan(settings: str, model: Input[Model]) -> list:
     """Return the shards of each pod, `STEP:I/N STEP:I/N ...`: missing ones, and one of complete
     checkpoints."""

@@ -3,10 +3,10 @@
 from kfp import dsl
 from kfp.dsl import HTML, Dataset, Output
 
-from components import IMAGE
+from components import LIGHT_IMAGE
 
 
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
+@dsl.component(base_image=LIGHT_IMAGE, install_kfp_package=False)
 def prepare(
     workspace: str,
     params: str,

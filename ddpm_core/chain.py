@@ -1,7 +1,7 @@
 """The five verbs in order: whether each is up to date, running the others, waiting for output.
 
 The code of a verb is imported only when it is used. Waiting for data or training therefore needs
-a tenth of the memory that torch would take.
+a tenth of the memory that torch would take, and `ddpm status` works where torch is not installed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _train() -> Check:
 
 
 def _sample() -> Check:
-    from ddpm_core.sampling.run import stale
+    from ddpm_core.sampling.freshness import stale
 
     return stale
 
@@ -53,7 +53,7 @@ def _evaluate() -> Check:
 
 
 def _register() -> Check:
-    from ddpm_core.registry.register import stale
+    from ddpm_core.registry.freshness import stale
 
     return stale
 

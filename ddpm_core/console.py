@@ -96,6 +96,11 @@ def report_errors(who: str) -> Iterator[None]:
         raise SystemExit(stop.status) from None
     except BrokenPipeError:
         raise
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        report("PyTorch is missing, as in the light image. Use the full image for this.", error)
+        raise SystemExit(1) from None
     except OSError as error:  # a full disk, a file of a different user
         at = error.filename2 or error.filename  # the target of a copy or a rename
         place = f": {at}" if at else ""

@@ -118,14 +118,25 @@ def _patch_pod(template: Json, spec: JobSpec, own_labels: dict[str, str]) -> Non
 def _patch_container(container: Json, spec: JobSpec) -> None:
     options = spec.options
     gpus = {options.gpu_resource: str(options.gpu)} if options.gpu else {}
+    disk = container["resources"]["requests"]["ephemeral-storage"]
     container |= {
         "image": spec.image,
         "imagePullPolicy": options.image_pull_policy,
         "args": ["-m", "ddpm_core.cli", "train", "-p", f"{_PARAMS_FOLDER}/params.yaml"],
         "env": _environment(container["env"], spec),
         "resources": {
-            "requests": {"cpu": options.cpu_request, "memory": options.max_memory, **gpus},
-            "limits": {"cpu": options.max_cpu, "memory": options.max_memory, **gpus},
+            "requests": {
+                "cpu": options.cpu_request,
+                "memory": options.max_memory,
+                "ephemeral-storage": min(disk, options.tmp, key=amount),
+                **gpus,
+            },
+            "limits": {
+                "cpu": options.max_cpu,
+                "memory": options.max_memory,
+                "ephemeral-storage": options.tmp,
+                **gpus,
+            },
         },
     }
     secrets = [(name, False) for name in options.secrets]

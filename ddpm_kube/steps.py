@@ -148,15 +148,13 @@ def list_parts(config: Config, workspace: Workspace) -> list[str]:
     has one shard listed, which verifies them. So every checkpoint appears in KFP's lineage, and the
     loop is never empty.
     """
-    from ddpm_core.runtime.device import choose_device
     from ddpm_core.sampling import gather, plan
-    from ddpm_core.sampling.run import recipe_on
+    from ddpm_core.sampling.freshness import expected_recipe
     from ddpm_core.sampling.shards import ShardStore
 
-    device = choose_device(config.device)
     listed = []
     for checkpoint in plan.look_at_chosen(config, workspace):
-        recipe = recipe_on(device, config, checkpoint)
+        recipe = expected_recipe(config, workspace, checkpoint)
         store = ShardStore(workspace, recipe)
         shards = plan.shards(config.sample)
         missing = [shard for shard in shards if store.problem(shard)]

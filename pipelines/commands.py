@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from compiling import compile_pipeline
 
+from components import IMAGE, LIGHT_IMAGE
 from ddpm_core.cli.command import SetOption
 from ddpm_core.config import yaml_text
 from ddpm_core.console import report_errors
@@ -29,8 +30,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 ImageOption = Annotated[
-    str | None, typer.Option(help="The image of all pods. Default: as in components/__init__.py.")
+    str, typer.Option(help="The image of pods that train, sample, score or register.")
 ]
+LightImageOption = Annotated[str, typer.Option(help="The image of all other pods.")]
 ParamsOption = Annotated[
     Path | None, typer.Option("--params", "-p", help="A params file; its content is an input.")
 ]
@@ -70,11 +72,12 @@ TokenOption = Annotated[
 def compile_(
     context: typer.Context,
     output: Annotated[Path, typer.Option("--output", "-o")] = COMPILED,
-    image: ImageOption = None,
+    image: ImageOption = IMAGE,
+    light_image: LightImageOption = LIGHT_IMAGE,
     gpu: GpuOption = False,
 ) -> None:
     """Write pipelines/ddpm.yaml."""
-    compile_pipeline(context.obj, output, image, gpu)
+    compile_pipeline(context.obj, output, {IMAGE: image, LIGHT_IMAGE: light_image}, gpu)
     typer.echo(output)
 
 
@@ -118,7 +121,7 @@ def submit(
     source: SourceOption = "",
     worst: WorstOption = 0.0,
     tracking: Annotated[str, typer.Option(help='URI of MLflow; "": as in the params.')] = (
-        "http://mlflow:5000"
+        "http://ddpm-mlflow:5000"
     ),
     backend: Annotated[str, typer.Option(help="pytorchjob, or process.")] = "pytorchjob",
     job: Annotated[
@@ -127,7 +130,8 @@ def submit(
     patience: Annotated[
         str, typer.Option(help="How long a worker may be without a node, quota or image.")
     ] = "15m",
-    image: ImageOption = None,
+    image: ImageOption = IMAGE,
+    light_image: LightImageOption = LIGHT_IMAGE,
     gpu: GpuOption = False,
     experiment: Annotated[str, typer.Option(help="Experiment in KFP.")] = "ddpm",
     name: Annotated[
@@ -148,7 +152,8 @@ def submit(
         logging.disable()  # urllib3 logs a traceback for each failed attempt
         server = Server(host, namespace, lambda: read_token(token_file), ui)
         name = name or run_name(p, inputs)
-        run_id = server.create(context.obj, image, gpu, experiment, name, inputs)
+        images = {IMAGE: image, LIGHT_IMAGE: light_image}
+        run_id = server.create(context.obj, images, gpu, experiment, name, inputs)
         if wait:
             raise SystemExit(follow(server, run_id))
 

@@ -1,7 +1,8 @@
-"""Compile the pipeline for KFP, with another image and with GPUs if requested."""
+"""Compile the pipeline for KFP, with other images and with GPUs if requested."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,24 @@ GPU = "nvidia.com/gpu"
 
 
 def compile_pipeline(
-    pipeline: Any, target: Path, image: str | None = None, gpu: bool = False
+    pipeline: Any, target: Path, images: Mapping[str, str] | None = None, gpu: bool = False
 ) -> None:
     """Write the compiled pipeline, always the same text for the same input.
 
-    `image` replaces that of the components. `gpu` gives a GPU to each pod that uses one; those of
+    `images` maps images of the components to those that replace them. `gpu` gives a GPU to each pod that uses one; those of
     the PyTorchJob's workers are an input of the pipeline, and their image is that of the pod that
     starts them.
     """
     from kfp import compiler
 
     compiler.Compiler().compile(pipeline, str(target))
-    if image or gpu:
+    if images or gpu:
         spec, platform = yaml.safe_load_all(target.read_text(encoding="utf-8"))
         executors = spec["deploymentSpec"]["executors"]
         on_cluster = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
         for name, executor in executors.items():
-            if image:
-                executor["container"]["image"] = image
+            container = executor["container"]
+            container["image"] = (images or {}).get(container["image"], container["image"])
             if gpu and f"{USES}gpu" in on_cluster[name]["podMetadata"]["labels"]:
                 give_gpu(executor["container"], on_cluster[name])
         target.write_text(yaml.safe_dump_all([spec, platform]), encoding="utf-8")

@@ -62,7 +62,7 @@ def ddpm(
     params: str = "",
     overrides: list = [],  # noqa: B006
     source: str = "",
-    tracking: str = "http://mlflow:5000",
+    tracking: str = "http://ddpm-mlflow:5000",
     backend: str = "pytorchjob",
     job: dict = {},  # noqa: B006
     patience: str = "15m",

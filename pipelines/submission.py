@@ -7,7 +7,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,7 +72,7 @@ class Server:
     def create(
         self,
         pipeline: Any,
-        image: str | None,
+        images: Mapping[str, str],
         gpu: bool,
         experiment: str,
         name: str,
@@ -81,7 +81,7 @@ class Server:
         """Start a run of the pipeline, and return its id."""
         with tempfile.TemporaryDirectory(prefix="ddpm-submit-") as folder:
             package = Path(folder) / "ddpm.yaml"
-            compile_pipeline(pipeline, package, image, gpu)
+            compile_pipeline(pipeline, package, images, gpu)
             parent = self._request(lambda: self._client.create_experiment(experiment))
             run = self._request(
                 lambda: self._client.run_pipeline(

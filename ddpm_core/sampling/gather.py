@@ -22,7 +22,6 @@ from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.sampling import plan
 from ddpm_core.sampling.images import Pixels, enlarge, grid, png
 from ddpm_core.sampling.plan import Recipe, Shard
-from ddpm_core.sampling.sampler import Conditions
 from ddpm_core.sampling.shards import ShardStore, npy, record_of
 from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.storage.files import Count, inside, is_plain, open_array
@@ -177,6 +176,8 @@ def _write_extras(config: Config, workspace: Workspace, recipe: Recipe) -> dict[
 
     Returns the contents of grid and labels by name.
     """
+    from ddpm_core.sampling.sampler import Conditions
+
     key = samples_key(recipe.step)
     first = np.stack(list(islice(_images(config, workspace, key), SHOWN)))
     made = {GRID: png(enlarge(grid(first), 512))}

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import io
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Pixels = NDArray[np.uint8]
 
 
 def to_model(pixels: Tensor) -> Tensor:
     """Convert uint8 (B, H, W, C) to float32 (B, C, H, W) in [-1, 1]: x / 127.5 - 1."""
-    return pixels.permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1.0
+    return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1.0
 
 
 def to_pixels(x: Tensor) -> Tensor:
     """Convert float (B, C, H, W) to uint8 (B, H, W, C): clamp to [-1, 1], then round."""
-    scaled = (x.to(torch.float32).clamp(-1.0, 1.0) + 1.0) * 127.5
-    return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+    scaled = (x.float().clamp(-1.0, 1.0) + 1.0) * 127.5
+    return scaled.round().byte().permute(0, 2, 3, 1).contiguous()
 
 
 def grid(pixels: Pixels, columns: int | None = None, gap: int = 1) -> Pixels:

@@ -10,22 +10,16 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
-
-from ddpm_core.checkpoint import Checkpoint, check_weights, fetch_weights
+from ddpm_core.checkpoint import Checkpoint, fetch_weights
 from ddpm_core.config import Config
 from ddpm_core.console import progress, say, warn
 from ddpm_core.data.captions import is_cut
 from ddpm_core.errors import UserError
 from ddpm_core.runtime import memory
-from ddpm_core.runtime.device import (
-    choose_device,
-    choose_precision,
-    compiles_sampling,
-    translate_compile_errors,
-)
+from ddpm_core.runtime.device import translate_compile_errors
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling import gather, plan
+from ddpm_core.sampling.freshness import recipe_on
 from ddpm_core.sampling.plan import Recipe, Shard
 from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.sampling.shards import ShardStore
@@ -193,15 +187,6 @@ def drawer_of(
     return Drawer(config, workspace, world, fetched, recipe)
 
 
-def recipe_on(device: torch.device, config: Config, checkpoint: Checkpoint) -> Recipe:
-    """Return the recipe of a checkpoint's images on this device."""
-    settings = config.sample
-    precision = choose_precision(settings.precision, device)
-    # Compiling changes the rounding, so the decision depends on the whole run, not on a shard.
-    compiled = compiles_sampling(settings.compile, device, settings.count * settings.steps)
-    return plan.make_recipe(config, checkpoint, precision, compiled)
-
-
 def remove_orphans(workspace: Workspace, steps: list[int]) -> None:
     """Remove the samples of checkpoints that no longer exist and are not selected."""
     for step in workspace.steps(SAMPLES):
@@ -223,43 +208,3 @@ def warn_replaced(workspace: Workspace, recipes: Sequence[Recipe]) -> None:
             "or weights. To keep the scored images, draw others from the registered model, or in a "
             "copy of the workspace (-w)."
         )
-
-
-def stale(config: Config, workspace: Workspace) -> str | None:
-    """Return why `sample` has work to do, or None if it is up to date."""
-    try:
-        checkpoints = plan.look_at_chosen(config, workspace)
-        device = choose_device(config.device)
-        attempts = (functools.partial(_stale, config, workspace, device, c) for c in checkpoints)
-        return next(filter(None, plan.intact(config, attempts)), None)
-    except UserError as error:
-        return str(error)
-
-
-def _stale(
-    config: Config, workspace: Workspace, device: torch.device, checkpoint: Checkpoint
-) -> str:
-    """Return what is missing for one checkpoint, or "". Raises Corrupt if it cannot be drawn."""
-    recipe = recipe_on(device, config, checkpoint)
-    if gather.complete(workspace, recipe):
-        return ""
-    check_weights(workspace, checkpoint, config.sample.ema)
-    return f"step {checkpoint.step}: {_missing(config, workspace, recipe)}"
-
-
-def _missing(config: Config, workspace: Workspace, recipe: Recipe) -> str:
-    """Return what is missing, for the number of shards with the fewest missing ones.
-
-    Jobs may have started with another number of shards than the settings have.
-    """
-    counts = ShardStore(workspace, recipe).counts()
-    candidates = []
-    for of in counts:
-        settings = config.sample.model_copy(update={"shards": of})
-        candidates.append(gather.waiting(workspace, recipe, plan.shards(settings)))
-    if not counts:
-        return "no samples with these settings"
-    missing = min(candidates, key=len)
-    if not missing:
-        return "the shards are complete, but not gathered"
-    return f"missing {missing}"

@@ -15,6 +15,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("DDPM_IMAGE", "ddpm:dev")
+LIGHT_IMAGE = os.environ.get("DDPM_LIGHT_IMAGE", "ddpm-light:dev")
 # A command for containers that runs `ddpm` as a child: nothing inside a container can kill or stop
 # its first process.
 BELOW = "import subprocess, sys; sys.exit(subprocess.call(['ddpm', *sys.argv[1:]]))"
@@ -54,6 +55,12 @@ def documents(*paths: Path) -> list[Document]:
     """Return the documents of YAML files, and of the YAML files directly in folders, in order."""
     files = [f for p in paths for f in (sorted(p.glob("*.yaml")) if p.is_dir() else [p])]
     return [d for f in files for d in yaml.safe_load_all(f.read_text(encoding="utf-8")) if d]
+
+
+def with_images(given: Iterable[Document]) -> str:
+    """Return documents as YAML, with the images under test in place of those of manifests/."""
+    text = yaml.safe_dump_all(given).replace("ddpm:dev", IMAGE)
+    return text.replace("ddpm-light:dev", LIGHT_IMAGE)
 
 
 def wait_until(
@@ -115,8 +122,7 @@ class Namespace:
             document.get("metadata", {}).pop("namespace", None)
             for subject in document.get("subjects", []):
                 subject["namespace"] = self.name
-        text = yaml.safe_dump_all(given).replace("ddpm:dev", IMAGE)
-        applied(text, "--namespace", self.name)
+        applied(with_images(given), "--namespace", self.name)
 
     def get(self, kind: str, name: str) -> Document:
         return dict(json.loads(self.kubectl("get", kind, name, "-o", "json")))

@@ -11,8 +11,8 @@ from cluster import Namespace, kubectl
 
 HOW = (
     "These tests need a Kubernetes cluster with the Training Operator: set KUBECONFIG (kind, "
-    "minikube or GKE will do; see docs/kubernetes.md for what to install), load the image, "
-    "`docker build -t ddpm:dev .`, and set DDPM_IMAGE if it has another name there."
+    "minikube or GKE will do; see docs/kubernetes.md for what to install), load the images of "
+    "`make image`, and set DDPM_IMAGE and DDPM_LIGHT_IMAGE if they have other names there."
 )
 
 

@@ -108,7 +108,7 @@ def test_the_champion_is_replaced_without_a_restart(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")  # MLflow may be slow
     namespace.apply(WAY_TO_THE_CHAMPION)
     pod = namespace.pod("client", ["sleep", "3600"], labels={CLIENT: "true"})
-    namespace.ready("mlflow", 300)
+    namespace.ready("ddpm-mlflow", 300)
     wait_until(lambda: namespace.phase(pod) == "Running", "the client runs", 180)
     wait_until(
         lambda: (
@@ -119,7 +119,7 @@ def test_the_champion_is_replaced_without_a_restart(
         240,
     )
     assert not champion_pod(namespace)["status"]["containerStatuses"][0]["ready"]
-    with forwarded(namespace, "mlflow", 5000) as uri:
+    with forwarded(namespace, "ddpm-mlflow", 5000) as uri:
         versions = []
         for number in (1, 2):
             checkpoint = write_checkpoint(tmp_path / f"step-{number}", seed=number)

@@ -183,24 +183,26 @@ def play_elastic(launching: Launching) -> None:
 def play_tracked(launching: Launching) -> list[list[float]]:
     """Stop MLflow during a training for a while, and return the history of its loss."""
     namespace, workspace = launching.namespace, launching.workspace("tracked")
-    namespace.ready("mlflow", 400)
+    namespace.ready("ddpm-mlflow", 400)
     worker = f"{job_name(workspace, 'train')}-worker-0"
-    tracked = ("-S", "tracking.uri=http://mlflow:5000", "-S", "train.batch_size=32", *SLOW)
+    tracked = ("-S", "tracking.uri=http://ddpm-mlflow:5000", "-S", "train.batch_size=32", *SLOW)
     launching.launch("launcher-tracked", launching.arguments(workspace, *tracked))
     grows(launching, "tracked", world=1)
-    namespace.kubectl("scale", "deployment", "mlflow", "--replicas=0")
+    namespace.kubectl("scale", "deployment", "ddpm-mlflow", "--replicas=0")
     wait_until(
-        lambda: not namespace.list("pods", "app.kubernetes.io/name=mlflow"), "MLflow is gone", 120
+        lambda: not namespace.list("pods", "app.kubernetes.io/name=ddpm-mlflow"),
+        "MLflow is gone",
+        120,
     )
     grows(launching, "tracked", world=1)
     do(namespace, worker, STOP)
-    namespace.kubectl("scale", "deployment", "mlflow", "--replicas=1")
-    namespace.ready("mlflow", 400)
+    namespace.kubectl("scale", "deployment", "ddpm-mlflow", "--replicas=1")
+    namespace.ready("ddpm-mlflow", 400)
     do(namespace, worker, GO_ON)
     grows(launching, "tracked", world=1, by=1)  # so that MLflow returns during the training
     printed = launching.output("launcher-tracked")
     assert launching.ends("launcher-tracked", 600) == "Succeeded", printed
-    (server,) = namespace.list("pods", "app.kubernetes.io/name=mlflow")
+    (server,) = namespace.list("pods", "app.kubernetes.io/name=ddpm-mlflow")
     history = namespace.exec(server["metadata"]["name"], "python", "-c", HISTORY)
     return list(json.loads(history))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cluster import BELOW, IMAGE, ROOT, Document, Namespace, documents, wait_until
+from cluster import BELOW, ROOT, Document, Namespace, documents, wait_until, with_images
 
 TINY = """
 seed: 3
@@ -19,7 +19,7 @@ train: {steps: 12, batch_size: 8, precision: fp32, snapshot_every: 6, milestone_
         log_every: 2, grid: 4, ema: [0.9], optimizer: {warmup: 2}}
 sample: {count: 160, batch_size: 4, steps: 40, shards: 4, precision: fp32, checkpoints: latest}
 evaluate: {metrics: [fid]}
-tracking: {uri: "http://mlflow:5000", experiment: ddpm}
+tracking: {uri: "http://ddpm-mlflow:5000", experiment: ddpm}
 """
 JOBS = ("ddpm-prepare", "ddpm-sample", "ddpm-evaluate")
 # Prints the user of a process, and where it may write.
@@ -223,7 +223,7 @@ def test_new_settings_rebuild_only_what_depends_on_them(
     jobs = rendered()
     # Until the evaluation has printed what it waits for, however late it starts.
     spec_of(jobs, "ddpm-sample")["suspend"] = True
-    given = yaml.safe_dump_all(jobs).replace("ddpm:dev", IMAGE)
+    given = with_images(jobs)
     replace = ("replace", "--force", "-f", "-")
     wait_until(lambda: chain.kubectl(*replace, given=given, seconds=240), "all are replaced", 240)
     wait_until(lambda: ": sample: " in evaluation(chain), "the evaluation waits for samples", 300)
@@ -244,6 +244,6 @@ def evaluation(namespace: Namespace) -> str:
 
 def test_a_model_is_registered_and_served(chain: Namespace) -> None:
     finish(chain, "ddpm-evaluate")
-    server = wait_until(lambda: pods(chain, "mlflow"), "MLflow's pod", 60)[0]
+    server = wait_until(lambda: pods(chain, "ddpm-mlflow"), "MLflow's pod", 60)[0]
     assert chain.exec(of(server), "python", "-c", ALIAS).strip() == "1"
     chain.ready("ddpm-champion", 300)

@@ -86,11 +86,13 @@ def combined(folder: Path, base: Path, *components: str, **more: object) -> list
     return rendered(folder)
 
 
-def test_the_image_is_set_in_one_place(tmp_path: Path) -> None:
-    image = {"name": "ddpm", "newName": "registry.example/ddpm", "newTag": "1"}
-    documents = combined(tmp_path, JOBS, "gpu", "kueue", "s3", images=[image])
+def test_the_images_are_set_in_one_place(tmp_path: Path) -> None:
+    names = ("ddpm", "ddpm-light")
+    images = [{"name": n, "newName": f"registry.example/{n}", "newTag": "1"} for n in names]
+    documents = combined(tmp_path, JOBS, "gpu", "kueue", "s3", images=images)
     pods = [t for d in documents for t, _ in templates(d)]
-    assert {c["image"] for t in pods for c in containers(t)} == {"registry.example/ddpm:1"}
+    used = {c["image"] for t in pods for c in containers(t)}
+    assert used == {"registry.example/ddpm:1", "registry.example/ddpm-light:1"}
     assert not any("persistentVolumeClaim" in v for t in pods for v in t["spec"]["volumes"])
     assert all("kueue.x-k8s.io/queue-name" in d["metadata"]["labels"] for d in documents)
     gpus = [c["resources"]["limits"].get("nvidia.com/gpu") for t in pods for c in containers(t)]
@@ -109,7 +111,7 @@ def test_in_kubeflow_policies_select_only_our_pods() -> None:
     assert {d["metadata"]["namespace"] for d in documents} == {"kubeflow"}
     kinds = {d["kind"] for d in documents}
     assert not kinds & {"Namespace", "ResourceQuota", "LimitRange"}
-    assert all(d["metadata"]["name"].startswith(("ddpm", "mlflow")) for d in documents)
+    assert all(d["metadata"]["name"].startswith("ddpm") for d in documents)
     for name, policy in named(documents, "NetworkPolicy").items():
         chosen = policy["spec"]["podSelector"]["matchLabels"]
         assert chosen["app.kubernetes.io/part-of"] == "ddpm", name

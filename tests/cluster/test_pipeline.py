@@ -15,7 +15,7 @@ train: {steps: 12, batch_size: 8, precision: fp32, snapshot_every: 6, milestone_
         log_every: 2, grid: 4, ema: [0.9], optimizer: {warmup: 2}}
 sample: {count: 40, batch_size: 10, steps: 4, shards: 2, precision: fp32}
 evaluate: {metrics: [fid, prdc]}
-tracking: {uri: "http://mlflow:5000", experiment: ddpm}
+tracking: {uri: "http://ddpm-mlflow:5000", experiment: ddpm}
 """
 COMPILED = ROOT / "pipelines/ddpm.yaml"
 SMALL = {"cpu": "100m", "cpu_limit": "2", "memory": "1Gi", "shm": "64Mi", "join_seconds": 5}
@@ -29,7 +29,7 @@ print(json.load(urllib.request.urlopen(url, timeout=30))["model_version"]["versi
 @pytest.mark.timeout(1500)
 def test_the_components_run_in_pods_to_a_registered_model(namespace: Namespace) -> None:
     namespace.kubectl("scale", "deployment/ddpm-champion", "--replicas=0")  # nothing to serve
-    namespace.ready("mlflow", 900)
+    namespace.ready("ddpm-mlflow", 900)
     backend = Backend(namespace, COMPILED, account="ddpm-launcher")
     backend.run(params=TINY, job=SMALL)
 
@@ -54,7 +54,7 @@ def test_the_components_run_in_pods_to_a_registered_model(namespace: Namespace) 
     (model,) = trained.outputs.artifacts["model"]
     assert champion["metadata"]["weights"] == model["metadata"]["weights"]
     assert registered.outputs.parameters["Output"] == "models:/ddpm/1"
-    mlflow = namespace.kubectl("exec", "deployment/mlflow", "--", "python", "-c", CHAMPION)
+    mlflow = namespace.kubectl("exec", "deployment/ddpm-mlflow", "--", "python", "-c", CHAMPION)
     assert mlflow.strip() == "1"
     (finished,) = backend.ran["finish"]
     assert "# The run succeeded" in finished.log

@@ -45,10 +45,10 @@ import http.client, json, pathlib, time
 words = pathlib.Path("/etc/resolv.conf").read_text().split()
 place = next(word for word in words if ".svc." in word)
 statuses = {}
-for host in ("mlflow:5000", f"mlflow.{place.split('.')[0]}.svc:5000", "evil:5000"):
+for host in ("ddpm-mlflow:5000", f"ddpm-mlflow.{place.split('.')[0]}.svc:5000", "evil:5000"):
     for attempt in range(60):
         try:
-            connection = http.client.HTTPConnection("mlflow", 5000, timeout=10)
+            connection = http.client.HTTPConnection("ddpm-mlflow", 5000, timeout=10)
             connection.request("POST", "/api/2.0/mlflow/experiments/search", '{"max_results": 1}',
                                {"Host": host, "Content-Type": "application/json"})
             statuses[host] = connection.getresponse().status
@@ -90,7 +90,7 @@ def probe(place: Namespace, name: str, targets: list[str], **labels: str) -> Non
 
 
 def test_everything_is_ready_except_the_waiting_champion(namespace: Namespace) -> None:
-    namespace.ready("mlflow", 300)
+    namespace.ready("ddpm-mlflow", 300)
     champion = wait_until(lambda: started(namespace, "ddpm-champion"), "the champion starts", 300)
     assert status(namespace, champion, "http://127.0.0.1:8080/health") == 200
     assert status(namespace, champion, "http://127.0.0.1:8080/ready") == 503
@@ -99,7 +99,7 @@ def test_everything_is_ready_except_the_waiting_champion(namespace: Namespace) -
     assert {c["type"]: c["status"] for c in pod["status"]["conditions"]}["Ready"] == "False"
     claims = {c["metadata"]["name"]: c["status"]["phase"] for c in namespace.list("pvc")}
     # A StorageClass with WaitForFirstConsumer binds the workspace with the first job.
-    assert claims["mlflow"] == "Bound" and set(claims) == {"mlflow", "ddpm-workspace"}
+    assert claims["ddpm-mlflow"] == "Bound" and set(claims) == {"ddpm-mlflow", "ddpm-workspace"}
 
 
 def started(namespace: Namespace, name: str) -> str:
@@ -115,10 +115,10 @@ def status(namespace: Namespace, pod: str, url: str) -> int:
 
 
 def test_pods_reach_only_what_their_labels_open(namespace: Namespace, outside: Namespace) -> None:
-    namespace.ready("mlflow", 300)
+    namespace.ready("ddpm-mlflow", 300)
     server = "kubernetes.default.svc.cluster.local"
-    mlflow, api = "mlflow,5000", f"{server},443"
-    far = f"mlflow.{namespace.name}.svc.cluster.local,5000"
+    mlflow, api = "ddpm-mlflow,5000", f"{server},443"
+    far = f"ddpm-mlflow.{namespace.name}.svc.cluster.local,5000"
     champion_pod = wait_until(
         lambda: started(namespace, "ddpm-champion"), "the champion starts", 300
     )
@@ -144,13 +144,13 @@ def test_pods_reach_only_what_their_labels_open(namespace: Namespace, outside: N
 
 def test_mlflow_accepts_the_name_of_its_service(namespace: Namespace) -> None:
     """It refuses other host names, against DNS rebinding."""
-    namespace.ready("mlflow", 300)
+    namespace.ready("ddpm-mlflow", 300)
     uses = {"ddpm.io/uses-mlflow": "true"}
     printed = namespace.run("client", command=["python", "-c", CLIENT], labels=uses, memory="256Mi")
     statuses = json.loads(printed.splitlines()[-1])
     assert statuses == {
-        "mlflow:5000": 200,
-        f"mlflow.{namespace.name}.svc:5000": 200,
+        "ddpm-mlflow:5000": 200,
+        f"ddpm-mlflow.{namespace.name}.svc:5000": 200,
         "evil:5000": 403,
     }
 

@@ -27,7 +27,7 @@ train: {steps: 12, batch_size: 8, precision: fp32, snapshot_every: 6, milestone_
         log_every: 2, grid: 4, ema: [0.9], optimizer: {warmup: 2}}
 sample: {count: 40, batch_size: 10, steps: 4, shards: 2, precision: fp32}
 evaluate: {metrics: [fid]}
-tracking: {uri: "http://mlflow:5000", experiment: ddpm}
+tracking: {uri: "http://ddpm-mlflow:5000", experiment: ddpm}
 """
 SMALL = {"cpu": "100m", "cpu_limit": "2", "memory": "1Gi", "shm": "64Mi", "join_seconds": 5}
 GIT = 9418
@@ -53,7 +53,7 @@ def test_a_pipeline_without_a_volume_registers_a_model(
     serve(namespace, registry, tmp_path / "registry.bundle")
     namespace.apply(secret(store))
     namespace.kubectl("scale", "deployment/ddpm-champion", "--replicas=0")  # nothing to serve
-    namespace.ready("mlflow", 900)
+    namespace.ready("ddpm-mlflow", 900)
     backend = Backend(namespace, ROOT / "pipelines/ddpm.yaml", "ddpm-launcher", claims=False)
     backend.run(
         params=TINY,

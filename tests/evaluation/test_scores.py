@@ -21,7 +21,7 @@ from ddpm_core.evaluation.in_domain import load_extractor
 from ddpm_core.evaluation.report import render_report
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.evaluation.shared import ACCURACY
-from ddpm_core.registry.register import best_row
+from ddpm_core.registry.freshness import best_row
 from ddpm_core.storage import LocalStorage, Unreachable
 from ddpm_core.storage.workspace import METRICS, REPORT, RESULTS, Workspace, samples_key
 

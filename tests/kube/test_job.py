@@ -101,7 +101,6 @@ def test_a_job_differs_from_the_manifest_only_as_listed() -> None:
         "spec/elasticPolicy/maxReplicas",
         "spec/pytorchReplicaSpecs/Worker/replicas",
         f"{MAIN}/resources",
-        f"{POD}/spec/volumes/tmp",
         # Set for any image, or by the launcher only
         f"{MAIN}/env/HOME",
         f"{MAIN}/env/PYTHONUNBUFFERED",
@@ -195,6 +194,7 @@ def test_every_option_reaches_the_pods() -> None:
             memory="8Gi",
             gpu=2,
             shm="1Gi",
+            tmp="128Mi",
             secrets=["needed"],
             optional_secrets=["ddpm-s3"],
             env={"NCCL_DEBUG": "INFO"},
@@ -213,8 +213,18 @@ def test_every_option_reaches_the_pods() -> None:
     )
     pod, container = pod_of(job)["spec"], container_of(job)
     gpus = {"nvidia.com/gpu": "2"}
-    assert container["resources"]["requests"] == {"cpu": "2", "memory": "8Gi", **gpus}
-    assert container["resources"]["limits"] == {"cpu": "4", "memory": "8Gi", **gpus}
+    assert container["resources"]["requests"] == {
+        "cpu": "2",
+        "memory": "8Gi",
+        "ephemeral-storage": "128Mi",
+        **gpus,
+    }
+    assert container["resources"]["limits"] == {
+        "cpu": "4",
+        "memory": "8Gi",
+        "ephemeral-storage": "128Mi",
+        **gpus,
+    }
     assert container["envFrom"] == [
         {"secretRef": {"name": "needed", "optional": False}},
         {"secretRef": {"name": "ddpm-s3", "optional": True}},

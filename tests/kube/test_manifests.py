@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
-import re
-import shlex
 from typing import Any
 
 import pytest
 import yaml
 from support.documents import (
     JOBS,
-    OVERLAYS,
     PLATFORM,
-    ROOT,
     Document,
     containers,
+    executors,
     mistakes,
     named,
     quantity,
@@ -32,6 +28,8 @@ from ddpm_core.sampling.plan import shards
 
 ALL = [*read(PLATFORM), *read(JOBS)]
 PODS = [(d["metadata"]["name"], t, n) for d in ALL for t, n in templates(d)]
+WITHOUT_TORCH = {"ddpm-prepare", "ddpm-mlflow"}  # what these run is in the light image
+RESOURCES = ("cpu", "memory", "ephemeral-storage")
 
 
 def configmap() -> dict[str, str]:
@@ -80,10 +78,11 @@ def test_one_apply_is_enough_for_an_empty_cluster() -> None:
         assert listed == sorted(file.name for file in folder.glob("*.yaml"))
 
 
-def test_every_container_is_restricted_and_has_the_same_image() -> None:
-    image = yaml.safe_load((PLATFORM / "image" / "Kustomization").read_text())["images"][0]
-    wanted = f"{image['name']}:{image['newTag']}"
-    assert image["name"] == image["newName"]
+def test_every_container_is_restricted_and_has_our_image() -> None:
+    images = yaml.safe_load((PLATFORM / "image" / "Kustomization").read_text())["images"]
+    assert all(image["name"] == image["newName"] for image in images)
+    full, light = (f"{image['name']}:{image['newTag']}" for image in images)
+    assert (full, light) == ("ddpm:dev", "ddpm-light:dev")
     for name, template, _ in PODS:
         pod = template["spec"]
         security = pod["securityContext"]
@@ -93,6 +92,7 @@ def test_every_container_is_restricted_and_has_the_same_image() -> None:
         assert security["fsGroupChangePolicy"] == "OnRootMismatch", name
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}, name
         writable = {v["name"] for v in pod["volumes"] if "configMap" not in v}
+        wanted = light if name in WITHOUT_TORCH else full
         for container in containers(template):
             own = container["securityContext"]
             assert own["allowPrivilegeEscalation"] is False, name
@@ -131,7 +131,7 @@ def test_every_object_that_a_pod_names_exists() -> None:
         volumes = {v["name"]: v for v in pod["volumes"]}
         for volume in volumes.values():
             assert volume.get("configMap", {}).get("name", "ddpm-params") in there["ConfigMap"]
-            assert volume.get("persistentVolumeClaim", {}).get("claimName", "mlflow") in claims
+            assert volume.get("persistentVolumeClaim", {}).get("claimName", "ddpm-mlflow") in claims
         for container in containers(template):
             assert {m["name"] for m in container["volumeMounts"]} == set(volumes), name
             for variable in container.get("env", []):
@@ -172,35 +172,9 @@ def test_policies_deny_all_except_what_a_pod_uses() -> None:
         )
 
 
-def tasks() -> list[Document]:
-    """Return the pods of KFP's tasks, such as the one that launches a PyTorchJob."""
-    _, platforms = yaml.safe_load_all((ROOT / "pipelines/ddpm.yaml").read_text(encoding="utf-8"))
-    return list(platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values())
-
-
 def labels_of_tasks() -> set[tuple[str, str]]:
-    found = (task.get("podMetadata", {}).get("labels", {}).items() for task in tasks())
-    return set(itertools.chain(*found))
-
-
-def test_no_overlay_deletes_what_the_pods_of_kfp_mount() -> None:
-    """Users combine components; none may delete what another one needs."""
-    mounted = {claim["constant"] for task in tasks() for claim in task["pvcMount"]}
-    assert mounted <= set(named(ALL, "PersistentVolumeClaim"))
-    for file in OVERLAYS.glob("components/*/Kustomization"):
-        for patch in yaml.safe_load(file.read_text(encoding="utf-8")).get("patches", []):
-            if "$patch: delete" in patch.get("patch", ""):
-                assert patch["target"]["name"] not in mounted, file
-
-
-def test_in_kubeflow_every_policy_selects_only_our_pods() -> None:
-    """Names in a Kustomization are patterns of complete names."""
-    file = OVERLAYS / "components/in-kubeflow/Kustomization"
-    patches = yaml.safe_load(file.read_text(encoding="utf-8"))["patches"]
-    narrowing = [p["target"] for p in patches if p["target"]["kind"] == "NetworkPolicy"]
-    for name in named(ALL, "NetworkPolicy"):
-        assert sum(bool(re.fullmatch(t["name"], name)) for t in narrowing) == 1, name
-    assert all(t["metadata"]["labels"]["app.kubernetes.io/part-of"] == "ddpm" for _, t, _ in PODS)
+    labels = (task.get("podMetadata", {}).get("labels", {}) for task in executors().values())
+    return {label for one in labels for label in one.items()}
 
 
 def test_only_pods_that_track_may_reach_mlflow() -> None:
@@ -213,7 +187,7 @@ def test_only_pods_that_track_may_reach_mlflow() -> None:
         if all({"name": "ddpm-mlflow", "optional": True} in secrets(c) for c in containers(t))
     }
     assert with_password == track
-    service = named(ALL, "Service")["mlflow"]
+    service = named(ALL, "Service")["ddpm-mlflow"]
     port = service["spec"]["ports"][0]["port"]
     assert config().tracking.uri == f"http://{service['metadata']['name']}:{port}"
 
@@ -225,11 +199,9 @@ def test_pods_that_read_external_sources_may_reach_them() -> None:
 
 
 def test_a_kfp_task_may_reach_what_its_job_may() -> None:
-    _, platforms = yaml.safe_load_all((ROOT / "pipelines/ddpm.yaml").read_text(encoding="utf-8"))
-    executors = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     for verb in ("prepare", "train", "sample", "evaluate"):
         [ours] = [t["metadata"]["labels"] for n, t, _ in PODS if n == f"ddpm-{verb}"]
-        task = executors[f"exec-{verb}"]["podMetadata"]["labels"]
+        task = executors()[f"exec-{verb}"]["podMetadata"]["labels"]
         assert {label for label in ours if "/uses-" in label} <= set(task), verb
 
 
@@ -241,7 +213,7 @@ def test_all_pods_together_fit_two_cores_and_the_quota() -> None:
     total = {
         f"{kind}.{what}": sum(n * requested(t, what, kind) for _, t, n in PODS)
         for kind in ("requests", "limits")
-        for what in ("cpu", "memory")
+        for what in RESOURCES
     }
     assert total["requests.cpu"] <= 1.0
     assert total["requests.memory"] <= 6 * 2**30
@@ -250,6 +222,46 @@ def test_all_pods_together_fit_two_cores_and_the_quota() -> None:
         # Twice, because replaced jobs are still ending when the new ones start.
         assert 2 * taken <= quantity(hard[name]), name
     assert 2 * sum(n for _, _, n in PODS) <= quantity(hard["pods"])
+
+
+def test_every_container_fits_a_quota_for_any_resource() -> None:
+    """With a quota for a resource, the API server refuses containers without a limit for it."""
+    [limits] = named(ALL, "LimitRange")["ddpm"]["spec"]["limits"]
+    assert set(limits["default"]) == set(limits["defaultRequest"]) == set(RESOURCES)
+    for name, template, _ in PODS:
+        for container in containers(template):
+            resources = container["resources"]
+            for what in RESOURCES:
+                request, limit = (
+                    quantity(resources[kind][what]) for kind in ("requests", "limits")
+                )
+                assert 0 < request <= limit, (name, what)
+
+
+def test_no_pod_can_fill_the_disk_or_memory_of_a_node() -> None:
+    """A pod is evicted if its volumes exceed their limit, or the limits of its containers."""
+    for name, template, _ in PODS:
+        folders = [v["emptyDir"] for v in template["spec"]["volumes"] if "emptyDir" in v]
+        assert folders, name
+        for kind, resource in ((None, "ephemeral-storage"), ("Memory", "memory")):
+            sizes = [quantity(f["sizeLimit"]) for f in folders if f.get("medium") == kind]
+            for container in containers(template):
+                limit = quantity(container["resources"]["limits"][resource])
+                assert sum(sizes) <= limit, (name, resource)
+
+
+def test_jobs_end_are_removed_and_keep_the_reason() -> None:
+    for name, template, _ in PODS:
+        policies = {c.get("terminationMessagePolicy") for c in containers(template)}
+        assert policies == {"FallbackToLogsOnError"}, name
+    jobs = {**named(ALL, "Job"), **named(ALL, "PyTorchJob")}
+    assert len(jobs) == 4
+    for name, job in jobs.items():
+        spec = job["spec"].get("runPolicy", job["spec"])
+        assert spec["ttlSecondsAfterFinished"] >= 86400, name
+        # Each attempt may wait for two hours.
+        attempts = 1 + spec.get("backoffLimit", job["spec"].get("backoffLimitPerIndex", 0))
+        assert spec["activeDeadlineSeconds"] > attempts * 7200, name
 
 
 def test_the_sampling_job_matches_the_params() -> None:
@@ -289,99 +301,3 @@ def test_training_restarts_and_has_time_to_save() -> None:
     shutdown = float(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     assert 30 < shutdown < worker["template"]["spec"]["terminationGracePeriodSeconds"]
     assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-
-
-def test_the_image_finds_the_gpu_driver_where_clouds_mount_it() -> None:
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
-    lines = [line[4:] for line in text.rpartition("FROM ")[2].splitlines() if line[:4] == "ENV "]
-    given = dict(word.split("=", 1) for line in lines for word in shlex.split(line))
-    folders = given["LD_LIBRARY_PATH"].split(":")
-    assert folders == ["/usr/local/nvidia/lib", "/usr/local/nvidia/lib64"]
-    assert given["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
-    assert "NVIDIA_VISIBLE_DEVICES" not in given  # the device plugin sets it
-
-
-def patched(documents: list[Document], component: str) -> list[Document]:
-    """Return the documents with the JSON patches of a component applied, like kustomize."""
-    folder = OVERLAYS / "components" / component
-    done: list[Document] = json.loads(json.dumps(documents))  # copies what YAML anchors share
-    for patch in yaml.safe_load((folder / "Kustomization").read_text(encoding="utf-8"))["patches"]:
-        text = patch.get("patch") or (folder / patch["path"]).read_text(encoding="utf-8")
-        kind, name = patch["target"]["kind"], patch["target"]["name"]
-        chosen = named(done, kind)[name]
-        for operation in yaml.safe_load(text):
-            _apply(chosen, operation)
-    return done
-
-
-def _apply(document: Document, operation: Document) -> None:
-    *path, last = operation["path"].lstrip("/").replace("~1", "\0").split("/")
-    place: Any = document
-    for key in path:
-        place = place[int(key) if isinstance(place, list) else key.replace("\0", "/")]
-    value = copy.deepcopy(operation["value"])
-    if isinstance(place, dict):
-        assert operation["op"] == "add" or last in place, operation
-        place[last.replace("\0", "/")] = value
-    elif last == "-":
-        place.append(value)
-    else:
-        assert operation["op"] == "replace", operation
-        place[int(last)] = value
-
-
-@pytest.fixture(scope="module")
-def with_gpus() -> dict[str, Document]:
-    """Return the containers of the jobs in the overlay `gpu`, named JOB/CONTAINER."""
-    documents = patched(ALL, "gpu")
-    assert all(mistakes(document) == [] for document in documents)
-    return {
-        f"{d['metadata']['name']}/{c['name']}": c
-        for d in documents
-        if d["kind"] in ("Job", "PyTorchJob")
-        for t, _ in templates(d)
-        for c in containers(t)
-    }
-
-
-def environment(container: Document) -> dict[str, str | None]:
-    return {v["name"]: v.get("value") for v in container["env"]}
-
-
-def test_the_process_group_ends_a_hung_collective(with_gpus: dict[str, Document]) -> None:
-    """The heartbeat timeout is not for collectives, but for a hanging watchdog of NCCL."""
-    for name, container in with_gpus.items():
-        assert "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC" not in environment(container), name
-
-
-def test_containers_that_compute_require_a_gpu(with_gpus: dict[str, Document]) -> None:
-    """So does the one that waits for samples: their settings depend on the device."""
-    having = {"ddpm-train/pytorch", "ddpm-sample/sample"}
-    having |= {f"ddpm-evaluate/{name}" for name in ("wait", "evaluate", "register")}
-    for name, container in with_gpus.items():
-        resources, arguments = container["resources"], container["args"]
-        gpus = {resources[kind].get("nvidia.com/gpu", "0") for kind in ("requests", "limits")}
-        assert gpus == {"1" if name in having else "0"}, name
-        assert (arguments[-2:] == ["-S", "device=cuda"]) == (name in having), name
-
-
-def test_a_pod_requests_one_gpu_for_all_its_containers() -> None:
-    jobs = [t for d in patched(ALL, "gpu") if "Job" in d["kind"] for t, _ in templates(d)]
-    gpus = [requested(t, "nvidia.com/gpu") for t in jobs if "tolerations" in t["spec"]]
-    assert gpus == [1, 1, 1]
-
-
-def test_compiler_processes_equal_the_cores_of_a_container(with_gpus: dict[str, Document]) -> None:
-    for name in ("ddpm-train/pytorch", "ddpm-sample/sample", "ddpm-evaluate/register"):
-        threads = environment(with_gpus[name])["TORCHINDUCTOR_COMPILE_THREADS"]
-        assert threads == with_gpus[name]["resources"]["limits"]["cpu"] == "8", name
-
-
-def test_no_command_of_the_image_build_can_fail_unnoticed() -> None:
-    """In the shell of a RUN, commands after `;` or `||` run even if those before have failed."""
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
-    commands = [line for line in text.splitlines() if line.startswith("RUN ")]
-    assert len(commands) >= 5
-    for command in commands:
-        words = list(shlex.shlex(command, posix=True, punctuation_chars=True))
-        assert not {";", "||", "|", "&"} & set(words), command

@@ -21,6 +21,7 @@ import submission  # isort: skip
 from pods import PARALLEL  # isort: skip
 from ddpm import ddpm  # isort: skip
 
+from components import IMAGE, LIGHT_IMAGE  # isort: skip
 from components.sample import sample  # isort: skip
 
 from ddpm_core.storage.workspace import Workspace
@@ -161,12 +162,16 @@ def tasks(spec: dict[str, Any]) -> list[dict[str, Any]]:
     return [task for graph in graphs for task in graph.get("dag", {}).get("tasks", {}).values()]
 
 
-def test_the_image_option_changes_every_component(tmp_path: Path) -> None:
+def test_the_image_options_change_every_component(tmp_path: Path) -> None:
     made = tmp_path / "ddpm.yaml"
-    compiling.compile_pipeline(ddpm, made, "registry.local/ddpm:7")
-    text = made.read_text()
-    assert text.count("image: registry.local/ddpm:7") == len(COMPONENTS)
-    assert "ddpm:dev" not in text
+    compiling.compile_pipeline(ddpm, made, {IMAGE: "registry.local/ddpm:7", LIGHT_IMAGE: "light:7"})
+    spec, _ = yaml.safe_load_all(made.read_text())
+    executors = spec["deploymentSpec"]["executors"].items()
+    images = {name.removeprefix("exec-"): one["container"]["image"] for name, one in executors}
+    light = {"prepare", "plan", "finish"}
+    assert images == {
+        name: "light:7" if name in light else "registry.local/ddpm:7" for name in COMPONENTS
+    }
     components.load_component_from_file(str(made))
 
 

@@ -58,7 +58,7 @@ def test_invalid_inputs_are_refused_before_submission(
 ) -> None:
     (tmp_path / "params.yaml").write_text(TINY)
     inputs = commands.make_inputs(tmp_path / "params.yaml", None, "/workspace/run", "", 0.0)
-    inputs |= {"backend": "pytorchjob", "tracking": "http://mlflow:5000"}
+    inputs |= {"backend": "pytorchjob", "tracking": "http://ddpm-mlflow:5000"}
     commands.check(inputs)
     with pytest.raises(UserError, match=re.escape(message)):
         commands.check({**inputs, **changed})
@@ -86,7 +86,7 @@ def test_inputs_are_checked_without_knowing_the_config_map(
     changed: dict[str, Any], message: str
 ) -> None:
     inputs = commands.make_inputs(None, None, "/workspace/run", "", 0.0)
-    inputs |= {"backend": "pytorchjob", "tracking": "http://mlflow:5000"}
+    inputs |= {"backend": "pytorchjob", "tracking": "http://ddpm-mlflow:5000"}
     with pytest.raises(UserError, match=re.escape(message)):
         commands.check({**inputs, **changed})
 
@@ -217,7 +217,10 @@ def test_a_run_is_submitted_and_followed_to_its_end(
     }
     server = submission.Server(kfp.host, "kubeflow", lambda: "the-token", "http://ui:8080/")
     inputs = {"params": TINY, "overrides": ["train.steps=9"], "worst": 2.0}
-    assert server.create(ddpm, "registry/ddpm:7", True, "digits", "first", inputs) == "r-1"
+    assert (
+        server.create(ddpm, {"ddpm:dev": "registry/ddpm:7"}, True, "digits", "first", inputs)
+        == "r-1"
+    )
     assert submission.follow(server, "r-1") == 1
 
     (experiment, run) = kfp.asked

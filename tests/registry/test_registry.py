@@ -35,10 +35,11 @@ from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import UNet
 from ddpm_core.registry import card as card_of
 from ddpm_core.registry import models
+from ddpm_core.registry.freshness import Registration, stale
 from ddpm_core.registry.gate import Decision
 from ddpm_core.registry.models import Registry, download
 from ddpm_core.registry.package import upload
-from ddpm_core.registry.register import Registration, register, stale
+from ddpm_core.registry.register import register
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling.run import sample
 from ddpm_core.sampling.sampler import ImageSampler

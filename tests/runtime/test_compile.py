@@ -21,7 +21,8 @@ from ddpm_core.models.unet import UNet
 from ddpm_core.runtime import device as devices
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling import gather
-from ddpm_core.sampling.run import sample, stale
+from ddpm_core.sampling.freshness import stale
+from ddpm_core.sampling.run import sample
 from ddpm_core.storage.workspace import Workspace, snapshot_key
 from ddpm_core.training.init import initial_weights
 from ddpm_core.training.optim import Execution

@@ -19,8 +19,9 @@ from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation.evaluate import evaluate
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling import gather, plan
+from ddpm_core.sampling.freshness import stale
 from ddpm_core.sampling.plan import Recipe
-from ddpm_core.sampling.run import Drawer, sample, stale
+from ddpm_core.sampling.run import Drawer, sample
 from ddpm_core.sampling.shards import ShardStore
 from ddpm_core.storage import LocalStorage
 from ddpm_core.storage.workspace import Workspace, samples_key, snapshot_key

@@ -36,6 +36,13 @@ def named(documents: list[Document], kind: str) -> dict[str, Document]:
     return {d["metadata"]["name"]: d for d in documents if d["kind"] == kind}
 
 
+def executors() -> dict[str, Document]:
+    """Return what the compiled pipeline sets for the pods of each of its tasks, by component."""
+    _, platforms = yaml.safe_load_all((ROOT / "pipelines/ddpm.yaml").read_text(encoding="utf-8"))
+    found: dict[str, Document] = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    return found
+
+
 def mistakes(document: Document) -> list[str]:
     """Return the unknown fields, missing fields and wrong types of a document."""
     version = document.get("apiVersion", "")

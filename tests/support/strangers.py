@@ -22,7 +22,7 @@ from ddpm_core.evaluation.freshness import stale as scores_stale
 from ddpm_core.interop import tensors, unet2d
 from ddpm_core.interop.diffusers import WEIGHTS, import_folder
 from ddpm_core.models.unet import UNet
-from ddpm_core.registry.register import best_row
+from ddpm_core.registry.freshness import best_row
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling import gather, plan
 from ddpm_core.sampling.run import sample
