@@ -17,20 +17,21 @@ def compile_pipeline(
 ) -> None:
     """Write the compiled pipeline, always the same text for the same input.
 
-    `images` maps images of the components to those that replace them. `gpu` gives a GPU to each pod that uses one; those of
-    the PyTorchJob's workers are an input of the pipeline, and their image is that of the pod that
-    starts them.
+    `images` maps images of the components to those that replace them. `gpu` gives a GPU to each pod
+    that uses one; those of the PyTorchJob's workers are an input of the pipeline, and their image
+    is that of the pod that starts them.
     """
     from kfp import compiler
 
     compiler.Compiler().compile(pipeline, str(target))
-    if images or gpu:
+    other = {old: new for old, new in (images or {}).items() if new != old}
+    if other or gpu:
         spec, platform = yaml.safe_load_all(target.read_text(encoding="utf-8"))
         executors = spec["deploymentSpec"]["executors"]
         on_cluster = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
         for name, executor in executors.items():
             container = executor["container"]
-            container["image"] = (images or {}).get(container["image"], container["image"])
+            container["image"] = other.get(container["image"], container["image"])
             if gpu and f"{USES}gpu" in on_cluster[name]["podMetadata"]["labels"]:
                 give_gpu(executor["container"], on_cluster[name])
         target.write_text(yaml.safe_dump_all([spec, platform]), encoding="utf-8")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.pictures import write_classes
+from support.images import write_classes
 from support.program import TINY, ddpm, environment, new_run, prepare_run, settings
 
 # `import torch` fails in such a process, and find_spec finds no torch.

@@ -522,7 +522,8 @@ def test_a_launcher_with_more_patience_adopts_the_job() -> None:
 def test_the_job_has_no_deadline_but_its_own() -> None:
     """A launcher that is lost and started again finds its job after any time before that."""
     times = {key for key in flat(build(spec())) if "deadline" in key.lower() or "ttl" in key}
-    assert times == {"spec/runPolicy/activeDeadlineSeconds"}
+    policy = "spec/runPolicy"
+    assert times == {f"{policy}/activeDeadlineSeconds", f"{policy}/ttlSecondsAfterFinished"}
 
 
 def test_the_commands_load_without_torch_or_kubernetes() -> None:

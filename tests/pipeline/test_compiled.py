@@ -63,7 +63,7 @@ def test_components_install_nothing_and_are_never_cached(compiled: Any) -> None:
     executors = spec["deploymentSpec"]["executors"]
     assert set(executors) == {f"exec-{name}" for name in COMPONENTS}
     assert set(submission.STEPS) == COMPONENTS
-    assert {e["container"]["image"] for e in executors.values()} == {"ddpm:dev"}
+    assert {e["container"]["image"] for e in executors.values()} == {IMAGE, LIGHT_IMAGE}
     for executor in executors.values():
         assert "pip" not in executor["container"]["command"][2]
     for task in tasks(spec):
