@@ -20,7 +20,7 @@ from rich.progress import (
 )
 
 from ddpm_core.config.durations import in_words
-from ddpm_core.errors import Interrupted, UserError, write_termination_message
+from ddpm_core.errors import Denied, Interrupted, UserError, write_termination_message
 from ddpm_core.runtime import log_records, memory
 from ddpm_core.text import masked, shown
 
@@ -124,10 +124,8 @@ def advice_in_pod(error: BaseException | None) -> str:
 
     That is the advice for the error or the first of its causes that has one; "" outside a pod.
     """
-    from ddpm_core.storage.base import Refused  # the storage imports this module
-
     while error is not None and "KUBERNETES_SERVICE_HOST" in os.environ:
-        if isinstance(error, Refused):
+        if isinstance(error, Denied):
             return _KEYS_ADVICE
         if isinstance(error, PermissionError):
             return _VOLUME_ADVICE

@@ -104,6 +104,10 @@ class Unavailable(UserError):
     """A server does not respond, or reports an internal problem. The same call may work later."""
 
 
+class Denied(UserError):
+    """A server denied access: keys are missing, wrong or without permission."""
+
+
 class Corrupt(UserError):
     """A file or folder does not contain what was written: it is damaged, incomplete or forged."""
 

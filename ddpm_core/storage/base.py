@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ddpm_core.errors import Unavailable, UserError
+from ddpm_core.errors import Denied, Unavailable, UserError
 
 
 class Unreachable(UserError, OSError):
@@ -24,8 +24,8 @@ class Silent(Unreachable, Unavailable):
     """The storage's server does not respond, or reports an internal problem."""
 
 
-class Refused(Unreachable):
-    """The storage denied access: keys are missing, wrong or without permission."""
+class Refused(Unreachable, Denied):
+    """The storage denied access."""
 
 
 class Changed(Exception):

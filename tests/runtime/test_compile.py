@@ -26,6 +26,7 @@ from ddpm_core.sampling.run import sample
 from ddpm_core.storage.workspace import Workspace, snapshot_key
 from ddpm_core.training.init import initial_weights
 from ddpm_core.training.optim import Execution
+from ddpm_core.training.snapshot import SavedExecution
 from ddpm_core.training.state import TrainState
 from ddpm_core.training.step import Batch, step
 
@@ -139,7 +140,7 @@ def test_gpu_without_a_c_compiler_trains_uncompiled_with_a_hint(
     assert devices.compiler_hint(CPU, "auto") is None and devices.compiler_hint(GPU, False) is None
     # If the user asks for it, or the run began with it, the error of the compiler is shown.
     assert Execution.choose(train.model_copy(update={"compile": True}), GPU).compile
-    assert Execution.choose(train, GPU, {"compile": True}).compile
+    assert Execution.choose(train, GPU, SavedExecution(precision="fp32", compile=True)).compile
     (tmp_path / "gcc").touch(mode=0o755)
     assert not Execution.choose(train, GPU).compile  # Python's headers may be missing
     (tmp_path / "Python.h").touch()

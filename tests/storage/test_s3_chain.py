@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.mlflow_server import put_store, wait_until
 from support.images import write_classes
+from support.mlflow_server import put_store, wait_until
 from support.program import TINY, start, write_params
 from support.s3_server import Bucket
 from support.served_models import address, ask, get
