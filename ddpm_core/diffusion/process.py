@@ -1,4 +1,4 @@
-"""The diffusion process: schedules, the forward process q, predictions and the posterior.
+"""The diffusion process: schedules, the forward process q and the posterior.
 
     x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise
 
@@ -13,14 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 # Lower bound of the divisors sqrt(alpha_bar) and sqrt(1 - alpha_bar), so that dividing by an exact
 # zero gives a finite number, which clipping can bound. The schedules here stay above 5e-7.
-_SMALLEST = 1e-10
+SMALLEST = 1e-10
 T = TypeVar("T")
 
 
@@ -110,101 +110,8 @@ SCHEDULES: dict[str, Callable[[int], Tensor]] = {"linear": linear, "cosine": cos
 
 def q_sample(x0: Tensor, noise: Tensor, alpha_bar: Tensor) -> Tensor:
     """Return x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise (Ho et al. 2020, eq. 4)."""
-    signal, sigma = _scales(alpha_bar, x0)
+    signal, sigma = scales(alpha_bar, x0)
     return signal * x0 + sigma * noise
-
-
-class Prediction(Protocol):
-    """What a network predicts. `signal` is sqrt(alpha_bar), `sigma` is sqrt(1 - alpha_bar)."""
-
-    @staticmethod
-    def target(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        """Return the correct output for x_t = signal x0 + sigma noise."""
-
-    @staticmethod
-    def to_x0(output: Tensor, x: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        """Return the x0 that an output implies for x = x_t."""
-
-    @staticmethod
-    def error(snr: Tensor) -> Tensor:
-        """Return the squared error of the output per unit of squared error of x0, for SNRs (T,)."""
-
-
-class NoisePrediction:
-    """Predict the noise: x0 = (x - sqrt(1 - alpha_bar) out) / sqrt(alpha_bar).
-
-    Ho et al. (2020), eq. 15. Its squared error is SNR times that of x0.
-    """
-
-    @staticmethod
-    def target(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return noise
-
-    @staticmethod
-    def to_x0(output: Tensor, x: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return (x - sigma * output) / signal.clamp(min=_SMALLEST)
-
-    @staticmethod
-    def error(snr: Tensor) -> Tensor:
-        return snr
-
-
-class X0Prediction:
-    """Predict the clean image: x0 = out (Ho et al. 2020, section 3.2)."""
-
-    @staticmethod
-    def target(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return x0
-
-    @staticmethod
-    def to_x0(output: Tensor, x: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return output
-
-    @staticmethod
-    def error(snr: Tensor) -> Tensor:
-        return torch.ones_like(snr)
-
-
-class VPrediction:
-    """Predict the velocity v = sqrt(alpha_bar) noise - sqrt(1 - alpha_bar) x0.
-
-    x0 = sqrt(alpha_bar) x - sqrt(1 - alpha_bar) out. Salimans and Ho (2022), "Progressive
-    distillation", appendix D. Its squared error is SNR + 1 times that of x0.
-    """
-
-    @staticmethod
-    def target(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return signal * noise - sigma * x0
-
-    @staticmethod
-    def to_x0(output: Tensor, x: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return signal * x - sigma * output
-
-    @staticmethod
-    def error(snr: Tensor) -> Tensor:
-        return snr + 1.0
-
-
-PREDICTIONS: dict[str, type[Prediction]] = {
-    "noise": NoisePrediction,
-    "x0": X0Prediction,
-    "v": VPrediction,
-}
-
-
-def target(prediction: str, x0: Tensor, noise: Tensor, alpha_bar: Tensor) -> Tensor:
-    """Return the correct output of PREDICTIONS[prediction] for q_sample(x0, noise, alpha_bar)."""
-    rule = lookup(PREDICTIONS, prediction, "prediction")
-    return rule.target(x0, noise, *_scales(alpha_bar, x0))
-
-
-def to_x0(
-    prediction: str, output: Tensor, x: Tensor, alpha_bar: Tensor, clip: bool = False
-) -> Tensor:
-    """Return the x0 that a network's output implies for x = x_t; with `clip`, within [-1, 1]."""
-    rule = lookup(PREDICTIONS, prediction, "prediction")
-    x0 = rule.to_x0(output, x, *_scales(alpha_bar, x))
-    return x0.clamp(-1.0, 1.0) if clip else x0
 
 
 def to_noise(x0: Tensor, x: Tensor, alpha_bar: Tensor) -> Tensor:
@@ -212,8 +119,8 @@ def to_noise(x0: Tensor, x: Tensor, alpha_bar: Tensor) -> Tensor:
 
     (x - sqrt(alpha_bar) x0) / sqrt(1 - alpha_bar).
     """
-    signal, sigma = _scales(alpha_bar, x)
-    return (x - signal * x0) / sigma.clamp(min=_SMALLEST)
+    signal, sigma = scales(alpha_bar, x)
+    return (x - signal * x0) / sigma.clamp(min=SMALLEST)
 
 
 def posterior_mean(x0: Tensor, x: Tensor, alpha_bar: Tensor, alpha_bar_prev: Tensor) -> Tensor:
@@ -227,7 +134,7 @@ def posterior_mean(x0: Tensor, x: Tensor, alpha_bar: Tensor, alpha_bar_prev: Ten
     alpha = alpha_bar / alpha_bar_prev
     of_x0 = alpha_bar_prev.sqrt() * (1.0 - alpha) / (1.0 - alpha_bar)
     of_x = alpha.sqrt() * (1.0 - alpha_bar_prev) / (1.0 - alpha_bar)
-    return _spread(of_x0, x) * x0 + _spread(of_x, x) * x
+    return spread(of_x0, x) * x0 + spread(of_x, x) * x
 
 
 def posterior_variance(alpha_bar: Tensor, alpha_bar_prev: Tensor) -> Tensor:
@@ -246,12 +153,12 @@ def lookup(table: Mapping[str, T], name: str, what: str) -> T:
     return table[name]
 
 
-def _scales(alpha_bar: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def scales(alpha_bar: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return sqrt(alpha_bar) and sqrt(1 - alpha_bar), shaped and typed for x."""
-    return _spread(alpha_bar.sqrt(), x), _spread((1.0 - alpha_bar).sqrt(), x)
+    return spread(alpha_bar.sqrt(), x), spread((1.0 - alpha_bar).sqrt(), x)
 
 
-def _spread(coefficient: Tensor, x: Tensor) -> Tensor:
+def spread(coefficient: Tensor, x: Tensor) -> Tensor:
     """Return a coefficient in x's dtype; if it is (B,), as (B, 1, ...) to broadcast with x."""
     if coefficient.ndim == 1:
         coefficient = coefficient.view(-1, *[1] * (x.ndim - 1))

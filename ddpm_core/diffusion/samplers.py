@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ddpm_core.diffusion import process, spacings
+from ddpm_core.diffusion.predictions import Prediction
 from ddpm_core.diffusion.process import Schedule, lookup
 from ddpm_core.diffusion.spacings import SPACINGS
 
@@ -100,7 +101,7 @@ class Rule(Protocol):
 def sample(
     network: Callable[[Tensor, Tensor], Tensor],
     schedule: Schedule,
-    prediction: str,
+    prediction: Prediction,
     settings: SamplerSettings,
     noise: Callable[[int], Tensor],
     on_step: Callable[[int], None] | None = None,
@@ -109,7 +110,7 @@ def sample(
 
     Args:
         network: Maps x (B, C, H, W) and timesteps int64 (B,) to the network's raw output.
-        prediction: What the network predicts, a name of PREDICTIONS.
+        prediction: What the network predicts.
         noise: noise(0) is the start; noise(i) is the fresh noise of update i, 1..steps.
             Deterministic rules call it for the start alone.
         on_step: Called as on_step(i) after update i.
@@ -123,7 +124,8 @@ def sample(
     def denoise(x: Tensor, level: Level) -> Tensor:
         t = torch.full((len(x),), level.t, dtype=torch.int64, device=x.device)
         output = network(x, t).to(x.dtype)
-        return process.to_x0(prediction, output, x, level.alpha_bar, settings.clip)
+        x0 = prediction.to_x0(output, x, level.alpha_bar)
+        return x0.clamp(-1.0, 1.0) if settings.clip else x0
 
     return run(rule, denoise, noise(0), levels, noise, on_step)
 

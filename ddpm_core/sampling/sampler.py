@@ -15,6 +15,7 @@ from torch import Tensor
 from ddpm_core import rng
 from ddpm_core.config import Diffusion, Sample
 from ddpm_core.data.captions import encode
+from ddpm_core.diffusion.predictions import make_prediction
 from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.diffusion.samplers import SamplerSettings, sample
 from ddpm_core.errors import UserError
@@ -49,7 +50,7 @@ class ImageSampler:
     ) -> None:
         must_suit(settings, model.config.conditioning, diffusion.timesteps)
         self._settings = settings
-        self._prediction = diffusion.prediction
+        self._prediction = make_prediction(diffusion.prediction)
         self._schedule = make_schedule(diffusion.schedule, diffusion.timesteps)
         self._device = next(model.parameters()).device
         self._sampler = SamplerSettings(

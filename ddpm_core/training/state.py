@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
 from ddpm_core.config import Config
 from ddpm_core.diffusion.noise_levels import NoiseLevels, NoiseLevelSettings, make_noise_levels
+from ddpm_core.diffusion.predictions import Prediction, make_prediction
 from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.models.execution import prepare_model
 from ddpm_core.models.unet import UNet
@@ -57,6 +58,7 @@ class TrainState:
     execution: Execution
     model: UNet
     parameters: list[nn.Parameter]  # listing them in each step is slow on a CPU
+    prediction: Prediction
     noise_levels: NoiseLevels
     alphas_bar: Tensor
     optimizer: Adam
@@ -79,13 +81,15 @@ class TrainState:
         chosen = NoiseLevelSettings(
             config.train.timesteps.sampler, loss.weighting, loss.gamma, loss.k
         )
-        levels = make_noise_levels(chosen, schedule, config.diffusion.prediction).to(device)
+        prediction = make_prediction(config.diffusion.prediction)
+        levels = make_noise_levels(chosen, schedule, prediction).to(device)
         return cls(
             config=config,
             world=world,
             execution=execution,
             model=model,
             parameters=list(model.parameters()),
+            prediction=prediction,
             noise_levels=levels,
             alphas_bar=schedule.alphas_bar.to(device, widest(device)),
             optimizer=make_optimizer(config.train.optimizer, model.parameters(), device),

@@ -22,7 +22,8 @@ from ddpm_core.diffusion.noise_levels import (
     Statistics,
     make_noise_levels,
 )
-from ddpm_core.diffusion.process import PREDICTIONS, SCHEDULES, make_schedule
+from ddpm_core.diffusion.predictions import PREDICTIONS, make_prediction
+from ddpm_core.diffusion.process import SCHEDULES, make_schedule
 
 SCHEDULE = make_schedule("cosine", 1000)
 SNR = SCHEDULE.snr
@@ -41,7 +42,7 @@ def made(
     weighting: str, prediction: str, schedule: process.Schedule = SCHEDULE, **settings: float
 ) -> NoiseLevels:
     chosen = NoiseLevelSettings(weighting=weighting, **settings)
-    return make_noise_levels(chosen, schedule, prediction)
+    return make_noise_levels(chosen, schedule, make_prediction(prediction))
 
 
 def near(a: Tensor, b: Tensor) -> bool:
@@ -101,10 +102,10 @@ def test_weighting_is_one_objective_for_all_predictions(weighting: str) -> None:
     alpha_bar = SCHEDULE.alphas_bar
     x = process.q_sample(x0, noise, alpha_bar)
     outputs = {"x0": wrong, "noise": process.to_noise(wrong, x, alpha_bar)}
-    outputs["v"] = process.target("v", wrong, outputs["noise"], alpha_bar)
+    outputs["v"] = make_prediction("v").target(wrong, outputs["noise"], alpha_bar)
     losses = {
         name: weights(weighting, name)[:, None]
-        * (output - process.target(name, x0, noise, alpha_bar)) ** 2
+        * (output - make_prediction(name).target(x0, noise, alpha_bar)) ** 2
         for name, output in outputs.items()
     }
     assert torch.allclose(losses["noise"], losses["x0"], rtol=1e-4, atol=1e-12)
@@ -169,20 +170,17 @@ def test_static_levels_do_not_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "prediction", "message"),
+    ("settings", "message"),
     [
-        ({"weighting": "snr"}, "v", "weighting: got 'snr'; must be one of uniform, min_snr"),
-        ({"sampler": "even"}, "v", "timesteps.sampler: got 'even'; must be one of uniform"),
-        ({}, "eps", "prediction: got 'eps'; must be one of noise, x0, v"),
-        ({"gamma": -1.0}, "v", "gamma: got -1.0; must be a finite number above 0"),
-        ({"k": 0.0}, "v", "k: got 0.0; must be a finite number above 0"),
+        ({"weighting": "snr"}, "weighting: got 'snr'; must be one of uniform, min_snr"),
+        ({"sampler": "even"}, "timesteps.sampler: got 'even'; must be one of uniform"),
+        ({"gamma": -1.0}, "gamma: got -1.0; must be a finite number above 0"),
+        ({"k": 0.0}, "k: got 0.0; must be a finite number above 0"),
     ],
 )
-def test_invalid_noise_level_settings_are_reported(
-    settings: dict[str, Any], prediction: str, message: str
-) -> None:
+def test_invalid_noise_level_settings_are_reported(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_noise_levels(NoiseLevelSettings(**settings), SCHEDULE, prediction)
+        make_noise_levels(NoiseLevelSettings(**settings), SCHEDULE, make_prediction("v"))
 
 
 @pytest.mark.parametrize("entry", [*WEIGHTINGS.values(), *TIMESTEP_SAMPLERS.values()])
