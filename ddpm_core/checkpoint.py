@@ -38,10 +38,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ddpm_core.diffusion.moments import Moments
     from ddpm_core.models.unet import UNet
 
 SETTINGS = "config.json"
 WEIGHTS = "model.safetensors"
+MOMENTS = "moments.safetensors"  # of the training images, if the prediction uses them
 
 
 # Sections without which a network has no meaning. Keys that another version of ddpm added to other
@@ -144,6 +146,10 @@ class Checkpoint:
         """Return the SHA-256 of a weights file; `ema` is as in `weights_name`."""
         return self.checksums[self.weights_name(ema)]
 
+    def used_files(self, ema: float | str) -> list[str]:
+        """Return the names of the files, besides the settings, that drawing images requires."""
+        return [self.weights_name(ema), *([MOMENTS] * self.params.diffusion.uses_moments)]
+
     def load(self, ema: float | str, device: torch.device) -> UNet:
         """Return the network with its weights, in eval mode and without gradients.
 
@@ -157,6 +163,28 @@ class Checkpoint:
         model = UNet(self.network)
         model.load_state_dict(tensors)
         return model.to(device).eval().requires_grad_(False)
+
+    def moments(self) -> Moments | None:
+        """Return the moments of the training images, or None if the prediction uses none.
+
+        Raises Corrupt if they are missing or invalid.
+        """
+        if not self.params.diffusion.uses_moments:
+            return None
+        if MOMENTS not in self.checksums:
+            raise Corrupt(f"{self.folder.name} is damaged: its manifest does not list {MOMENTS}.")
+        tensors = read_tensors(self.folder / MOMENTS)
+        return read_moments(tensors, self.network, f"{self.folder.name}/{MOMENTS}")
+
+
+def read_moments(tensors: Mapping[str, Tensor], network: UNetConfig, name: str) -> Moments:
+    """Return the moments in a file for the images of a network. Raises Corrupt."""
+    from ddpm_core.diffusion.moments import Moments
+
+    try:
+        return Moments.from_tensors(tensors, network.in_channels, network.image_size)
+    except ValueError as error:
+        raise Corrupt(f"{name} is damaged: {error}.") from error
 
 
 def must_fit(config: UNetConfig, tensors: Mapping[str, Tensor], name: str) -> None:
@@ -309,7 +337,7 @@ def look_at_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
 
 
 def check_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str) -> None:
-    """Raise Corrupt unless the file that `load(ema)` reads has its checksum.
+    """Raise Corrupt unless the files that drawing with `ema` reads have their checksums.
 
     Of the other files only the sizes are checked: a checkpoint that is sampled may be registered
     later, which requires all of them.
@@ -317,21 +345,21 @@ def check_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str
     key = snapshot_key(checkpoint.step)
     if damage := workspace.damage(key):
         raise Corrupt(damage)
-    name = checkpoint.weights_name(ema)
-    if workspace.storage.checksum(f"{key}/{name}") != checkpoint.checksums[name]:
-        raise Corrupt(f"{key}/{name} was changed or damaged: its checksum does not match.")
+    for name in checkpoint.used_files(ema):
+        if workspace.storage.checksum(f"{key}/{name}") != checkpoint.checksums.get(name):
+            raise Corrupt(f"{key}/{name} was changed or damaged: its checksum does not match.")
 
 
 def fetch_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str) -> Checkpoint:
-    """Download the weights that `load(ema)` reads; return the checkpoint with the local folder.
+    """Download what drawing with `ema` reads; return the checkpoint with the local folder.
 
     `checkpoint` comes from `look_at_checkpoint`. No other file of it is downloaded. Raises Corrupt
     if the weights were changed.
     """
     check_weights(workspace, checkpoint, ema)
-    name = checkpoint.weights_name(ema)
-    folder = workspace.path(f"{snapshot_key(checkpoint.step)}/{name}").parent
-    inside(folder, name)
+    for name in checkpoint.used_files(ema):
+        folder = workspace.path(f"{snapshot_key(checkpoint.step)}/{name}").parent
+        inside(folder, name)
     return replace(checkpoint, folder=folder)
 
 

@@ -76,7 +76,14 @@ class Diffusion(Section):
     timesteps: Annotated[int, Field(ge=2, le=100_000)] = Field(
         1000, description="number of noise levels"
     )
-    prediction: Literal["noise", "x0", "v"] = Field("v", description="what the network predicts")
+    prediction: Literal["noise", "x0", "v", "edm", "wiener"] = Field(
+        "v", description="what the network predicts; edm and wiener use moments of the images"
+    )
+
+    @property
+    def uses_moments(self) -> bool:
+        """Return whether the prediction depends on the mean and covariance of the images."""
+        return self.prediction in ("edm", "wiener")
 
     @model_validator(mode="after")
     def _check_linear_schedule(self) -> Self:

@@ -47,10 +47,16 @@ def import_checkpoint(folder: Path, output: Path, process: Mapping[str, Any] | N
         "train": {"ema": []},
         "sample": found.sample,
     }
+    config = params.validate(given)
+    if config.diffusion.uses_moments:
+        raise UserError(
+            f"--prediction: got {config.diffusion.prediction}; must be noise, x0 or v, because a "
+            "network of diffusers has no moments of the images."
+        )
     settings = {
         "ddpm": __version__,
         "step": 0,
-        "params": params.validate(given).dump(),
+        "params": config.dump(),
         "network": asdict(network),
         "data": {
             "fingerprint": "",

@@ -100,8 +100,9 @@ def from_settings(name: str, timesteps: int, prediction: str, variance: str) -> 
     ):
         if given not in known:
             raise UserError(
-                f"{setting}: diffusers does not support {given!r}; must be one of "
-                f"{', '.join(known)} to be exported."
+                f"{setting}: got {given!r}; must be one of {', '.join(known)} to be exported, "
+                "because diffusers supports no other. Train with one of them, or draw the images "
+                "with ddpm (ddpm sample, ddpm serve)."
             )
     scheduler = {
         "_class_name": "DDPMScheduler",

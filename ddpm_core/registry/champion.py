@@ -162,6 +162,7 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
             settings,
             checkpoint.params.diffusion,
             compiled=compiles_sampling(settings.compile, scorer.device, count * settings.steps),
+            moments=checkpoint.moments(),
         )
     except UserError as error:  # such as a class that the checkpoint does not have
         raise Unfit(str(error)) from error

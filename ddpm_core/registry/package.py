@@ -37,7 +37,7 @@ def requirements() -> list[str]:
 
 
 def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Path) -> None:
-    """Write the scored weights and their settings to a new folder.
+    """Write the scored weights, what drawing with them requires, and their settings to a folder.
 
     Leaves out the locations of this run, and masks passwords in URIs.
 
@@ -53,8 +53,8 @@ def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Pa
     settings["params"]["sample"].update(sampled)
     for key in ("workspace", "tracking"):
         settings["params"].pop(key, None)
-    weights = checkpoint.weights_name(sampled["ema"])
-    shutil.copyfile(checkpoint.folder / weights, folder / weights)
+    for name in checkpoint.used_files(sampled["ema"]):
+        shutil.copyfile(checkpoint.folder / name, folder / name)
     settings["data"]["source"] = throughout(masked, settings["data"]["source"])
     (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     seal(folder)

@@ -182,6 +182,7 @@ def scored_checkpoint(workspace: Workspace, row: Row) -> Checkpoint:
     read_tensors(
         checkpoint.folder / checkpoint.weights_name(sample_settings(row, checkpoint)["ema"])
     )
+    checkpoint.moments()
     return checkpoint
 
 

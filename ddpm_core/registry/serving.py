@@ -29,6 +29,7 @@ class Served:
         self._checkpoint = Checkpoint.open(folder)
         ema = self._checkpoint.params.sample.ema
         self._model = self._checkpoint.load(ema, choose_device("auto"))
+        self._moments = self._checkpoint.moments()
         self._classes = [str(name) for name in self._checkpoint.data["classes"]]
         self._pixels = self._model.config.image_size**2
 
@@ -61,7 +62,8 @@ class Served:
 
     def _images(self, task: Task, on_step: OnStep | None) -> Iterator[dict[str, Any]]:
         checkpoint, settings, numbers = self._checkpoint, task.settings, task.numbers
-        sampler = ImageSampler(self._model, checkpoint.data, settings, checkpoint.params.diffusion)
+        diffusion, moments = checkpoint.params.diffusion, self._moments
+        sampler = ImageSampler(self._model, checkpoint.data, settings, diffusion, moments=moments)
         conditions = Conditions(self._model.config.conditioning, checkpoint.data, settings)
         labels = conditions.labels(numbers)
         size = max(1, min(BATCH, BATCH_PIXELS // self._pixels))

@@ -163,6 +163,7 @@ class Drawer:
                 self._config.sample,
                 self._checkpoint.params.diffusion,
                 compiled=self.recipe.get("compiled", False),
+                moments=self._checkpoint.moments(),
             )
         return self._sampler
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ddpm_core import rng
 from ddpm_core.config import Diffusion, Sample
 from ddpm_core.data.captions import encode
+from ddpm_core.diffusion.moments import Moments
 from ddpm_core.diffusion.predictions import make_prediction
 from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.diffusion.samplers import SamplerSettings, sample
@@ -35,6 +36,7 @@ class ImageSampler:
         data: The checkpoint's record of its training data (see checkpoint.Data). Its frequencies
             of classes or captions apply unless `settings` names classes or prompts.
         compiled: Whether to compile the network, which pays for many batches of one size.
+        moments: Of the training images (see Checkpoint.moments), if the prediction uses them.
 
     Raises:
         UserError: The network cannot draw with these settings.
@@ -47,12 +49,14 @@ class ImageSampler:
         settings: Sample,
         diffusion: Diffusion,
         compiled: bool = False,
+        moments: Moments | None = None,
     ) -> None:
         must_suit(settings, model.config.conditioning, diffusion.timesteps)
         self._settings = settings
-        self._prediction = make_prediction(diffusion.prediction)
         self._schedule = make_schedule(diffusion.schedule, diffusion.timesteps)
         self._device = next(model.parameters()).device
+        moments = moments and moments.to(self._device)
+        self._prediction = make_prediction(diffusion.prediction, moments)
         self._sampler = SamplerSettings(
             settings.sampler, settings.steps, settings.spacing, settings.eta, settings.variance
         )

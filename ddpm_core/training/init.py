@@ -69,7 +69,8 @@ def network_config(config: Config, data: ImageShape) -> UNetConfig:
 def fresh_network(config: Config, data: ImageShape) -> tuple[UNet, str]:
     """Return the network of step 0, and a note on what `train.init` does not provide, or "".
 
-    Details of the network that no setting names come from `train.init`.
+    Details of the network that no setting names come from `train.init`. Moments of the images do
+    not: they are those of the data.
     """
     origin = None if config.train.init is None else open_origin(config)
     network = network_config(config, data)

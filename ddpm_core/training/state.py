@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpm_core.checkpoint import SETTINGS, WEIGHTS, ema_name
+from ddpm_core.checkpoint import MOMENTS, SETTINGS, WEIGHTS, ema_name
 from ddpm_core.config import Config
+from ddpm_core.diffusion.moments import Moments
 from ddpm_core.diffusion.noise_levels import NoiseLevels, NoiseLevelSettings, make_noise_levels
 from ddpm_core.diffusion.predictions import Prediction, make_prediction
 from ddpm_core.diffusion.process import make_schedule
@@ -66,14 +67,22 @@ class TrainState:
     emas: list[Ema]
     totals: Totals
     bad_step: Tensor  # the first step whose loss was not finite; 0: none
+    moments: Moments | None = None  # of the training images, if the prediction uses them
     step: int = 0
     history: list[float] = field(default_factory=list)  # losses of the last 100 rows of the log
     forward: Any = None  # the model, compiled or not
     watch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
 
     @classmethod
-    def create(cls, config: Config, world: World, execution: Execution, model: UNet) -> TrainState:
-        """Return the state before the first step."""
+    def create(
+        cls,
+        config: Config,
+        world: World,
+        execution: Execution,
+        model: UNet,
+        moments: Moments | None = None,
+    ) -> TrainState:
+        """Return the state before the first step; `moments` are on the device of the worker."""
         device = world.device
         model = prepare_model(model, device, execution.precision, training=True).train()
         schedule = make_schedule(config.diffusion.schedule, config.diffusion.timesteps)
@@ -81,7 +90,7 @@ class TrainState:
         chosen = NoiseLevelSettings(
             config.train.timesteps.sampler, loss.weighting, loss.gamma, loss.k
         )
-        prediction = make_prediction(config.diffusion.prediction)
+        prediction = make_prediction(config.diffusion.prediction, moments)
         levels = make_noise_levels(chosen, schedule, prediction).to(device)
         return cls(
             config=config,
@@ -97,6 +106,7 @@ class TrainState:
             emas=[Ema(model, decay, config.train.ema_warmup) for decay in config.train.ema],
             totals=Totals.zero(device),
             bad_step=torch.zeros((), dtype=torch.int64, device=device),
+            moments=moments,
             forward=torch.compile(model) if execution.compile else model,
             watch=Stopwatch(device),
         )
@@ -116,6 +126,8 @@ def to_contents(state: TrainState, settings: dict[str, Any]) -> SnapshotContents
     levels = state.noise_levels.state_dict()
     if levels:
         tensors[NOISE_LEVELS] = levels
+    if state.moments is not None:
+        tensors[MOMENTS] = state.moments.tensors()
     document = {
         "step": state.step,
         "execution": asdict(state.execution),

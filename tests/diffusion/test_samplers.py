@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support.moments import some_moments
 from torch import Tensor
 
 from ddpm_core import rng
@@ -144,7 +145,7 @@ def test_ddim_with_eta_1_equals_ddpm_with_small_variance(
             path.append(x)
             return some_network(x, t)
 
-        made = make_prediction(prediction)
+        made = make_prediction(prediction, some_moments())
         last = sample(network, schedule, made, settings, noise_of((3, 1, 4, 4)))
         paths.append([*path, last])
     for a, b in zip(*paths, strict=True):

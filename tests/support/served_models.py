@@ -82,7 +82,8 @@ def drawn(checkpoint: Checkpoint, count: int, **settings: Any) -> np.ndarray:
     """Return the images of `ddpm sample` with the model's settings, updated by `settings`."""
     sample = checkpoint.params.sample.model_copy(update={**OWN, **settings})
     model = checkpoint.load(sample.ema, "cpu")
-    sampler = ImageSampler(model, checkpoint.data, sample, checkpoint.params.diffusion)
+    diffusion, moments = checkpoint.params.diffusion, checkpoint.moments()
+    sampler = ImageSampler(model, checkpoint.data, sample, diffusion, moments=moments)
     return sampler.images(range(count))
 
 
