@@ -80,17 +80,27 @@ class Diffusion(Section):
         "v", description="what the network predicts; edm and wiener use moments of the images"
     )
 
+    zero_terminal_snr: bool = Field(
+        False, description="rescale the schedule so that the last timestep is pure noise"
+    )
+
     @property
     def uses_moments(self) -> bool:
         """Return whether the prediction depends on the mean and covariance of the images."""
         return self.prediction in ("edm", "wiener")
 
     @model_validator(mode="after")
-    def _check_linear_schedule(self) -> Self:
+    def _check_combinations(self) -> Self:
+        problems = []
         if self.schedule == "linear" and self.timesteps <= 20:
             # Its betas are rescaled and go up to 0.02 x 1000 / timesteps, which must stay below 1.
             expected = "must be more than 20 with schedule linear"
-            raise Invalid(
-                [Problem("timesteps", got(self.timesteps), expected, "or use schedule cosine")]
-            )
+            hint = "or use schedule cosine"
+            problems.append(Problem("timesteps", got(self.timesteps), expected, hint))
+        if self.zero_terminal_snr and self.prediction == "noise":
+            # At the last timestep the noise is the input, so predicting it says nothing about x0.
+            expected = "must be v, x0, edm or wiener with zero_terminal_snr"
+            problems.append(Problem("prediction", got(self.prediction), expected))
+        if problems:
+            raise Invalid(problems)
         return self

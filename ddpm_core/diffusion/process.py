@@ -35,7 +35,8 @@ class Schedule:
         alphas_bar: Products of alphas up to t, the image's share of the variance.
         alphas_bar_prev: alphas_bar of the previous timestep; starts with 1, the clean image.
         snr: Signal-to-noise ratio, alpha_bar / (1 - alpha_bar).
-        noise_to_signal: 1 / sqrt(snr), the standard deviation of the noise if x0 has scale 1.
+        noise_to_signal: 1 / sqrt(snr), the standard deviation of the noise if x0 has scale 1;
+            infinite at the last timestep with zero terminal SNR.
         posterior_variance: Variance of q(x_{t-1} | x_t, x0) (Ho et al. 2020, eq. 7); 0 at t = 0.
     """
 
@@ -54,8 +55,11 @@ class Schedule:
         return len(self.betas)
 
 
-def make_schedule(name: str, timesteps: int) -> Schedule:
+def make_schedule(name: str, timesteps: int, zero_terminal_snr: bool = False) -> Schedule:
     """Return the tables of SCHEDULES[name] with T = `timesteps`.
+
+    Args:
+        zero_terminal_snr: Whether to rescale the schedule (see `without_terminal_signal`).
 
     Raises:
         ValueError: The name is unknown, or the schedule is not defined for so few timesteps.
@@ -63,13 +67,15 @@ def make_schedule(name: str, timesteps: int) -> Schedule:
     if timesteps < 2:
         raise ValueError(f"timesteps: got {timesteps}; must be at least 2.")
     betas = lookup(SCHEDULES, name, "schedule")(timesteps)
-    alphas = 1.0 - betas
-    alphas_bar = alphas.cumprod(0)
+    alphas_bar = (1.0 - betas).cumprod(0)
+    if zero_terminal_snr:
+        alphas_bar = without_terminal_signal(alphas_bar)
     alphas_bar_prev = torch.cat((torch.ones_like(alphas_bar[:1]), alphas_bar[:-1]))
+    alphas = alphas_bar / alphas_bar_prev if zero_terminal_snr else 1.0 - betas
     snr = alphas_bar / (1.0 - alphas_bar)
     return Schedule(
         name=name,
-        betas=betas,
+        betas=1.0 - alphas if zero_terminal_snr else betas,
         alphas=alphas,
         alphas_bar=alphas_bar,
         alphas_bar_prev=alphas_bar_prev,
@@ -77,6 +83,17 @@ def make_schedule(name: str, timesteps: int) -> Schedule:
         noise_to_signal=snr.rsqrt(),
         posterior_variance=posterior_variance(alphas_bar, alphas_bar_prev),
     )
+
+
+def without_terminal_signal(alphas_bar: Tensor) -> Tensor:
+    """Return sqrt(alpha_bar) - sqrt(alpha_bar_T), rescaled to its first value and squared, (T,).
+
+    So x_T is pure noise, as sampling starts from. With other schedules x_T still shows the mean of
+    the image, which sampling never sees. Lin et al. (2024), "Common diffusion noise schedules and
+    sample steps are flawed", algorithm 1.
+    """
+    signal = alphas_bar.sqrt()
+    return ((signal - signal[-1]) * (signal[0] / (signal[0] - signal[-1]))).square()
 
 
 def linear(timesteps: int) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ddpm_core.config import Diffusion
 from ddpm_core.errors import UserError
 from ddpm_core.interop.fields import Fields
 
@@ -86,6 +87,16 @@ def _process_problems(values: Mapping[str, Any]) -> list[str]:
 
 def _key_of(names: Mapping[str, str], value: str) -> str:
     return next(key for key, name in names.items() if name == value)
+
+
+def from_diffusion(diffusion: Diffusion, variance: str) -> dict[str, Any]:
+    """Return the config of a DDPMScheduler for a section `diffusion`; see `from_settings`."""
+    if diffusion.zero_terminal_snr:
+        raise UserError(
+            "diffusion.zero_terminal_snr: got true; must be false to be exported. Draw the images "
+            "with ddpm (ddpm sample, ddpm serve)."
+        )
+    return from_settings(diffusion.schedule, diffusion.timesteps, diffusion.prediction, variance)
 
 
 def from_settings(name: str, timesteps: int, prediction: str, variance: str) -> dict[str, Any]:

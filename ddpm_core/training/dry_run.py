@@ -10,7 +10,7 @@ import yaml
 from ddpm_core.config import Config, Train
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.errors import UserError
-from ddpm_core.interop.scheduler import from_settings
+from ddpm_core.interop.scheduler import from_diffusion
 from ddpm_core.interop.unet2d import from_unet
 from ddpm_core.models.unet import UNet
 from ddpm_core.runtime.device import choose_device
@@ -99,10 +99,9 @@ def expected_images(config: Config, channels: int = ASSUMED[0]) -> ExpectedImage
 
 def exportable(config: Config, network: UNet) -> str:
     """Return whether diffusers supports the network and its process, or why not."""
-    diffusion = config.diffusion
     try:
         from_unet(network)
-        from_settings(diffusion.schedule, diffusion.timesteps, diffusion.prediction, "auto")
+        from_diffusion(config.diffusion, config.sample.variance)
     except UserError as error:
         return str(error)
     return "This network can be exported."

@@ -128,7 +128,7 @@ class Origin:
     """The network of `train.init`."""
 
     network: UNetConfig
-    diffusion: dict[str, Any]  # prediction, schedule and timesteps; {} if there is no scheduler
+    diffusion: dict[str, Any]  # the settings of that section; {} if there is no scheduler
     weights: dict[str, Tensor]
     classes: Sequence[str]  # () if unknown
 
@@ -163,7 +163,8 @@ def open_origin(config: Config) -> Origin:
     from ddpm_core.interop.diffusers import import_folder
 
     found = import_folder(folder)
-    return Origin(found.network, found.diffusion, found.weights, ())
+    process = found.diffusion and {**found.diffusion, "zero_terminal_snr": False}
+    return Origin(found.network, process, found.weights, ())
 
 
 def _from_checkpoint(folder: Path) -> Origin:

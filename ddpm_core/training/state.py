@@ -85,12 +85,15 @@ class TrainState:
         """Return the state before the first step; `moments` are on the device of the worker."""
         device = world.device
         model = prepare_model(model, device, execution.precision, training=True).train()
-        schedule = make_schedule(config.diffusion.schedule, config.diffusion.timesteps)
+        diffusion = config.diffusion
+        schedule = make_schedule(
+            diffusion.schedule, diffusion.timesteps, diffusion.zero_terminal_snr
+        )
         loss = config.train.loss
         chosen = NoiseLevelSettings(
             config.train.timesteps.sampler, loss.weighting, loss.gamma, loss.k
         )
-        prediction = make_prediction(config.diffusion.prediction, moments)
+        prediction = make_prediction(diffusion.prediction, moments)
         levels = make_noise_levels(chosen, schedule, prediction).to(device)
         return cls(
             config=config,

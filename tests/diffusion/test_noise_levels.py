@@ -116,11 +116,11 @@ def test_weighting_is_one_objective_for_all_predictions(weighting: str) -> None:
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("timesteps", [21, 100_000])
+@pytest.mark.parametrize(("timesteps", "zero_snr"), [(21, False), (100_000, False), (1000, True)])
 def test_weights_are_finite_and_positive(
-    weighting: str, prediction: str, schedule: str, timesteps: int
+    weighting: str, prediction: str, schedule: str, timesteps: int, zero_snr: bool
 ) -> None:
-    weight = made(weighting, prediction, make_schedule(schedule, timesteps)).weights
+    weight = made(weighting, prediction, make_schedule(schedule, timesteps, zero_snr)).weights
     assert torch.isfinite(weight).all() and bool((weight > 0).all())
 
 

@@ -152,6 +152,30 @@ def test_posterior_at_the_first_step_is_the_clean_image(name: str) -> None:
     assert bool((schedule.posterior_variance <= schedule.betas).all())
 
 
+# Zero terminal SNR
+
+
+@every_schedule
+@any_length
+def test_rescaled_schedule_ends_without_signal(name: str, timesteps: int) -> None:
+    plain, rescaled = make_schedule(name, timesteps), make_schedule(name, timesteps, True)
+    assert float(rescaled.alphas_bar[-1]) == 0.0 and float(rescaled.snr[-1]) == 0.0
+    assert float(rescaled.alphas_bar[0]) == pytest.approx(float(plain.alphas_bar[0]), rel=1e-12)
+    assert bool((rescaled.alphas_bar.diff() < 0).all())
+    assert torch.allclose(rescaled.alphas.cumprod(0), rescaled.alphas_bar, rtol=1e-9)
+    assert torch.allclose(rescaled.betas, 1 - rescaled.alphas)
+    assert bool((rescaled.betas > 0).all()) and float(rescaled.betas[-1]) == 1.0
+    assert torch.isfinite(rescaled.posterior_variance).all()
+
+
+def test_rescaling_is_linear_in_the_signal() -> None:
+    """Lin et al. (2024), algorithm 1: the signal is shifted by its last value and stretched."""
+    plain, rescaled = make_schedule("linear", 1000), make_schedule("linear", 1000, True)
+    ratio = rescaled.alphas_bar.sqrt().diff() / plain.alphas_bar.sqrt().diff()
+    assert torch.allclose(ratio, ratio[0].expand(999), rtol=1e-6)
+    assert float(ratio[0]) > 1.0
+
+
 # Precision and shape of the coefficients
 
 

@@ -89,6 +89,7 @@ SAMPLED_MIXTURE = {
     "ddim, eta 0.5": SamplerSettings("ddim", 100, eta=0.5),
     "ddim, eta 1": SamplerSettings("ddim", 200, eta=1.0),
     "dpmpp": SamplerSettings("dpmpp", 20),
+    "heun": SamplerSettings("heun", 20),
 }
 every_setting = pytest.mark.parametrize("settings", SAMPLED_MIXTURE.values(), ids=SAMPLED_MIXTURE)
 
@@ -122,6 +123,27 @@ def test_full_chain_reproduces_the_distribution() -> None:
         return stats.norm.cdf(value[:, None], centres, SPREAD) @ shares
 
     assert stats.kstest(drawn[:, 0].flatten().numpy(), cdf).pvalue > 1e-3
+
+
+@every_setting
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_samplers_start_from_pure_noise_with_zero_snr(name: str, settings: SamplerSettings) -> None:
+    if settings.spacing == "quadratic_official":
+        pytest.skip("starts at 0.8 T with any schedule")
+    schedule, count, visited = make_schedule(name, 500, True), 3000, list[int]()
+    exact = exact_network(schedule, "v")
+
+    def network(x: Tensor, t: Tensor) -> Tensor:
+        visited.append(int(t[0]))
+        return exact(x, t)
+
+    drawn = sample(network, schedule, V, settings, noise_of((count, 2, 1, 1))).flatten(1)
+    assert visited[0] == 499 and visited[-1] == 0 and len(set(visited)) == settings.steps
+    mode = torch.cdist(drawn, MEANS).argmin(1)
+    off = (torch.bincount(mode, minlength=3) / count - SHARES).abs()
+    assert float(off.max()) < 0.03
+    for k in range(3):
+        assert torch.allclose(drawn[mode == k].mean(0), MEANS[k], atol=0.03)
 
 
 # Compared with each other
@@ -189,7 +211,7 @@ def flow_error(sampler: str, steps: int) -> float:
     return float((standard(seen[-1], levels[-1]) - standard(seen[0], levels[0])).abs().max())
 
 
-@pytest.mark.parametrize(("sampler", "order"), [("ddim", 1.0), ("dpmpp", 2.0)])
+@pytest.mark.parametrize(("sampler", "order"), [("ddim", 1.0), ("dpmpp", 2.0), ("heun", 2.0)])
 def test_error_falls_with_the_order_of_the_rule(sampler: str, order: float) -> None:
     errors = [flow_error(sampler, steps) for steps in (40, 80, 160)]
     for coarse, fine in pairwise(errors):
@@ -200,7 +222,7 @@ def test_error_falls_with_the_order_of_the_rule(sampler: str, order: float) -> N
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 50])
-@pytest.mark.parametrize("sampler", ["ddim", "dpmpp"])
+@pytest.mark.parametrize("sampler", ["ddim", "dpmpp", "heun"])
 def test_deterministic_rules_draw_no_fresh_noise(sampler: str, steps: int) -> None:
     schedule = make_schedule("cosine", 50)
     shape = (2, 1, 4, 4)
@@ -282,11 +304,14 @@ def test_images_have_the_dtype_of_the_noise(sampler: str, dtype: torch.dtype) ->
     assert sample(network, schedule, V, settings, noise_of((2, 1, 4, 4), dtype)).dtype == dtype
 
 
-@pytest.mark.parametrize("steps", [1, 27, 99, 100])
+@pytest.mark.parametrize("zero_snr", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 27, 99, 100])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("spacing", SPACINGS)
-def test_every_number_of_steps_up_to_all_works(sampler: str, spacing: str, steps: int) -> None:
-    schedule = make_schedule("cosine", 100)
+def test_every_number_of_steps_up_to_all_works(
+    sampler: str, spacing: str, steps: int, zero_snr: bool
+) -> None:
+    schedule = make_schedule("cosine", 100, zero_snr)
     visited: list[int] = []
     done: list[int] = []
 
@@ -297,11 +322,14 @@ def test_every_number_of_steps_up_to_all_works(sampler: str, spacing: str, steps
     settings = SamplerSettings(sampler, steps, spacing=spacing)
     drawn = sample(network, schedule, V, settings, noise_of((2, 1, 4, 4)), done.append)
     assert torch.isfinite(drawn).all()
-    assert visited == sorted(set(visited), reverse=True)
-    assert done == list(range(1, len(visited) + 1))
+    assert visited == sorted(visited, reverse=True)
+    assert done == list(range(1, len(set(visited)) + 1))
     assert visited[-1] == 0 or steps == 1
-    if sampler == "dpmpp" or spacing != "quadratic_official":
-        assert len(visited) == steps
+    if sampler in ("dpmpp", "heun") or spacing != "quadratic_official":
+        assert len(set(visited)) == steps
+    # Heun evaluates each level but the first twice, and with zero SNR the second one, too.
+    twice = sampler == "heun" and steps > 1
+    assert len(visited) == len(set(visited)) + (steps - 1 - zero_snr) * twice
 
 
 @pytest.mark.parametrize(
@@ -312,7 +340,7 @@ def test_every_number_of_steps_up_to_all_works(sampler: str, spacing: str, steps
         ({"eta": 1.5}, "eta: got 1.5; must be from 0 to 1"),
         ({"eta": math.nan}, "eta: got nan"),
         ({"variance": "huge"}, "variance: got 'huge'; must be one of auto, large, small"),
-        ({"sampler": "plms"}, "sampler: got 'plms'; must be one of ddpm, ddim, dpmpp"),
+        ({"sampler": "plms"}, "sampler: got 'plms'; must be one of ddpm, ddim, dpmpp, heun"),
         ({"spacing": "cubic"}, "spacing: got 'cubic'; must be one of uniform, quadratic"),
     ],
 )
@@ -380,9 +408,10 @@ def test_dpmpp_starts_at_sigma_80_to_120_in_equal_log_snr_steps(name: str, times
         assert float(steps.max() / steps.min()) < 1.2
 
 
+@pytest.mark.parametrize("zero_snr", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_dpmpp_supports_every_number_of_steps(name: str) -> None:
-    schedule = make_schedule(name, 50)
+def test_dpmpp_supports_every_number_of_steps(name: str, zero_snr: bool) -> None:
+    schedule = make_schedule(name, 50, zero_snr)
     for steps in range(1, 51):
         t = spacings.log_snr(schedule, steps)
         assert len(t) == steps and bool((t.diff() > 0).all()) and 0 <= int(t[0]) <= int(t[-1]) < 50

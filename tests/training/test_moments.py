@@ -183,6 +183,14 @@ def test_checkpoint_is_sampled_and_exported_by_name_only(whole: Path) -> None:
     assert not (whole / "exported").exists()
 
 
+def test_rescaled_schedule_is_exported_by_name_only(prepared: Path) -> None:
+    folder = new_run(prepared, "rescaled", WIENER)
+    ddpm(folder, "train", *settings("diffusion.zero_terminal_snr=true", "diffusion.prediction=v"))
+    ddpm(folder, "sample")
+    said = ddpm(folder, "export-diffusers", "exported", status=1)
+    assert "diffusion.zero_terminal_snr: got true; must be false" in said
+
+
 def test_imported_network_cannot_predict_with_moments(tmp_path: Path) -> None:
     model = UNet(UNetConfig(8, 3, 128, (1, 1), 1, (4,)))
     initial_weights(model, params.load())
