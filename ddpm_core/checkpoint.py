@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 SETTINGS = "config.json"
 WEIGHTS = "model.safetensors"
 MOMENTS = "moments.safetensors"  # of the training images, if the prediction uses them
+GUIDE = (
+    "guide.safetensors"  # in a registered model: the weights of the earlier network it guides by
+)
 
 
 # Sections without which a network has no meaning. Keys that another version of ddpm added to other
@@ -81,7 +84,10 @@ def ema_name(decay: float) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with weights and settings whose checksums match."""
+    """A folder with weights and settings whose checksums match.
+
+    `guide` is the earlier checkpoint that guidance leads away from (sample.guide), if there is one.
+    """
 
     folder: Path
     step: int
@@ -90,6 +96,7 @@ class Checkpoint:
     data: dict[str, Any]  # fingerprint, classes, class_counts, captions, image_size, channels
     train_fingerprint: str
     checksums: dict[str, str]
+    guide: Checkpoint | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -155,9 +162,20 @@ class Checkpoint:
 
         `ema` is as in `weights_name`. Raises Corrupt if weights and settings do not match.
         """
+        return self._load(self.weights_name(ema), device)
+
+    def load_guide(self, ema: float | str, device: torch.device) -> UNet | None:
+        """Return the network that guidance leads away from, as `load` does; None if there is none.
+
+        It is that of the checkpoint `guide`, or in a registered model that of the file GUIDE.
+        """
+        if self.guide is not None:
+            return self.guide.load(ema, device)
+        return self._load(GUIDE, device) if GUIDE in self.checksums else None
+
+    def _load(self, name: str, device: torch.device) -> UNet:
         from ddpm_core.models.unet import UNet
 
-        name = self.weights_name(ema)
         tensors = read_tensors(self.folder / name)
         must_fit(self.network, tensors, f"{self.folder.name}/{name}")
         model = UNet(self.network)
@@ -360,7 +378,8 @@ def fetch_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str
     for name in checkpoint.used_files(ema):
         folder = workspace.path(f"{snapshot_key(checkpoint.step)}/{name}").parent
         inside(folder, name)
-    return replace(checkpoint, folder=folder)
+    guide = checkpoint.guide and fetch_weights(workspace, checkpoint.guide, ema)
+    return replace(checkpoint, folder=folder, guide=guide)
 
 
 def must_be_there(workspace: Workspace, step: int) -> None:

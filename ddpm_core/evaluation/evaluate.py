@@ -244,6 +244,7 @@ def _evidence(scorer: Scorer, samples: dict[str, Any]) -> dict[str, Any]:
         "weights": samples["weights"],
         "samples": samples["samples_fingerprint"],
         "train": samples["train_fingerprint"],
+        **({"guide": samples["guide"]} if samples.get("guide") else {}),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.checkpoint import GUIDE, Checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import progress, say
 from ddpm_core.errors import Corrupt, UserError
@@ -155,6 +155,9 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
     sampled = {**sample_settings(candidate, checkpoint), "ema": checkpoint.params.sample.ema}
     settings = Sample.model_validate({**config.sample.model_dump(mode="json"), **sampled})
     count = int(evidence["count"])
+    guide = checkpoint.load_guide(settings.ema, scorer.device) if settings.guide else None
+    if settings.guide and guide is None:
+        raise Unfit("it was registered without the earlier network that guides the candidate.")
     try:
         sampler = ImageSampler(
             checkpoint.load(settings.ema, scorer.device),
@@ -163,6 +166,7 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
             checkpoint.params.diffusion,
             compiled=compiles_sampling(settings.compile, scorer.device, count * settings.steps),
             moments=checkpoint.moments(),
+            guide=guide,
         )
     except UserError as error:  # such as a class that the checkpoint does not have
         raise Unfit(str(error)) from error
@@ -174,6 +178,7 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
         "weights": checkpoint.weights_hash(settings.ema),
         "train": checkpoint.train_fingerprint,
         "samples": None,
+        **({"guide": {"weights": checkpoint.checksums[GUIDE]}} if guide else {}),
     }
     scores = scorer.score([images], "the champion")
     return Row.model_validate({"step": checkpoint.step, **scores, "evidence": measured})

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpm_core.checkpoint import Checkpoint
-from ddpm_core.errors import UserError
+from ddpm_core.checkpoint import GUIDE, Checkpoint
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.registry.request import MAX_IMAGES, Task, check_size, parse, resolve
 from ddpm_core.runtime.device import choose_device
 from ddpm_core.sampling.images import Pixels, png
@@ -30,6 +30,9 @@ class Served:
         ema = self._checkpoint.params.sample.ema
         self._model = self._checkpoint.load(ema, choose_device("auto"))
         self._moments = self._checkpoint.moments()
+        self._guide = self._checkpoint.load_guide(ema, choose_device("auto"))
+        if self._guide is None and self._checkpoint.params.sample.guide is not None:
+            raise Corrupt(f"{folder.name} is damaged: its settings require {GUIDE}.")
         self._classes = [str(name) for name in self._checkpoint.data["classes"]]
         self._pixels = self._model.config.image_size**2
 
@@ -62,8 +65,14 @@ class Served:
 
     def _images(self, task: Task, on_step: OnStep | None) -> Iterator[dict[str, Any]]:
         checkpoint, settings, numbers = self._checkpoint, task.settings, task.numbers
-        diffusion, moments = checkpoint.params.diffusion, self._moments
-        sampler = ImageSampler(self._model, checkpoint.data, settings, diffusion, moments=moments)
+        sampler = ImageSampler(
+            self._model,
+            checkpoint.data,
+            settings,
+            checkpoint.params.diffusion,
+            moments=self._moments,
+            guide=self._guide,
+        )
         conditions = Conditions(self._model.config.conditioning, checkpoint.data, settings)
         labels = conditions.labels(numbers)
         size = max(1, min(BATCH, BATCH_PIXELS // self._pixels))

@@ -37,6 +37,13 @@ LISTED = 8  # shards that a message names
 _EXTRA = {"png", "samples_fingerprint", "shards", "files", "pictures"}
 
 
+class Guide(Schema):
+    """The network that guided the sampling (see plan.guide_facts)."""
+
+    step: Count
+    weights: str
+
+
 class Gathered(Schema):
     """The manifest of gathered samples: their recipe (see plan.recipe), shards and files."""
 
@@ -50,6 +57,7 @@ class Gathered(Schema):
     weights: str
     data_fingerprint: str
     train_fingerprint: str
+    guide: Guide | None = None
     png: bool = False  # whether each image is also a file in png/
     samples_fingerprint: str
     shards: Annotated[list[str], Field(min_length=1)]

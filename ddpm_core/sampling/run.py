@@ -156,14 +156,15 @@ class Drawer:
 
     def _loaded(self) -> ImageSampler:
         if self._sampler is None:
-            model = self._checkpoint.load(self._config.sample.ema, self._world.device)
+            ema, device = self._config.sample.ema, self._world.device
             self._sampler = ImageSampler(
-                model,
+                self._checkpoint.load(ema, device),
                 self._checkpoint.data,
                 self._config.sample,
                 self._checkpoint.params.diffusion,
                 compiled=self.recipe.get("compiled", False),
                 moments=self._checkpoint.moments(),
+                guide=self._checkpoint.load_guide(ema, device),
             )
         return self._sampler
 
@@ -244,7 +245,8 @@ def _stale(
     recipe = recipe_on(device, config, checkpoint)
     if gather.complete(workspace, recipe):
         return ""
-    check_weights(workspace, checkpoint, config.sample.ema)
+    for used in filter(None, (checkpoint, checkpoint.guide)):
+        check_weights(workspace, used, config.sample.ema)
     return f"step {checkpoint.step}: {_missing(config, workspace, recipe)}"
 
 
