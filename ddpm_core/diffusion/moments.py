@@ -37,8 +37,8 @@ class Moments:
     @property
     def variance(self) -> float:
         """Return the variance of all values about their one mean."""
-        between = self.mean.var(correction=0)
-        return float(self.variances.double().mean() + between.double())
+        between = self.mean.cpu().double().var(correction=0)
+        return float(self.variances.cpu().double().mean() + between)
 
     @cached_property
     def _cosines(self) -> Tensor | None:

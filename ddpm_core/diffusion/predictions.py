@@ -152,7 +152,7 @@ class WienerPrediction:
         return linear + sigma * _scale(variances, sum_) * output
 
     def error(self, snr: Tensor) -> Tensor:
-        variances = self._moments.variances.flatten().to(snr)
+        variances = self._moments.variances.flatten().cpu().to(snr)
         # Not all timesteps at once: their number times that of the values may not fit in memory.
         parts = [
             (variances / (variances * part[:, None] + 1.0)).mean(1)

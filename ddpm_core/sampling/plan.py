@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ddpm_core.checkpoint import Checkpoint, look_at_checkpoint
+from ddpm_core.checkpoint import MOMENTS, Checkpoint, look_at_checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.config.identity import non_defaults
 from ddpm_core.config.load import validate
@@ -248,7 +248,9 @@ def _look_at(workspace: Workspace, step: int, guide: int | None) -> Checkpoint:
     if guide is None:
         return checkpoint
     found = look_at_checkpoint(workspace, guide)
-    theirs, own = ((c.network, c.params.diffusion) for c in (found, checkpoint))
+    theirs, own = (
+        (c.network, c.params.diffusion, c.checksums.get(MOMENTS)) for c in (found, checkpoint)
+    )
     if theirs != own:
         raise UserError(
             f"sample.guide: the checkpoint of step {guide} is a different network than that of "

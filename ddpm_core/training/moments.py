@@ -31,7 +31,7 @@ def run_moments(config: Config, data: PackedDataset, world: World) -> Moments | 
     pca = uses_pca(len(data), values)
     shape = (data.channels, data.image_size, data.image_size)
     if world.rank == 0:
-        moments = measure(data, config.train.flip)
+        moments = _on_one_thread(data, config.train.flip)
     else:
         side = values if pca else data.channels
         moments = Moments(torch.zeros(shape), torch.zeros(shape), torch.zeros(side, side))
@@ -39,6 +39,16 @@ def run_moments(config: Config, data: PackedDataset, world: World) -> Moments | 
     for tensor in moments.tensors().values():
         world.all_reduce_(tensor)  # the other workers add zeros
     return moments
+
+
+def _on_one_thread(data: PackedDataset, flip: bool) -> Moments:
+    """Return `measure(data, flip)`; the bits do not depend on the number of threads or workers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return measure(data, flip)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def uses_pca(images: int, values: int) -> bool:
