@@ -137,7 +137,26 @@ class Config(Section):
         problems = sample.problems(
             self.model.conditioning, self.diffusion.timesteps, train.label_drop
         )
+        problems += self._guide_problems()
         if isinstance(sample.ema, float) and sample.ema not in train.ema:
             expected, involves = f"must be one of train.ema, {list(train.ema)}", ("train.ema",)
             problems.append(Problem("sample.ema", got(sample.ema), expected, involves=involves))
         return problems
+
+    def _guide_problems(self) -> list[Problem]:
+        """Return why no checkpoint of the run can have the guide, if that is known already."""
+        guide, chosen = self.sample.guide, self.sample.checkpoints
+        every = self.train.milestone_every
+        if guide is None:
+            return []
+        earliest = every if guide == "auto" else guide
+        first = min(chosen) if isinstance(chosen, tuple) else self.train.steps
+        if earliest < first:
+            return []
+        settings = {"train.milestone_every": every, "train.steps": self.train.steps}
+        involves = (*settings, "sample.checkpoints")
+        given = ", ".join(f"{name} {value}" for name, value in settings.items())
+        expected = f"requires a milestone before step {first}, but there is none with {given}"
+        if guide != "auto":
+            expected = f"must be below {first}, a step that is sampled"
+        return [Problem("sample.guide", got(guide), expected, involves=involves)]

@@ -31,6 +31,7 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
         "ddpm": ("sample.spacing", "sample.variance"),
         "ddim": ("sample.spacing", "sample.eta"),
         "dpmpp": (),
+        "heun": (),
     },
 }
 

@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ddpm_core.diffusion.process import PREDICTIONS, Prediction, Schedule, lookup
+from ddpm_core.diffusion.predictions import Prediction
+from ddpm_core.diffusion.process import Schedule, lookup
 
 # Outside this range a ratio of SNRs can be 0/0 or inf/inf in float64. No schedule comes near it.
 _SNR_RANGE = (1e-20, 1e20)
@@ -118,9 +119,9 @@ class NoiseLevels:
 
 
 def make_noise_levels(
-    settings: NoiseLevelSettings, schedule: Schedule, prediction: str
+    settings: NoiseLevelSettings, schedule: Schedule, prediction: Prediction
 ) -> NoiseLevels:
-    """Return the noise levels of a process for a network with a prediction of PREDICTIONS.
+    """Return the noise levels of a process for a network with this prediction.
 
     Raises:
         ValueError: A name is unknown or a number is out of range.
@@ -128,21 +129,18 @@ def make_noise_levels(
     for name, number in (("gamma", settings.gamma), ("k", settings.k)):
         if number is not None and not 0.0 < number < float("inf"):
             raise ValueError(f"{name}: got {number}; must be a finite number above 0.")
-    predicted = lookup(PREDICTIONS, prediction, "prediction")
     weigh = lookup(WEIGHTINGS, settings.weighting, "weighting")
     snr = schedule.snr.clamp(*_SNR_RANGE)
-    weight = weigh(snr, predicted, settings) / predicted.error(snr)
+    weight = weigh(snr, prediction, settings) / prediction.error(snr)
     make = lookup(TIMESTEP_SAMPLERS, settings.sampler, "timesteps.sampler")
     return make(schedule, weight, settings)
 
 
 # Maps the SNR of every timestep, float64 (T,), to its weight on the squared error of x0, (T,).
-Weighting = Callable[[Tensor, type[Prediction], NoiseLevelSettings], Tensor]
+Weighting = Callable[[Tensor, Prediction, NoiseLevelSettings], Tensor]
 
 
-def uniform_weight(
-    snr: Tensor, prediction: type[Prediction], settings: NoiseLevelSettings
-) -> Tensor:
+def uniform_weight(snr: Tensor, prediction: Prediction, settings: NoiseLevelSettings) -> Tensor:
     """Weight the error of the network's own prediction by 1: L_simple of Ho et al. (2020), eq. 14.
 
     On the error of x0 that is SNR for noise, 1 for x0 and SNR + 1 for v: three different
@@ -151,7 +149,7 @@ def uniform_weight(
     return prediction.error(snr)
 
 
-def min_snr(snr: Tensor, prediction: type[Prediction], settings: NoiseLevelSettings) -> Tensor:
+def min_snr(snr: Tensor, prediction: Prediction, settings: NoiseLevelSettings) -> Tensor:
     """Weight the error of x0 by min(SNR, gamma), gamma = 5 by default.
 
     One objective for all predictions: on the network's own error this is min(SNR, gamma) / SNR for
@@ -161,7 +159,7 @@ def min_snr(snr: Tensor, prediction: type[Prediction], settings: NoiseLevelSetti
     return snr.clamp(max=5.0 if settings.gamma is None else settings.gamma)
 
 
-def p2(snr: Tensor, prediction: type[Prediction], settings: NoiseLevelSettings) -> Tensor:
+def p2(snr: Tensor, prediction: Prediction, settings: NoiseLevelSettings) -> Tensor:
     """Weight the error of x0 by SNR / (k + SNR)^gamma, k = 1 and gamma = 1 by default.
 
     On the error of a noise prediction this is 1 / (k + SNR)^gamma. Choi et al. (2022),

@@ -9,7 +9,8 @@ from typing import Any
 from ddpm_core.config.identity import USES
 from ddpm_core.diffusion.losses import LOSSES
 from ddpm_core.diffusion.noise_levels import TIMESTEP_SAMPLERS, WEIGHTINGS
-from ddpm_core.diffusion.process import PREDICTIONS, SCHEDULES
+from ddpm_core.diffusion.predictions import PREDICTIONS
+from ddpm_core.diffusion.process import SCHEDULES
 from ddpm_core.diffusion.samplers import SAMPLERS
 from ddpm_core.diffusion.spacings import SPACINGS
 from ddpm_core.training.optim import OPTIMIZERS, RATE_SCHEDULES

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpm_core.checkpoint import WEIGHTS, Settings, ema_name
+from ddpm_core.checkpoint import MOMENTS, WEIGHTS, Settings, ema_name
 from ddpm_core.config import Config
+from ddpm_core.diffusion.moments import Moments
 from ddpm_core.diffusion.noise_levels import NoiseLevels, NoiseLevelSettings, make_noise_levels
+from ddpm_core.diffusion.predictions import Prediction, make_prediction
 from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.models.execution import prepare_model
 from ddpm_core.models.unet import UNet
@@ -64,6 +66,7 @@ class TrainState:
     execution: Execution
     model: UNet
     parameters: list[nn.Parameter]  # listing them in each step is slow on a CPU
+    prediction: Prediction
     noise_levels: NoiseLevels
     alphas_bar: Tensor
     optimizer: Adam
@@ -71,28 +74,41 @@ class TrainState:
     emas: list[Ema]
     totals: Totals
     bad_step: Tensor  # the first step whose loss was not finite; 0: none
+    moments: Moments | None = None  # of the training images, if the prediction uses them
     step: int = 0
     history: list[float] = field(default_factory=list)  # losses of the last 100 rows of the log
     forward: Any = None  # the model, compiled or not
     watch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
 
     @classmethod
-    def create(cls, config: Config, world: World, execution: Execution, model: UNet) -> TrainState:
-        """Return the state before the first step."""
+    def create(
+        cls,
+        config: Config,
+        world: World,
+        execution: Execution,
+        model: UNet,
+        moments: Moments | None = None,
+    ) -> TrainState:
+        """Return the state before the first step; `moments` are on the device of the worker."""
         device = world.device
         model = prepare_model(model, device, execution.precision, training=True).train()
-        schedule = make_schedule(config.diffusion.schedule, config.diffusion.timesteps)
+        diffusion = config.diffusion
+        schedule = make_schedule(
+            diffusion.schedule, diffusion.timesteps, diffusion.zero_terminal_snr
+        )
         loss = config.train.loss
         chosen = NoiseLevelSettings(
             config.train.timesteps.sampler, loss.weighting, loss.gamma, loss.k
         )
-        levels = make_noise_levels(chosen, schedule, config.diffusion.prediction).to(device)
+        prediction = make_prediction(diffusion.prediction, moments)
+        levels = make_noise_levels(chosen, schedule, prediction).to(device)
         return cls(
             config=config,
             world=world,
             execution=execution,
             model=model,
             parameters=list(model.parameters()),
+            prediction=prediction,
             noise_levels=levels,
             alphas_bar=schedule.alphas_bar.to(device, widest(device)),
             optimizer=make_optimizer(config.train.optimizer, model.parameters(), device),
@@ -100,6 +116,7 @@ class TrainState:
             emas=[Ema(model, decay, config.train.ema_warmup) for decay in config.train.ema],
             totals=Totals.zero(device),
             bad_step=torch.zeros((), dtype=torch.int64, device=device),
+            moments=moments,
             forward=torch.compile(model) if execution.compile else model,
             watch=Stopwatch(device),
         )
@@ -119,6 +136,8 @@ def to_contents(state: TrainState, settings: Settings) -> SnapshotContents:
     levels = state.noise_levels.state_dict()
     if levels:
         tensors[NOISE_LEVELS] = levels
+    if state.moments is not None:
+        tensors[MOMENTS] = state.moments.tensors()
     saved = State(
         step=state.step,
         execution=SavedExecution.model_validate(asdict(state.execution)),

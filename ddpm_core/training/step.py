@@ -20,7 +20,7 @@ from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.data.order import batch_indices
 from ddpm_core.diffusion.losses import LOSSES
 from ddpm_core.diffusion.noise_levels import Statistics
-from ddpm_core.diffusion.process import q_sample, target
+from ddpm_core.diffusion.process import q_sample
 from ddpm_core.rng import Purpose
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling.images import to_model
@@ -103,7 +103,7 @@ def _loss(state: TrainState, batch: Batch, rows: Tensor, at: Tensor, errors: Ten
         output = state.forward(
             q_sample(x0, noise, alpha_bar), t, condition, drop, _dropout(config, index, at)
         )
-    wanted = target(config.diffusion.prediction, x0, noise, alpha_bar)
+    wanted = state.prediction.target(x0, noise, alpha_bar)
     error = LOSSES[config.train.loss.kind](output.float(), wanted)
     if state.noise_levels.adaptive:
         errors.index_copy_(0, index, error.detach())

@@ -211,6 +211,22 @@ def test_linear_schedule_requires_enough_timesteps() -> None:
     assert params.load(None, ["diffusion.schedule=linear", "diffusion.timesteps=21"])
 
 
+def test_zero_terminal_snr_is_refused_with_noise_prediction() -> None:
+    rescaled = "diffusion.zero_terminal_snr=true"
+    with pytest.raises(UserError, match=r"diffusion\.prediction: got 'noise'; must be v, x0, edm"):
+        params.load(None, [rescaled, "diffusion.prediction=noise"])
+    assert params.load(None, [rescaled]).diffusion.zero_terminal_snr
+
+
+def test_guidance_interval_must_have_two_ends() -> None:
+    with pytest.raises(UserError, match=r"sample\.guidance_interval: got \[3\.0, 0\.3\]; must be"):
+        params.load(None, ["sample.guidance_interval=[3, 0.3]"])
+    assert params.load(None, ["sample.guidance_interval=[0.3, 3]"]).sample.guidance_interval == (
+        0.3,
+        3.0,
+    )
+
+
 def test_numbers_with_exponents_are_numbers(tmp_path: Path) -> None:
     file = tmp_path / "params.yaml"
     file.write_text("train: {optimizer: {lr: 1e-3}}")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scipy import stats
+from support.moments import some_moments
 from torch import Tensor
 
 from ddpm_core import rng
@@ -22,7 +23,8 @@ from ddpm_core.diffusion.noise_levels import (
     Statistics,
     make_noise_levels,
 )
-from ddpm_core.diffusion.process import PREDICTIONS, SCHEDULES, make_schedule
+from ddpm_core.diffusion.predictions import PREDICTIONS, make_prediction
+from ddpm_core.diffusion.process import SCHEDULES, make_schedule
 
 SCHEDULE = make_schedule("cosine", 1000)
 SNR = SCHEDULE.snr
@@ -41,7 +43,7 @@ def made(
     weighting: str, prediction: str, schedule: process.Schedule = SCHEDULE, **settings: float
 ) -> NoiseLevels:
     chosen = NoiseLevelSettings(weighting=weighting, **settings)
-    return make_noise_levels(chosen, schedule, prediction)
+    return make_noise_levels(chosen, schedule, make_prediction(prediction, some_moments()))
 
 
 def near(a: Tensor, b: Tensor) -> bool:
@@ -95,30 +97,30 @@ def test_p2_has_its_published_form() -> None:
 
 @pytest.mark.parametrize("weighting", ["min_snr", "p2"])
 def test_weighting_is_one_objective_for_all_predictions(weighting: str) -> None:
-    """Three networks whose predictions imply the same x0 have the same loss."""
+    """Networks whose predictions imply the same x0 have the same loss."""
     key = rng.key(rng.Purpose.NOISE, 0)
-    x0, noise, wrong = (rng.normal(key, ALL_T, (3,), stream=i).double() for i in range(3))
+    x0, noise, wrong = (rng.normal(key, ALL_T, (1, 4, 4), stream=i).double() for i in range(3))
     alpha_bar = SCHEDULE.alphas_bar
-    x = process.q_sample(x0, noise, alpha_bar)
-    outputs = {"x0": wrong, "noise": process.to_noise(wrong, x, alpha_bar)}
-    outputs["v"] = process.target("v", wrong, outputs["noise"], alpha_bar)
-    losses = {
-        name: weights(weighting, name)[:, None]
-        * (output - process.target(name, x0, noise, alpha_bar)) ** 2
-        for name, output in outputs.items()
-    }
-    assert torch.allclose(losses["noise"], losses["x0"], rtol=1e-4, atol=1e-12)
-    assert torch.allclose(losses["v"], losses["x0"], rtol=1e-4, atol=1e-12)
+    implied = process.to_noise(wrong, process.q_sample(x0, noise, alpha_bar), alpha_bar)
+
+    def losses(name: str) -> Tensor:
+        prediction = make_prediction(name, some_moments())
+        output = prediction.target(wrong, implied, alpha_bar)
+        error = (output - prediction.target(x0, noise, alpha_bar)).square().mean((1, 2, 3))
+        return weights(weighting, name) * error
+
+    for name in PREDICTIONS:
+        assert torch.allclose(losses(name), losses("x0"), rtol=1e-4, atol=1e-12), name
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("timesteps", [21, 100_000])
+@pytest.mark.parametrize(("timesteps", "zero_snr"), [(21, False), (100_000, False), (1000, True)])
 def test_weights_are_finite_and_positive(
-    weighting: str, prediction: str, schedule: str, timesteps: int
+    weighting: str, prediction: str, schedule: str, timesteps: int, zero_snr: bool
 ) -> None:
-    weight = made(weighting, prediction, make_schedule(schedule, timesteps)).weights
+    weight = made(weighting, prediction, make_schedule(schedule, timesteps, zero_snr)).weights
     assert torch.isfinite(weight).all() and bool((weight > 0).all())
 
 
@@ -169,20 +171,17 @@ def test_static_levels_do_not_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "prediction", "message"),
+    ("settings", "message"),
     [
-        ({"weighting": "snr"}, "v", "weighting: got 'snr'; must be one of uniform, min_snr"),
-        ({"sampler": "even"}, "v", "timesteps.sampler: got 'even'; must be one of uniform"),
-        ({}, "eps", "prediction: got 'eps'; must be one of noise, x0, v"),
-        ({"gamma": -1.0}, "v", "gamma: got -1.0; must be a finite number above 0"),
-        ({"k": 0.0}, "v", "k: got 0.0; must be a finite number above 0"),
+        ({"weighting": "snr"}, "weighting: got 'snr'; must be one of uniform, min_snr"),
+        ({"sampler": "even"}, "timesteps.sampler: got 'even'; must be one of uniform"),
+        ({"gamma": -1.0}, "gamma: got -1.0; must be a finite number above 0"),
+        ({"k": 0.0}, "k: got 0.0; must be a finite number above 0"),
     ],
 )
-def test_invalid_noise_level_settings_are_reported(
-    settings: dict[str, Any], prediction: str, message: str
-) -> None:
+def test_invalid_noise_level_settings_are_reported(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_noise_levels(NoiseLevelSettings(**settings), SCHEDULE, prediction)
+        make_noise_levels(NoiseLevelSettings(**settings), SCHEDULE, make_prediction("v"))
 
 
 @pytest.mark.parametrize("entry", [*WEIGHTINGS.values(), *TIMESTEP_SAMPLERS.values()])
