@@ -71,6 +71,16 @@ class Config(Section):
     )  # `register` is a method of ABC classes
     tracking: Tracking = Tracking()
 
+    @property
+    def measures_moments(self) -> bool:
+        """Return whether training uses the mean and covariance of the images.
+
+        Drawing uses them only if the prediction does (`Diffusion.uses_moments`).
+        """
+        train = self.train
+        by_levels = train.loss.weighting == "edm" or train.timesteps.adaptive == "wiener_gate"
+        return self.diffusion.uses_moments or by_levels
+
     @model_validator(mode="before")
     @classmethod
     def _choose_attention(cls, given: Any) -> Any:
@@ -90,7 +100,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self, info: ValidationInfo) -> Self:
-        problems = self._network_problems() + self._path_problems()
+        problems = self._network_problems() + self._path_problems() + self._training_problems()
         # A trained checkpoint knows by itself what it can draw (sampling.plan.must_suit).
         if not (info.context or {}).get("trained"):
             problems += self._sampling_problems()
@@ -123,6 +133,7 @@ class Config(Section):
         # The homes of the workspace and the source are checked where they are opened.
         paths = {
             "train.init": self.train.init or "",
+            "train.timesteps.tables": self.train.timesteps.tables or "",
             "evaluate.inception_weights": self.evaluate.inception_weights or "",
             "tracking.uri": self.tracking.uri.removeprefix("sqlite:///").removeprefix("file://"),
         }
@@ -131,6 +142,15 @@ class Config(Section):
                 expected = f"must not begin with {path.partition('/')[0]}, which has no home"
                 problems.append(Problem(name, got(path), expected, "write the path without ~"))
         return problems
+
+    def _training_problems(self) -> list[Problem]:
+        adaptive = self.train.timesteps.adaptive
+        if adaptive != "held_out" or self.prepare.holdout > 0:
+            return []
+        expected = "requires held-out images"
+        hint, involves = "use a prepare.holdout above 0", ("prepare.holdout",)
+        path = "train.timesteps.adaptive"
+        return [Problem(path, got(adaptive), expected, hint, involves=involves)]
 
     def _sampling_problems(self) -> list[Problem]:
         sample, train = self.sample, self.train

@@ -40,6 +40,20 @@ class Moments:
         between = self.mean.cpu().double().var(correction=0)
         return float(self.variances.cpu().double().mean() + between)
 
+    def linear_error(self, snr: Tensor) -> Tensor:
+        """Return the mean squared error of x0 of the best linear denoiser for each SNR.
+
+        It is mean_k l_k sigma^2 / (l_k + sigma^2) with the variances l_k and sigma^2 = 1 / SNR
+        (Wiener 1949). Maps float64 (T,) to float64 (T,).
+        """
+        variances = self.variances.flatten().cpu().to(snr)
+        # Not all timesteps at once: their number times that of the values may not fit in memory.
+        parts = [
+            (variances / (variances * part[:, None] + 1.0)).mean(1)
+            for part in torch.split(snr, 500)
+        ]
+        return torch.cat(parts)
+
     @cached_property
     def _cosines(self) -> Tensor | None:
         """Return the matrix of the DCT-II in the dtype of the basis; None if B is (D, D)."""

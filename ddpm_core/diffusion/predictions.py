@@ -90,10 +90,10 @@ class EdmPrediction:
     c_skip = s^2 / (sigma^2 + s^2) and c_out = sigma s / sqrt(sigma^2 + s^2). F has the same
     variance at every noise level; its squared error is SNR + 1 / s^2 times that of x0. For s = 1 it
     is -v.
-    Karras et al. (2022), "Elucidating the design space", table 1; s is measured, about the one mean
-    of all values, which is not subtracted from the images. Two things differ: the input of the
-    network is x_t, which for s = 1 is their c_in x, and its noise level is the timestep instead of
-    c_noise.
+    Karras et al. (2022), "Elucidating the design space", table 1; s^2 is
+    `Moments.variance`, about the one mean of all values, which is not subtracted from the images.
+    Two things differ: the input of the network is x_t, which for s = 1 is their c_in x, and its
+    noise level is the timestep instead of c_noise.
     """
 
     def __init__(self, moments: Moments) -> None:
@@ -152,13 +152,7 @@ class WienerPrediction:
         return linear + sigma * _scale(variances, sum_) * output
 
     def error(self, snr: Tensor) -> Tensor:
-        variances = self._moments.variances.flatten().cpu().to(snr)
-        # Not all timesteps at once: their number times that of the values may not fit in memory.
-        parts = [
-            (variances / (variances * part[:, None] + 1.0)).mean(1)
-            for part in torch.split(snr, 500)
-        ]
-        return 1.0 / torch.cat(parts)
+        return 1.0 / self._moments.linear_error(snr)
 
     def _tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self._moments.mean.to(x.dtype), self._moments.variances.to(x.dtype)

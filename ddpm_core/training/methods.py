@@ -8,11 +8,13 @@ from typing import Any
 
 from ddpm_core.config.identity import USES
 from ddpm_core.diffusion.losses import LOSSES
-from ddpm_core.diffusion.noise_levels import TIMESTEP_SAMPLERS, WEIGHTINGS
+from ddpm_core.diffusion.objective import ADAPTIVE_METHODS
 from ddpm_core.diffusion.predictions import PREDICTIONS
 from ddpm_core.diffusion.process import SCHEDULES
 from ddpm_core.diffusion.samplers import SAMPLERS
 from ddpm_core.diffusion.spacings import SPACINGS
+from ddpm_core.diffusion.timestep_samplers import TIMESTEP_SAMPLERS
+from ddpm_core.diffusion.weightings import WEIGHTINGS
 from ddpm_core.training.optim import OPTIMIZERS, RATE_SCHEDULES
 from ddpm_core.training.reduction import REDUCTIONS
 
@@ -24,6 +26,7 @@ METHODS: dict[str, Mapping[str, Any]] = {
     "train.loss.kind": LOSSES,
     "train.loss.weighting": WEIGHTINGS,
     "train.timesteps.sampler": TIMESTEP_SAMPLERS,
+    "train.timesteps.adaptive": ADAPTIVE_METHODS,
     "train.reduction": REDUCTIONS,
     "sample.sampler": SAMPLERS,
     "sample.spacing": SPACINGS,

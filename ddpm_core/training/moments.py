@@ -1,4 +1,4 @@
-"""Measure the moments of the training images when a run starts, for predictions that use them."""
+"""Measure the moments of the training images when a run starts, for methods that use them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _ROWS = 256  # sums of so many products of 8-bit numbers are exact in float32
 def run_moments(config: Config, data: PackedDataset, world: World) -> Moments | None:
     """Return the moments of the training images, the same bits on every worker.
 
-    None if the prediction does not use them. Rank 0 measures them.
+    None if the settings do not use them. Rank 0 measures them.
     """
-    if not config.diffusion.uses_moments:
+    if not config.measures_moments:
         return None
     values = data.channels * data.image_size**2
     pca = uses_pca(len(data), values)

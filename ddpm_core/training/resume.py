@@ -165,7 +165,7 @@ def resumed_moments(
 
     Raises Corrupt.
     """
-    if contents is None or not config.diffusion.uses_moments:
+    if contents is None or not config.measures_moments:
         return None
     return read_moments(contents.tensors.get(MOMENTS, {}), network, MOMENTS).to(world.device)
 

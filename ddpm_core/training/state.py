@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddpm_core.checkpoint import MOMENTS, WEIGHTS, Settings, ema_name
-from ddpm_core.config import Config
+from ddpm_core.config import Config, Train
+from ddpm_core.config.paths import input_path
 from ddpm_core.diffusion.moments import Moments
-from ddpm_core.diffusion.noise_levels import NoiseLevels, NoiseLevelSettings, make_noise_levels
+from ddpm_core.diffusion.noise_levels import NoiseLevels, NoiseLevelSettings
+from ddpm_core.diffusion.objective import make_noise_levels
 from ddpm_core.diffusion.predictions import Prediction, make_prediction
 from ddpm_core.diffusion.process import make_schedule
+from ddpm_core.errors import UserError
 from ddpm_core.models.execution import prepare_model
 from ddpm_core.models.unet import UNet
 from ddpm_core.runtime.adam import Adam
 from ddpm_core.runtime.distributed import World
+from ddpm_core.storage.files import read_tensors
 from ddpm_core.training.optim import Ema, Execution, make_optimizer
 from ddpm_core.training.snapshot import (
     NOISE_LEVELS,
@@ -74,10 +80,11 @@ class TrainState:
     emas: list[Ema]
     totals: Totals
     bad_step: Tensor  # the first step whose loss was not finite; 0: none
-    moments: Moments | None = None  # of the training images, if the prediction uses them
+    moments: Moments | None = None  # of the training images (Config.measures_moments)
     step: int = 0
     history: list[float] = field(default_factory=list)  # losses of the last 100 rows of the log
     forward: Any = None  # the model, compiled or not
+    probe: Callable[[], Tensor] | None = None  # the losses that a Probed method observes
     watch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
 
     @classmethod
@@ -96,11 +103,8 @@ class TrainState:
         schedule = make_schedule(
             diffusion.schedule, diffusion.timesteps, diffusion.zero_terminal_snr
         )
-        loss = config.train.loss
-        chosen = NoiseLevelSettings(
-            config.train.timesteps.sampler, loss.weighting, loss.gamma, loss.k
-        )
         prediction = make_prediction(diffusion.prediction, moments)
+        chosen = noise_level_settings(config.train, moments)
         levels = make_noise_levels(chosen, schedule, prediction).to(device)
         return cls(
             config=config,
@@ -120,6 +124,44 @@ class TrainState:
             forward=torch.compile(model) if execution.compile else model,
             watch=Stopwatch(device),
         )
+
+
+def noise_level_settings(train: Train, moments: Moments | None = None) -> NoiseLevelSettings:
+    """Return the settings of the noise levels, with the recorded tables of `replay`.
+
+    Raises UserError if the tables cannot be read.
+    """
+    timesteps, loss, tables = train.timesteps, train.loss, None
+    if timesteps.adaptive == "replay" and timesteps.tables is not None:
+        tables = recorded_tables(input_path(timesteps.tables))
+    return NoiseLevelSettings(
+        sampler=timesteps.sampler,
+        weighting=loss.weighting,
+        gamma=loss.gamma,
+        k=loss.k,
+        adaptive=timesteps.adaptive,
+        steps=train.steps,
+        batch_size=train.batch_size,
+        moments=moments,
+        tables=tables,
+        order=timesteps.order,
+    )
+
+
+def recorded_tables(file: Path) -> Tensor:
+    """Return the tables that an adaptive run recorded in a snapshot: float32 (SLOTS, 2, K).
+
+    Raises UserError if the file has none.
+    """
+    if not file.is_file():
+        raise UserError(f"train.timesteps.tables: there is no file {file}.")
+    tensors = read_tensors(file)
+    if "trajectory" not in tensors:
+        raise UserError(
+            f"train.timesteps.tables: {file} has no recorded tables. Use {NOISE_LEVELS} in a "
+            "snapshot of a run with an adaptive method."
+        )
+    return tensors["trajectory"]
 
 
 def to_contents(state: TrainState, settings: Settings) -> SnapshotContents:

@@ -8,6 +8,7 @@ and of microbatches changes rounding only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def _loss(state: TrainState, batch: Batch, rows: Tensor, at: Tensor, errors: Ten
     """
     config, index = state.config, batch.index[rows]
     x0 = _flipped(config, to_model(batch.pixels[rows]), index, at)
-    t = state.noise_levels.draw(_uniform(config, Purpose.TIMESTEP, index, at))
+    t = _timesteps(state, index, at)
     noise = rng.normal(rng.key(Purpose.NOISE, config.seed), index, x0.shape[1:], at)
     alpha_bar = state.alphas_bar[t]
     condition = None if batch.condition is None else batch.condition[rows]
@@ -115,8 +116,14 @@ def _update_noise_levels(state: TrainState, errors: Tensor, at: Tensor) -> None:
     # Each worker has set its own samples and left those of the others at zero.
     state.world.all_reduce_(errors)
     index = torch.arange(len(errors), device=errors.device)
-    t = state.noise_levels.draw(_uniform(state.config, Purpose.TIMESTEP, index, at))
-    state.noise_levels.update(Statistics(t, errors))
+    t = _timesteps(state, index, at)
+    state.noise_levels.update(Statistics(state.step, t, errors))
+
+
+def _timesteps(state: TrainState, index: Tensor, at: Tensor) -> Tensor:
+    """Draw timesteps of step `at` for places in the global batch: int64 (b,)."""
+    uniform = partial(_uniform, state.config, Purpose.TIMESTEP, step=at)
+    return state.noise_levels.draw(uniform, index)
 
 
 def _uniform(config: Config, purpose: Purpose, index: Tensor, step: Tensor) -> Tensor:

@@ -15,24 +15,25 @@ from torch import Tensor
 
 from ddpm_core import rng
 from ddpm_core.diffusion import process
-from ddpm_core.diffusion.noise_levels import (
-    TIMESTEP_SAMPLERS,
-    WEIGHTINGS,
-    NoiseLevels,
-    NoiseLevelSettings,
-    Statistics,
-    make_noise_levels,
-)
+from ddpm_core.diffusion.noise_levels import NoiseLevels, NoiseLevelSettings, Statistics
+from ddpm_core.diffusion.objective import ADAPTIVE_METHODS, make_noise_levels
 from ddpm_core.diffusion.predictions import PREDICTIONS, make_prediction
 from ddpm_core.diffusion.process import SCHEDULES, make_schedule
+from ddpm_core.diffusion.timestep_samplers import TIMESTEP_SAMPLERS
+from ddpm_core.diffusion.weightings import WEIGHTINGS
 
 SCHEDULE = make_schedule("cosine", 1000)
 SNR = SCHEDULE.snr
 ALL_T = torch.arange(1000)
+MOMENTS = some_moments()
 
 
-def uniforms(count: int) -> Tensor:
-    return rng.uniform(rng.key(rng.Purpose.TIMESTEP, 0), torch.arange(count), ())
+def uniforms(index: Tensor) -> Tensor:
+    return rng.uniform(rng.key(rng.Purpose.TIMESTEP, 0), index, ())
+
+
+def drawn_by(levels: NoiseLevels, count: int) -> Tensor:
+    return levels.draw(uniforms, torch.arange(count))
 
 
 def weights(weighting: str, prediction: str, **settings: float) -> Tensor:
@@ -40,10 +41,10 @@ def weights(weighting: str, prediction: str, **settings: float) -> Tensor:
 
 
 def made(
-    weighting: str, prediction: str, schedule: process.Schedule = SCHEDULE, **settings: float
+    weighting: str, prediction: str, schedule: process.Schedule = SCHEDULE, **settings: Any
 ) -> NoiseLevels:
-    chosen = NoiseLevelSettings(weighting=weighting, **settings)
-    return make_noise_levels(chosen, schedule, make_prediction(prediction, some_moments()))
+    chosen = NoiseLevelSettings(weighting=weighting, moments=MOMENTS, **settings)
+    return make_noise_levels(chosen, schedule, make_prediction(prediction, MOMENTS))
 
 
 def near(a: Tensor, b: Tensor) -> bool:
@@ -56,14 +57,14 @@ def near(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("timesteps", [2, 21, 1000])
 def test_uniform_draws_every_timestep_equally_often(timesteps: int) -> None:
     schedule = make_schedule("cosine", timesteps)
-    drawn = made("uniform", "v", schedule).draw(uniforms(200_000))
+    drawn = drawn_by(made("uniform", "v", schedule), 200_000)
     assert drawn.dtype == torch.int64
     assert stats.chisquare(torch.bincount(drawn, minlength=timesteps).numpy()).pvalue > 1e-3
 
 
 def test_draws_follow_any_probability_and_never_zero() -> None:
     p = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.2, 0.3, 0.0], dtype=torch.float64)
-    counts = torch.bincount(NoiseLevels(p, torch.ones(7)).draw(uniforms(100_000)), minlength=7)
+    counts = torch.bincount(drawn_by(NoiseLevels(p, torch.ones(7)), 100_000), minlength=7)
     assert int(counts[p == 0].sum()) == 0
     assert stats.chisquare(counts[p > 0].numpy(), (p[p > 0] * 100_000).numpy()).pvalue > 1e-3
 
@@ -71,7 +72,44 @@ def test_draws_follow_any_probability_and_never_zero() -> None:
 def test_ends_of_the_unit_interval_are_timesteps() -> None:
     edge = torch.tensor([0.0, 1.0 - 2.0**-24, 1.0])
     levels = made("uniform", "v")
-    assert levels.draw(edge).tolist() == [0, 999, 999]
+    assert levels.draw(lambda index: edge[index], torch.arange(3)).tolist() == [0, 999, 999]
+
+
+def mass(coordinate: Tensor, density: Tensor) -> Tensor:
+    """Return the probability of each timestep for a density along a coordinate of theirs."""
+    found = density * torch.gradient(coordinate)[0].abs()
+    return found / found.sum()
+
+
+def test_log_normal_and_laplace_have_their_published_densities() -> None:
+    log_sigma, log_snr = SCHEDULE.noise_to_signal.log(), SNR.log()
+    normal = stats.norm(-1.2, 1.2).pdf(log_sigma.numpy())
+    p = made("edm", "v", sampler="log_normal").probability
+    assert torch.allclose(p.double(), mass(log_sigma, torch.from_numpy(normal)), atol=1e-9)
+    double_exponential = stats.laplace(0, 0.5).pdf(log_snr.numpy())
+    p = made("uniform", "v", sampler="laplace").probability
+    assert torch.allclose(
+        p.double(), mass(log_snr, torch.from_numpy(double_exponential)), atol=1e-9
+    )
+
+
+def test_speed_draws_pairs_with_the_published_density() -> None:
+    """Of all timesteps from 700 on, 3.95 % are drawn (linear schedule, T = 1000)."""
+    levels = made("uniform", "noise", make_schedule("linear", 1000), sampler="speed")
+    assert levels.probability[699] == pytest.approx(5 * float(levels.probability[700]))
+    t = drawn_by(levels, 400_000)
+    first, second = t[::2], t[1::2]
+    assert torch.equal(second, torch.where(first < 642, 642 - first, first - 642))
+    assert float((t >= 700).double().mean()) == pytest.approx(0.0395, abs=0.002)
+
+
+def test_speed_weighs_by_the_increase_of_noise_below_tau() -> None:
+    schedule = make_schedule("linear", 1000)
+    weight = made("uniform", "noise", schedule, sampler="speed").weights
+    assert float(weight[:700].min()) == pytest.approx(0.4, abs=0.01)
+    assert float(weight[:700].max()) == pytest.approx(0.6)
+    assert int(weight[:700].argmax()) == pytest.approx(219, abs=2)
+    assert weight[700:].tolist() == [1.0] * 300
 
 
 # Weights
@@ -95,7 +133,29 @@ def test_p2_has_its_published_form() -> None:
     assert near(weights("p2", "noise", gamma=0.5, k=2.0), 1 / (2 + SNR) ** 0.5)
 
 
-@pytest.mark.parametrize("weighting", ["min_snr", "p2"])
+def test_debias_and_edm_have_their_published_forms() -> None:
+    assert near(weights("debias", "noise"), SNR.rsqrt())
+    sigma2, data = 1 / SNR, MOMENTS.variance
+    assert near(weights("edm", "x0"), (sigma2 + data) / (sigma2 * data))
+
+
+def test_edm_weight_is_one_on_the_error_of_prediction_edm() -> None:
+    """The weighting and the prediction have one definition of the variance of the images."""
+    assert torch.equal(weights("edm", "edm"), torch.ones(1000))
+    assert MOMENTS.variance > 1.1 * float(MOMENTS.variances.mean()), "the mean is not constant"
+
+
+@pytest.mark.parametrize("sampler", TIMESTEP_SAMPLERS)
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_levels_of_a_terminal_snr_of_zero_are_finite(sampler: str, weighting: str) -> None:
+    schedule = make_schedule("cosine", 1000, zero_terminal_snr=True)
+    levels = made(weighting, "v", schedule, sampler=sampler)
+    assert bool((levels.probability > 0).all())
+    assert float(levels.probability.sum()) == pytest.approx(1.0, abs=1e-5)
+    assert torch.isfinite(levels.weights).all() and bool((levels.weights >= 0).all())
+
+
+@pytest.mark.parametrize("weighting", ["min_snr", "p2", "debias", "edm"])
 def test_weighting_is_one_objective_for_all_predictions(weighting: str) -> None:
     """Networks whose predictions imply the same x0 have the same loss."""
     key = rng.key(rng.Purpose.NOISE, 0)
@@ -137,7 +197,7 @@ def test_weights_at_zero_and_infinite_snr_are_the_limits() -> None:
 
 def test_mean_weight_of_min_snr_is_the_expected_one() -> None:
     levels = made("min_snr", "v")
-    drawn = levels.weight(levels.draw(uniforms(100_000))).double()
+    drawn = levels.weight(drawn_by(levels, 100_000)).double()
     expected = float((levels.probability * levels.weights).sum())
     assert float(drawn.mean()) == pytest.approx(expected, abs=5 * float(drawn.std()) / 1e5**0.5)
 
@@ -151,7 +211,7 @@ def test_state_survives_saving_and_loading(tmp_path: Path) -> None:
     save_file(saved.state_dict(), tmp_path / "levels.safetensors")
     loaded = NoiseLevels(torch.full((10,), 0.1), torch.ones(10))
     loaded.load_state_dict(load_file(tmp_path / "levels.safetensors"))
-    assert torch.equal(loaded.draw(uniforms(1000)), saved.draw(uniforms(1000)))
+    assert torch.equal(drawn_by(loaded, 1000), drawn_by(saved, 1000))
     assert torch.equal(loaded.weights, saved.weights)
 
 
@@ -165,7 +225,7 @@ def test_state_of_a_different_process_is_rejected() -> None:
 def test_static_levels_do_not_change() -> None:
     levels = made("min_snr", "v").to("cpu")
     before = {name: tensor.clone() for name, tensor in levels.state_dict().items()}
-    levels.update(Statistics(t=ALL_T, error=torch.ones(1000)))
+    levels.update(Statistics(step=1, t=ALL_T, error=torch.ones(1000)))
     assert not levels.adaptive
     assert all(torch.equal(before[name], now) for name, now in levels.state_dict().items())
 
@@ -184,6 +244,8 @@ def test_invalid_noise_level_settings_are_reported(settings: dict[str, Any], mes
         make_noise_levels(NoiseLevelSettings(**settings), SCHEDULE, make_prediction("v"))
 
 
-@pytest.mark.parametrize("entry", [*WEIGHTINGS.values(), *TIMESTEP_SAMPLERS.values()])
+@pytest.mark.parametrize(
+    "entry", [*WEIGHTINGS.values(), *TIMESTEP_SAMPLERS.values(), *ADAPTIVE_METHODS.values()]
+)
 def test_docstrings_have_a_formula_and_a_source(entry: object) -> None:
-    assert re.search(r"et al\. \(?20\d\d", entry.__doc__ or "")
+    assert re.search(r"(et al\.|and \w+) \(?20\d\d", entry.__doc__ or "")
