@@ -36,7 +36,7 @@ class NoiseLevelSettings:
         weighting: A name of WEIGHTINGS.
         gamma: The bound of min_snr (default 5) or the power of p2 (default 1), above 0.
         k: The offset of p2, above 0.
-        adaptive: A name of ADAPTIVE_METHODS, or "none".
+        adaptive: A name of ADAPTIVE_METHODS.
         steps: Steps of the whole run; used by adaptive methods.
         batch_size: Images per step over all workers; used by adaptive methods.
         moments: Of the training images; required by `wiener_gate` and by weighting `edm`.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ddpm_core.diffusion.adaptive import LEARNED, Adaptive
+from collections.abc import Callable
+
+from ddpm_core.diffusion.adaptive import LEARNED
 from ddpm_core.diffusion.noise_levels import (
     Context,
     NoiseLevels,
@@ -15,7 +17,17 @@ from ddpm_core.diffusion.process import Schedule, lookup
 from ddpm_core.diffusion.timestep_samplers import TIMESTEP_SAMPLERS
 from ddpm_core.diffusion.weightings import WEIGHTINGS
 
-ADAPTIVE_METHODS: dict[str, type[Adaptive]] = {**LEARNED, **PROBED}
+
+def none(levels: NoiseLevels, context: Context) -> NoiseLevels:
+    """Keep the probabilities of the sampler and the weights of the weighting."""
+    return levels
+
+
+ADAPTIVE_METHODS: dict[str, Callable[[NoiseLevels, Context], NoiseLevels]] = {
+    "none": none,
+    **LEARNED,
+    **PROBED,
+}
 
 
 def make_noise_levels(
@@ -35,6 +47,4 @@ def make_noise_levels(
     snr = finite_snr(schedule)
     context = Context(settings, snr, prediction.error(snr))
     levels = draw(schedule, weigh(context) / context.error)
-    if settings.adaptive == "none":
-        return levels
     return lookup(ADAPTIVE_METHODS, settings.adaptive, "timesteps.adaptive")(levels, context)

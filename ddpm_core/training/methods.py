@@ -33,16 +33,32 @@ METHODS: dict[str, Mapping[str, Any]] = {
 }
 
 
+def overview() -> str:
+    """Return all methods as text: each params key, then one line per name."""
+    parts = []
+    for key, choices in METHODS.items():
+        width = max(map(len, choices))
+        lines = (
+            f"  {name:{width}}  {_text(choices[name]).partition(chr(10))[0]}" for name in choices
+        )
+        parts += [key, *lines, ""]
+    return "\n".join(parts) + "\nFormulas, sources and settings: ddpm methods -v"
+
+
 def describe() -> str:
     """Return all methods as text: each params key, then each name with docstring and settings."""
     parts = []
     for key, choices in METHODS.items():
         parts.append(key)
         for name, method in choices.items():
-            text = (inspect.getdoc(method) or "").strip()
+            text = _text(method)
             if used := USES.get(key, {}).get(name):
                 text += f"\n\nUses {' and '.join(used)}."
             indented = "\n".join(f"      {line}".rstrip() for line in text.splitlines())
             parts.append(f"  {name}\n{indented}")
         parts.append("")
     return "\n".join(parts).rstrip()
+
+
+def _text(method: Any) -> str:
+    return (inspect.getdoc(method) or "").strip()

@@ -10,9 +10,9 @@ from support.moments import some_moments
 from torch import Tensor
 
 from ddpm_core import rng
-from ddpm_core.diffusion.adaptive import BINS, SLOTS, Adaptive, WienerGate
+from ddpm_core.diffusion.adaptive import BINS, LEARNED, SLOTS, Adaptive, WienerGate
 from ddpm_core.diffusion.noise_levels import NoiseLevelSettings, Statistics
-from ddpm_core.diffusion.objective import ADAPTIVE_METHODS, make_noise_levels
+from ddpm_core.diffusion.objective import make_noise_levels
 from ddpm_core.diffusion.predictions import make_prediction
 from ddpm_core.diffusion.probed import PROBED, Kim, Probed
 from ddpm_core.diffusion.process import make_schedule
@@ -186,7 +186,7 @@ def test_score_of_kim_is_the_gradient_of_the_log_density() -> None:
 # State
 
 
-@pytest.mark.parametrize("method", ADAPTIVE_METHODS)
+@pytest.mark.parametrize("method", [*LEARNED, *PROBED])
 def test_resumed_method_continues_bit_by_bit(method: str) -> None:
     whole, first, second = make(method), make(method), make(method)
     steps = 2 * whole.every + 10 if isinstance(whole, Probed) else 120
@@ -198,23 +198,19 @@ def test_resumed_method_continues_bit_by_bit(method: str) -> None:
         assert torch.equal(tensor, second.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("method", ADAPTIVE_METHODS)
+@pytest.mark.parametrize("method", [*LEARNED, *PROBED])
 @pytest.mark.parametrize("timesteps", [2, 21, 1000])
 def test_tables_stay_valid_for_any_number_of_timesteps(method: str, timesteps: int) -> None:
-    schedule = make_schedule("cosine", timesteps)
-    base = make_noise_levels(
-        NoiseLevelSettings(weighting="min_snr"), schedule, make_prediction("v")
-    )
+    schedule, v = make_schedule("cosine", timesteps), make_prediction("v")
+    base = make_noise_levels(NoiseLevelSettings(weighting="min_snr"), schedule, v)
     probe = NoiseLevelSettings(
         weighting="min_snr", adaptive="variance", steps=300, batch_size=BATCH, moments=MOMENTS
     )
-    bins = (
-        make_noise_levels(probe, schedule, make_prediction("v")).state_dict()["trajectory"].shape[2]
-    )
+    bins = make_noise_levels(probe, schedule, v).state_dict()["trajectory"].shape[2]
     assert bins == min(timesteps, BINS)
     tables = torch.full((SLOTS, 2, bins), 1.5)
     settings = {**vars(probe), "adaptive": method, "tables": tables}
-    levels = make_noise_levels(NoiseLevelSettings(**settings), schedule, make_prediction("v"))
+    levels = make_noise_levels(NoiseLevelSettings(**settings), schedule, v)
     assert isinstance(levels, Adaptive)
     train(levels, 300, torch.linspace(0.1, 1.0, timesteps))
     assert torch.isfinite(levels.weights).all() and bool((levels.weights > 0).all())

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ddpm_core import rng
 from ddpm_core.diffusion import process
+from ddpm_core.diffusion.adaptive import LEARNED
 from ddpm_core.diffusion.noise_levels import NoiseLevels, NoiseLevelSettings, Statistics
-from ddpm_core.diffusion.objective import ADAPTIVE_METHODS, make_noise_levels
+from ddpm_core.diffusion.objective import make_noise_levels
 from ddpm_core.diffusion.predictions import PREDICTIONS, make_prediction
+from ddpm_core.diffusion.probed import PROBED
 from ddpm_core.diffusion.process import SCHEDULES, make_schedule
 from ddpm_core.diffusion.timestep_samplers import TIMESTEP_SAMPLERS
 from ddpm_core.diffusion.weightings import WEIGHTINGS
@@ -245,7 +247,8 @@ def test_invalid_noise_level_settings_are_reported(settings: dict[str, Any], mes
 
 
 @pytest.mark.parametrize(
-    "entry", [*WEIGHTINGS.values(), *TIMESTEP_SAMPLERS.values(), *ADAPTIVE_METHODS.values()]
+    "entry",
+    [*WEIGHTINGS.values(), *TIMESTEP_SAMPLERS.values(), *LEARNED.values(), *PROBED.values()],
 )
 def test_docstrings_have_a_formula_and_a_source(entry: object) -> None:
     assert re.search(r"(et al\.|and \w+) \(?20\d\d", entry.__doc__ or "")
