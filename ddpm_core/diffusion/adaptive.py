@@ -258,6 +258,10 @@ class Replay(Adaptive):
         if self.slot(statistics.step - 1) < slot < SLOTS:
             self.set_bins_(*self.recorded[slot])
 
+    def state_dict(self) -> dict[str, Tensor]:
+        # A resumed run follows the record that it began with, even if the file has changed.
+        return {**super().state_dict(), "recorded": self.recorded}
+
 
 def _mean(values: Tensor, mass: Tensor) -> Tensor:
     """Return the mean of the values, weighted by mass; 0 if there is no mass."""

@@ -12,13 +12,22 @@ import torch
 from torch import Tensor
 
 from ddpm_core import rng
+from ddpm_core.checkpoint import TrainingData
 from ddpm_core.config import Diffusion, Sample
 from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import UNet
 from ddpm_core.sampling.sampler import ImageSampler, in_halves
 
 NETWORK = UNetConfig(8, 1, 16, (1, 2), 1, (4,), conditioning="class", classes=3)
-DATA = {"classes": ["a", "b", "c"], "class_counts": [1, 2, 3]}
+DATA = TrainingData(
+    fingerprint="0",
+    classes=["a", "b", "c"],
+    class_counts=[1, 2, 3],
+    captions=[],
+    image_size=NETWORK.image_size,
+    channels=1,
+    source={},
+)
 
 
 @pytest.fixture(autouse=True)

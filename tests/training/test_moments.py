@@ -21,8 +21,10 @@ from ddpm_core.config import Diffusion
 from ddpm_core.config import load as params
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.diffusion.moments import Moments
+from ddpm_core.diffusion.objective import ADAPTIVE_METHODS
 from ddpm_core.diffusion.predictions import PREDICTIONS, WITH_MOMENTS, make_prediction
 from ddpm_core.diffusion.process import make_schedule
+from ddpm_core.diffusion.weightings import WEIGHTINGS
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.interop.checkpoints import import_checkpoint
 from ddpm_core.interop.diffusers import export_folder
@@ -100,6 +102,19 @@ def test_principal_components_require_enough_images(images: int, values: int, pc
     assert uses_pca(images, values) is pca
 
 
+def test_config_knows_which_noise_levels_use_moments() -> None:
+    def measures(given: str) -> bool:
+        return params.load(None, [given]).measures_moments
+
+    weightings = {w for w in WEIGHTINGS if measures(f"train.loss.weighting={w}")}
+    adaptive = {
+        method
+        for method in ADAPTIVE_METHODS
+        if method != "replay" and measures(f"train.timesteps.adaptive={method}")
+    }
+    assert (weightings, adaptive) == ({"edm"}, {"wiener_gate"})
+
+
 def test_config_knows_which_predictions_use_moments() -> None:
     used = {name for name in PREDICTIONS if Diffusion(prediction=name).uses_moments}
     assert used == set(WITH_MOMENTS)
@@ -165,6 +180,27 @@ def test_resuming_reads_the_moments_of_the_snapshot(prepared: Path) -> None:
     seal(snapshot(folder, 8))
     ddpm(folder, "train")
     assert torch.equal(load_file(snapshot(folder) / MOMENTS)["mean"], changed["mean"])
+
+
+@pytest.mark.parametrize(
+    "chosen", ["train.loss.weighting=edm", "train.timesteps.adaptive=wiener_gate"]
+)
+def test_noise_levels_measure_moments_once(prepared: Path, chosen: str) -> None:
+    """A resumed run reads them from its snapshot; a network that draws with v needs none."""
+    folder = new_run(prepared, chosen.rpartition("=")[2], WIENER)
+    given = settings("diffusion.prediction=v", "train.snapshot_every=4", chosen)
+    ddpm(folder, "train", *given)
+    before = bits(final(folder, 12))
+    file = snapshot(folder, 8) / MOMENTS
+    measured = load_file(file)
+    data = open_dataset(Workspace.open(str(folder / "workspace")))
+    assert torch.equal(measured["mean"], measure(data, flip=False).mean)
+    ddpm(folder, "train", *given, "--from-step", "8")
+    assert bits(final(folder, 12)) == before
+    assert all(torch.equal(load_file(snapshot(folder) / MOMENTS)[n], measured[n]) for n in measured)
+    checkpoint = Checkpoint.open(snapshot(folder))
+    assert load_moments(checkpoint) is None
+    assert MOMENTS not in checkpoint.used_files("auto")
 
 
 def test_two_workers_share_the_moments_of_one(prepared: Path, whole: Path) -> None:
