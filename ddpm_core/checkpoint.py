@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 SETTINGS = "config.json"
 WEIGHTS = "model.safetensors"
-
+MOMENTS = "moments.safetensors"  # of the training images, if the prediction uses them
+GUIDE = "guide.safetensors"  # in a registered model: the weights of its guide (sample.guide)
 
 # Sections without which a network has no meaning. Keys that another version of ddpm added to other
 # sections are ignored; unknown keys in these are an error.
@@ -85,7 +86,10 @@ def ema_name(decay: float) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with weights and settings whose checksums match."""
+    """A folder with weights and settings whose checksums match.
+
+    `guide` is the earlier checkpoint that guidance leads away from (sample.guide), if there is one.
+    """
 
     folder: Path
     step: int
@@ -94,6 +98,7 @@ class Checkpoint:
     training_data: TrainingData
     train_fingerprint: str
     checksums: dict[str, str]
+    guide: Checkpoint | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -154,14 +159,21 @@ class Checkpoint:
         """Return the SHA-256 of a weights file; `ema` is as in `weights_name`."""
         return self.checksums[self.weights_name(ema)]
 
+    def used_files(self, ema: float | str) -> list[str]:
+        """Return the names of the files, besides the settings, that drawing images requires."""
+        return [self.weights_name(ema), *([MOMENTS] * self.params.diffusion.uses_moments)]
+
     def load(self, ema: float | str, device: torch.device) -> UNet:
         """Return the network with its weights, in eval mode and without gradients.
 
         `ema` is as in `weights_name`. Raises Corrupt if weights and settings do not match.
         """
+        return self.load_file(self.weights_name(ema), device)
+
+    def load_file(self, name: str, device: torch.device) -> UNet:
+        """Return the network with the weights of a file, as `load` does."""
         from ddpm_core.models.unet import UNet
 
-        name = self.weights_name(ema)
         tensors = read_tensors(self.folder / name)
         must_fit(self.network, tensors, f"{self.folder.name}/{name}")
         model = UNet(self.network)
@@ -314,7 +326,7 @@ def look_at_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
 
 
 def check_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str) -> None:
-    """Raise Corrupt unless the file that `load(ema)` reads has its checksum.
+    """Raise Corrupt unless the files that drawing with `ema` reads have their checksums.
 
     Of the other files only the sizes are checked: a checkpoint that is sampled may be registered
     later, which requires all of them.
@@ -322,22 +334,23 @@ def check_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str
     key = snapshot_key(checkpoint.step)
     if damage := workspace.damage(key):
         raise Corrupt(damage)
-    name = checkpoint.weights_name(ema)
-    if workspace.storage.checksum(f"{key}/{name}") != checkpoint.checksums[name]:
-        raise Corrupt(f"{key}/{name} was changed or damaged: its checksum does not match.")
+    for name in checkpoint.used_files(ema):
+        if workspace.storage.checksum(f"{key}/{name}") != checkpoint.checksums.get(name):
+            raise Corrupt(f"{key}/{name} was changed or damaged: its checksum does not match.")
 
 
 def fetch_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str) -> Checkpoint:
-    """Download the weights that `load(ema)` reads; return the checkpoint with the local folder.
+    """Download what drawing with `ema` reads; return the checkpoint with the local folder.
 
     `checkpoint` comes from `look_at_checkpoint`. No other file of it is downloaded. Raises Corrupt
     if the weights were changed.
     """
     check_weights(workspace, checkpoint, ema)
-    name = checkpoint.weights_name(ema)
-    folder = workspace.path(f"{snapshot_key(checkpoint.step)}/{name}").parent
-    inside(folder, name)
-    return replace(checkpoint, folder=folder)
+    for name in checkpoint.used_files(ema):
+        folder = workspace.path(f"{snapshot_key(checkpoint.step)}/{name}").parent
+        inside(folder, name)
+    guide = checkpoint.guide and fetch_weights(workspace, checkpoint.guide, ema)
+    return replace(checkpoint, folder=folder, guide=guide)
 
 
 def must_be_there(workspace: Workspace, step: int) -> None:

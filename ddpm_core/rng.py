@@ -42,6 +42,7 @@ class Purpose(StrEnum):
     SAMPLE = "sample"
     SAMPLE_CONDITION = "sample condition"
     EVALUATE = "evaluate"
+    PROBE = "probe"
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ class Evidence(Record):
     weights: str = ""
     samples: str | None = None  # fingerprint of the samples
     train: str = ""  # fingerprint of the training
+    guide: dict[str, Any] | None = None  # step and weights of the network that guided the sampling
 
 
 class Memorisation(Record):

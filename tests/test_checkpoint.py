@@ -57,7 +57,7 @@ def test_unknown_settings_without_effect_are_ignored(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda s: s["params"]["train"]["optimizer"].update(eps=1e-8), "train.optimizer.eps"),
-        (lambda s: s["params"]["sample"].update(sampler="heun"), "sample.sampler: got 'heun'"),
+        (lambda s: s["params"]["sample"].update(sampler="unipc"), "sample.sampler: got 'unipc'"),
         (lambda s: s["network"].update(norm="rms"), "norm"),
     ],
 )

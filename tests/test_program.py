@@ -159,8 +159,16 @@ def test_status_shows_what_is_stale_and_why(tmp_path: Path) -> None:
     )
 
 
-def test_methods_are_listed_with_formula_and_source(tmp_path: Path) -> None:
-    output = ddpm(tmp_path, "methods")
+def test_methods_are_listed_with_one_line_each(tmp_path: Path) -> None:
+    lines = ddpm(tmp_path, "methods").splitlines()
+    line = "  min_snr  Weight the error of x0 by min(SNR, gamma), gamma = 5 by default."
+    assert lines.index(line) > lines.index("train.loss.weighting")
+    assert max(map(len, lines)) <= 120 and not any("Hang et al." in text for text in lines)
+    assert lines[-1].endswith("ddpm methods -v")
+
+
+def test_methods_have_formula_source_and_settings(tmp_path: Path) -> None:
+    output = ddpm(tmp_path, "methods", "--verbose")
     for name in ("train.loss.weighting", "min_snr", "cosine", "dpmpp", "quadratic_official"):
         assert name in output
     for name in ("train.loss.kind", "huber", "adamw", "Uses train.loss.gamma and train.loss.k."):

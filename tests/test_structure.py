@@ -126,3 +126,12 @@ def test_documents_name_existing_files() -> None:
         paths = set(named.findall(document.read_text(encoding="utf-8")))
         missing = sorted(path for path in paths if not (ROOT / path).exists())
         assert not missing, f"{document.name} names {missing}"
+
+
+def test_extending_names_existing_files() -> None:
+    """Its paths are in ddpm_core/, or begin with another folder."""
+    text = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`([\w./]+(?:\.py|/))`", text))
+    assert {"cli/__init__.py", "presets/", "tests/test_structure.py"} <= paths
+    missing = sorted(p for p in paths if not any((base / p).exists() for base in (LIBRARY, ROOT)))
+    assert not missing

@@ -223,11 +223,15 @@ def params(
 
 
 @verb
-def methods() -> None:
-    """List the selectable methods with formula and source."""
-    from ddpm_core.training.methods import describe
+def methods(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Add formula, source and settings.")
+    ] = False,
+) -> None:
+    """List the selectable methods, one line each."""
+    from ddpm_core.training.methods import describe, overview
 
-    typer.echo(describe())
+    typer.echo(describe() if verbose else overview())
 
 
 @verb

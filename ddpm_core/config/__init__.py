@@ -71,6 +71,16 @@ class Config(Section):
     )  # `register` is a method of ABC classes
     tracking: Tracking = Tracking()
 
+    @property
+    def measures_moments(self) -> bool:
+        """Return whether training uses the mean and covariance of the images.
+
+        Drawing uses them only if the prediction does (`Diffusion.uses_moments`).
+        """
+        train = self.train
+        by_levels = train.loss.weighting == "edm" or train.timesteps.adaptive == "wiener_gate"
+        return self.diffusion.uses_moments or by_levels
+
     @model_validator(mode="before")
     @classmethod
     def _choose_attention(cls, given: Any) -> Any:
@@ -90,7 +100,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self, info: ValidationInfo) -> Self:
-        problems = self._network_problems() + self._path_problems()
+        problems = self._network_problems() + self._path_problems() + self._training_problems()
         # A trained checkpoint knows by itself what it can draw (sampling.plan.must_suit).
         if not (info.context or {}).get("trained"):
             problems += self._sampling_problems()
@@ -123,6 +133,7 @@ class Config(Section):
         # The homes of the workspace and the source are checked where they are opened.
         paths = {
             "train.init": self.train.init or "",
+            "train.timesteps.tables": self.train.timesteps.tables or "",
             "evaluate.inception_weights": self.evaluate.inception_weights or "",
             "tracking.uri": self.tracking.uri.removeprefix("sqlite:///").removeprefix("file://"),
         }
@@ -132,12 +143,40 @@ class Config(Section):
                 problems.append(Problem(name, got(path), expected, "write the path without ~"))
         return problems
 
+    def _training_problems(self) -> list[Problem]:
+        adaptive = self.train.timesteps.adaptive
+        if adaptive != "held_out" or self.prepare.holdout > 0:
+            return []
+        expected = "requires held-out images"
+        hint, involves = "use a prepare.holdout above 0", ("prepare.holdout",)
+        path = "train.timesteps.adaptive"
+        return [Problem(path, got(adaptive), expected, hint, involves=involves)]
+
     def _sampling_problems(self) -> list[Problem]:
         sample, train = self.sample, self.train
         problems = sample.problems(
             self.model.conditioning, self.diffusion.timesteps, train.label_drop
         )
+        problems += self._guide_problems()
         if isinstance(sample.ema, float) and sample.ema not in train.ema:
             expected, involves = f"must be one of train.ema, {list(train.ema)}", ("train.ema",)
             problems.append(Problem("sample.ema", got(sample.ema), expected, involves=involves))
         return problems
+
+    def _guide_problems(self) -> list[Problem]:
+        """Return why no checkpoint of the run can have the guide, if that is known already."""
+        guide, chosen = self.sample.guide, self.sample.checkpoints
+        every = self.train.milestone_every
+        if guide is None:
+            return []
+        earliest = every if guide == "auto" else guide
+        first = min(chosen) if isinstance(chosen, tuple) else self.train.steps
+        if earliest < first:
+            return []
+        settings = {"train.milestone_every": every, "train.steps": self.train.steps}
+        involves = (*settings, "sample.checkpoints")
+        given = ", ".join(f"{name} {value}" for name, value in settings.items())
+        expected = f"requires a milestone before step {first}, but there is none with {given}"
+        if guide != "auto":
+            expected = f"must be below {first}, a step that is sampled"
+        return [Problem("sample.guide", got(guide), expected, involves=involves)]

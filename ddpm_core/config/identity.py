@@ -25,24 +25,40 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
         "uniform": (),
         "min_snr": ("train.loss.gamma",),
         "p2": ("train.loss.gamma", "train.loss.k"),
+        "debias": (),
+        "edm": (),
+    },
+    "train.timesteps.adaptive": {
+        "none": (),
+        "loss_second_moment": (),
+        "uncertainty": (),
+        "variance": ("train.steps",),
+        "wiener_gate": ("train.steps",),
+        "paired_progress": (),
+        "held_out": (),
+        "kim": (),
+        "replay": ("train.steps", "train.timesteps.tables", "train.timesteps.order"),
     },
     "train.optimizer.schedule": {"constant": (), "cosine": ("train.steps",)},
     "sample.sampler": {
         "ddpm": ("sample.spacing", "sample.variance"),
         "ddim": ("sample.spacing", "sample.eta"),
         "dpmpp": (),
+        "heun": (),
     },
 }
 
 
 def relevant(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings, by dotted name, that the selected methods use."""
+    used: set[str] = set()
     unused: set[str] = set()
     for selector, methods in USES.items():
         method = settings.get(selector)
         if isinstance(method, str) and method in methods:
-            unused |= {name for names in methods.values() for name in names} - {*methods[method]}
-    return {name: value for name, value in settings.items() if name not in unused}
+            used |= {*methods[method]}
+            unused |= {name for names in methods.values() for name in names}
+    return {name: value for name, value in settings.items() if name in used or name not in unused}
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

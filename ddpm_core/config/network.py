@@ -88,13 +88,31 @@ class Diffusion(Section):
     timesteps: Annotated[int, Field(ge=2, le=100_000)] = Field(
         1000, description="number of noise levels"
     )
-    prediction: Literal["noise", "x0", "v"] = Field("v", description="what the network predicts")
+    prediction: Literal["noise", "x0", "v", "edm", "wiener"] = Field(
+        "v", description="what the network predicts; edm and wiener use moments of the images"
+    )
+    zero_terminal_snr: bool = Field(
+        False, description="rescale the schedule so that the last timestep is pure noise"
+    )
+
+    @property
+    def uses_moments(self) -> bool:
+        """Return whether the prediction depends on the mean and covariance of the images."""
+        return self.prediction in ("edm", "wiener")
 
     @model_validator(mode="after")
-    def _check_linear_schedule(self) -> Self:
+    def _check_combinations(self) -> Self:
+        problems = []
         if self.schedule == "linear" and self.timesteps <= 20:
             # Its betas are rescaled and go up to 0.02 x 1000 / timesteps, which must stay below 1.
             expected, hint = "must be more than 20 with schedule linear", "or use schedule cosine"
             given, involves = got(self.timesteps), ("schedule",)
-            raise Invalid([Problem("timesteps", given, expected, hint, involves=involves)])
+            problems.append(Problem("timesteps", given, expected, hint, involves=involves))
+        if self.zero_terminal_snr and self.prediction == "noise":
+            # At the last timestep the noise is the input, so predicting it says nothing about x0.
+            expected = "must be v, x0, edm or wiener with zero_terminal_snr"
+            given, involves = got(self.prediction), ("zero_terminal_snr",)
+            problems.append(Problem("prediction", given, expected, involves=involves))
+        if problems:
+            raise Invalid(problems)
         return self

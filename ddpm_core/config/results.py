@@ -26,7 +26,7 @@ from ddpm_core.errors import Invalid, Problem, got
 
 EXTRACTORS = "-extractors"  # appended to tracking.experiment: the experiment with the extractors
 
-SamplerName = Literal["ddpm", "ddim", "dpmpp"]
+SamplerName = Literal["ddpm", "ddim", "dpmpp", "heun"]
 
 # Settings of `sample` that do not belong to the sampler: which images to draw, how many, and how
 # they are split, computed and stored. Scores and images with different values of any other setting
@@ -42,6 +42,8 @@ _NOT_OF_SAMPLER = {
     "compile",
 }
 
+Sigma = Annotated[float, Field(ge=0.0)]
+
 
 class Sample(Section):
     """Which checkpoints are sampled, how many images, by which sampler."""
@@ -55,7 +57,9 @@ class Sample(Section):
     )
     batch_size: Batch = Field(250, description="images drawn at the same time")
     sampler: SamplerName = Field("dpmpp", description="how noise becomes an image")
-    steps: Steps = Field(20, description="evaluations of the network per image")
+    steps: Steps = Field(
+        20, description="updates per image, with one evaluation of the network each; heun: two"
+    )
     spacing: Literal["uniform", "quadratic", "quadratic_official"] = Field(
         "uniform", description="which timesteps ddpm and ddim use"
     )
@@ -65,7 +69,17 @@ class Sample(Section):
         description="posterior variance of DDPM; auto: large if every timestep is used, else small",
     )
     guidance: Annotated[float, Field(ge=0.0)] = Field(
-        1.0, description="scale of classifier-free guidance; 1: none"
+        1.0, description="scale of guidance; 1: none. Away from no class or text, or from `guide`"
+    )
+    guide: Auto | Steps | None = Field(
+        None,
+        description="guide away from an earlier checkpoint of the run: its step, or auto, the "
+        "milestone nearest to a quarter of the step sampled",
+    )
+    guidance_interval: Annotated[tuple[Sigma, Sigma], BeforeValidator(as_tuple)] | None = Field(
+        None,
+        description="guide only at noise of a standard deviation from low to high, as in "
+        "[0.3, 3], if that of the images is about 0.5; null: everywhere",
     )
     classes: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] | None = Field(
         None, description="class names to draw in turn; null: as frequent as in training"
@@ -83,6 +97,24 @@ class Sample(Section):
         1, description="parts that can be drawn separately: ddpm sample --shard 0/4"
     )
     png: bool = Field(False, description="also write one PNG file per image")
+
+    @model_validator(mode="after")
+    def _check_guidance(self) -> Self:
+        interval, problems = self.guidance_interval, []
+        if interval is not None and interval[0] >= interval[1]:
+            expected = "must be [low, high] with low < high"
+            problems.append(Problem("guidance_interval", got(list(interval)), expected))
+        if self.guide is not None and self.guidance == 1.0:
+            expected, involves = "must not be 1 with a guide, because 1 has no effect", ("guide",)
+            problems.append(Problem("guidance", got(self.guidance), expected, involves=involves))
+        if problems:
+            raise Invalid(problems)
+        return self
+
+    @property
+    def evaluations(self) -> int:
+        """Return how often the network is evaluated for an image, at most."""
+        return 2 * self.steps - 1 if self.sampler == "heun" else self.steps
 
     def of_sampler(self) -> dict[str, Any]:
         """Return the settings that the chosen sampler uses, as plain data."""
@@ -107,9 +139,10 @@ class Sample(Section):
                 path, expected = f"sample.{name}", f"requires model.conditioning {kind}"
                 hint = f"it is {conditioning}"
                 problems.append(Problem(path, got(list(given)), expected, hint, involves=involves))
-        # Guidance extrapolates from the unconditional to the conditional prediction. So the network
-        # must have been trained with a condition, and sometimes without.
-        if self.guidance != 1.0 and label_drop is not None:
+        # With `guide`, every network can be guided. Without it, guidance extrapolates from the
+        # unconditional to the conditional prediction. So the network must have been trained with a
+        # condition, and sometimes without.
+        if self.guidance != 1.0 and self.guide is None and label_drop is not None:
             setting = "model.conditioning" if conditioning == "none" else "train.label_drop"
             if conditioning == "none" or label_drop == 0.0:
                 value = "none" if conditioning == "none" else "0"

@@ -51,7 +51,7 @@ class Loss(Section):
     """The loss that training minimizes."""
 
     kind: Literal["l2", "huber"] = Field("l2", description="distance between prediction and target")
-    weighting: Literal["uniform", "min_snr", "p2"] = Field(
+    weighting: Literal["uniform", "min_snr", "p2", "debias", "edm"] = Field(
         "min_snr", description="weight of each noise level"
     )
     gamma: Annotated[float, Field(gt=0.0)] | None = Field(
@@ -63,7 +63,33 @@ class Loss(Section):
 class Timesteps(Section):
     """The noise levels of a batch."""
 
-    sampler: Literal["uniform"] = Field("uniform", description="distribution of the noise levels")
+    sampler: Literal["uniform", "log_normal", "laplace", "speed"] = Field(
+        "uniform", description="distribution of the noise levels"
+    )
+    adaptive: Literal[
+        "none",
+        "loss_second_moment",
+        "uncertainty",
+        "variance",
+        "wiener_gate",
+        "paired_progress",
+        "held_out",
+        "kim",
+        "replay",
+    ] = Field("none", description="method that learns the noise levels or their weights")
+    tables: str | None = Field(
+        None, description="noise_levels.safetensors in a snapshot of another run, for replay"
+    )
+    order: Literal["recorded", "reversed", "last", "mean"] = Field(
+        "recorded", description="how replay reads the tables"
+    )
+
+    @model_validator(mode="after")
+    def _check_tables(self) -> Self:
+        if self.adaptive == "replay" and self.tables is None:
+            expected, involves = "required by adaptive replay", ("adaptive",)
+            raise Invalid([Problem("tables", "missing", expected, involves=involves)])
+        return self
 
 
 class Train(Section):

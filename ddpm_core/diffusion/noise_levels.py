@@ -1,9 +1,8 @@
-"""The timesteps that training draws and the weight of each in the loss.
+"""The timesteps that training draws, and the weight of each in the loss.
 
-Every weighting is defined on the squared error of x0, whatever the network predicts. The squared
-error of a noise prediction is SNR times as large, and that of a v prediction SNR + 1 times, so the
-weight is divided by that factor. To add a weighting or a sampler of timesteps, add a function to
-WEIGHTINGS or TIMESTEP_SAMPLERS.
+A static choice of sampler (timestep_samplers.py) and weighting (weightings.py) gives two tables:
+the probability of each timestep and its weight. A learning method (adaptive.py) starts from those
+tables and changes them during training.
 """
 
 from __future__ import annotations
@@ -15,28 +14,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ddpm_core.diffusion.process import PREDICTIONS, Prediction, Schedule, lookup
+from ddpm_core.diffusion.moments import Moments
+from ddpm_core.diffusion.process import Schedule
 
-# Outside this range a ratio of SNRs can be 0/0 or inf/inf in float64. No schedule comes near it.
+# Outside this range a ratio of SNRs can be 0/0 or inf/inf in float64. Only a last timestep of pure
+# noise is outside of it.
 _SNR_RANGE = (1e-20, 1e20)
 # Probabilities are summed as multiples of 2^-40, which represent a float32 of 1e-5 or more exactly.
 _FRACTION_BITS = 40
 
+# Maps places in the global batch, int64 (b,), to uniform numbers in [0, 1), float32 (b,).
+Uniform = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True, eq=False)
-class Statistics:
-    """The timesteps and errors of the global batch of one training step.
-
-    Attributes:
-        t: int64 (B,).
-        error: float32 (B,), each sample's unweighted loss (see LOSSES).
-    """
-
-    t: Tensor
-    error: Tensor
-
-
-@dataclass(frozen=True)
 class NoiseLevelSettings:
     """How to draw and weight timesteps.
 
@@ -45,22 +36,76 @@ class NoiseLevelSettings:
         weighting: A name of WEIGHTINGS.
         gamma: The bound of min_snr (default 5) or the power of p2 (default 1), above 0.
         k: The offset of p2, above 0.
+        adaptive: A name of ADAPTIVE_METHODS.
+        steps: Steps of the whole run; used by adaptive methods.
+        batch_size: Images per step over all workers; used by adaptive methods.
+        moments: Of the training images; required by `wiener_gate` and by weighting `edm`.
+        tables: The trajectory that `replay` follows, float32 (SLOTS, 2, K) of adaptive.Adaptive.
+        order: How `replay` reads it: recorded, reversed, last or mean.
     """
 
     sampler: str = "uniform"
     weighting: str = "uniform"
     gamma: float | None = None
     k: float = 1.0
+    adaptive: str = "none"
+    steps: int = 1
+    batch_size: int = 1
+    moments: Moments | None = None
+    tables: Tensor | None = None
+    order: str = "recorded"
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What a weighting or an adaptive method may depend on.
+
+    Attributes:
+        settings: The settings of the run.
+        snr: Signal-to-noise ratio of each timestep, float64 (T,), finite and above 0.
+        error: Squared error of the network's output per unit of squared error of x0, float64 (T,).
+    """
+
+    settings: NoiseLevelSettings
+    snr: Tensor
+    error: Tensor
+
+    @property
+    def moments(self) -> Moments:
+        """The moments of the training images. Raises ValueError if unset."""
+        if self.settings.moments is None:
+            raise ValueError("moments: missing (required by wiener_gate and weighting edm).")
+        return self.settings.moments
+
+
+def finite_snr(schedule: Schedule) -> Tensor:
+    """Return the signal-to-noise ratio of each timestep, float64 (T,), finite and above 0."""
+    return schedule.snr.clamp(*_SNR_RANGE)
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """The timesteps and errors of the global batch of one training step.
+
+    Attributes:
+        step: The number of the step, from 1.
+        t: int64 (B,).
+        error: float32 (B,), each sample's unweighted loss (see LOSSES).
+    """
+
+    step: int
+    t: Tensor
+    error: Tensor
 
 
 class NoiseLevels:
     """The probability and the weight of each timestep.
 
-    The tables are constant, unless a subclass sets `adaptive`. An adaptive subclass changes them in
-    `update` by `set_tables_`, from the statistics alone: those are equal on every worker, so the
-    tables stay equal. Any other state it has belongs in its `state_dict`, which every snapshot
-    saves. Tables are changed in place, never replaced, so that a captured CUDA graph sees the
-    change.
+    The tables are constant, unless a subclass sets `adaptive`. An adaptive subclass changes them by
+    `set_tables_` in `update`, which is a function of the statistics alone: those are equal on every
+    worker, so the tables stay equal. Any other state it has belongs in its `state_dict`, which
+    every snapshot saves. Tables are changed in place, never replaced, so that a captured CUDA graph
+    sees the change.
     """
 
     adaptive: ClassVar[bool] = False  # True: training calls `update` after every step
@@ -76,8 +121,11 @@ class NoiseLevels:
         self.weights = weight.to(torch.float32)
         self._cumulative = _cumulative(self.probability)
 
-    def draw(self, uniforms: Tensor) -> Tensor:
-        """Draw timesteps, int64 (B,), from uniform numbers (B,) in [0, 1), by the inverse CDF."""
+    def draw(self, uniform: Uniform, index: Tensor) -> Tensor:
+        """Draw timesteps for places `index` in the global batch: int64 (b,), by the inverse CDF."""
+        return self._inverse(uniform(index))
+
+    def _inverse(self, uniforms: Tensor) -> Tensor:
         t = torch.searchsorted(self._cumulative, uniforms, right=True)
         return t.clamp(max=len(self._cumulative) - 1)
 
@@ -117,72 +165,20 @@ class NoiseLevels:
         return self
 
 
-def make_noise_levels(
-    settings: NoiseLevelSettings, schedule: Schedule, prediction: str
-) -> NoiseLevels:
-    """Return the noise levels of a process for a network with a prediction of PREDICTIONS.
+class PairedLevels(NoiseLevels):
+    """Noise levels whose samples come in pairs: the second of a pair gets the dual of the first.
 
-    Raises:
-        ValueError: A name is unknown or a number is out of range.
+    `dual` maps a timestep to its dual, int64 (T,).
     """
-    for name, number in (("gamma", settings.gamma), ("k", settings.k)):
-        if number is not None and not 0.0 < number < float("inf"):
-            raise ValueError(f"{name}: got {number}; must be a finite number above 0.")
-    predicted = lookup(PREDICTIONS, prediction, "prediction")
-    weigh = lookup(WEIGHTINGS, settings.weighting, "weighting")
-    snr = schedule.snr.clamp(*_SNR_RANGE)
-    weight = weigh(snr, predicted, settings) / predicted.error(snr)
-    make = lookup(TIMESTEP_SAMPLERS, settings.sampler, "timesteps.sampler")
-    return make(schedule, weight, settings)
 
+    def __init__(self, probability: Tensor, weight: Tensor, dual: Tensor) -> None:
+        super().__init__(probability, weight)
+        self.dual = dual
 
-# Maps the SNR of every timestep, float64 (T,), to its weight on the squared error of x0, (T,).
-Weighting = Callable[[Tensor, type[Prediction], NoiseLevelSettings], Tensor]
-
-
-def uniform_weight(
-    snr: Tensor, prediction: type[Prediction], settings: NoiseLevelSettings
-) -> Tensor:
-    """Weight the error of the network's own prediction by 1: L_simple of Ho et al. (2020), eq. 14.
-
-    On the error of x0 that is SNR for noise, 1 for x0 and SNR + 1 for v: three different
-    objectives.
-    """
-    return prediction.error(snr)
-
-
-def min_snr(snr: Tensor, prediction: type[Prediction], settings: NoiseLevelSettings) -> Tensor:
-    """Weight the error of x0 by min(SNR, gamma), gamma = 5 by default.
-
-    One objective for all predictions: on the network's own error this is min(SNR, gamma) / SNR for
-    noise and min(SNR, gamma) / (SNR + 1) for v. Hang et al. (2023), "Efficient diffusion
-    training via Min-SNR weighting strategy", section 3.4.
-    """
-    return snr.clamp(max=5.0 if settings.gamma is None else settings.gamma)
-
-
-def p2(snr: Tensor, prediction: type[Prediction], settings: NoiseLevelSettings) -> Tensor:
-    """Weight the error of x0 by SNR / (k + SNR)^gamma, k = 1 and gamma = 1 by default.
-
-    On the error of a noise prediction this is 1 / (k + SNR)^gamma. Choi et al. (2022),
-    "Perception prioritized training of diffusion models", eq. 8.
-    """
-    return snr / (settings.k + snr) ** (1.0 if settings.gamma is None else settings.gamma)
-
-
-WEIGHTINGS: dict[str, Weighting] = {"uniform": uniform_weight, "min_snr": min_snr, "p2": p2}
-
-
-def uniform_timesteps(
-    schedule: Schedule, weight: Tensor, settings: NoiseLevelSettings
-) -> NoiseLevels:
-    """Draw every timestep with p(t) = 1 / T (Ho et al. 2020, algorithm 1)."""
-    return NoiseLevels(torch.full_like(schedule.betas, 1.0 / schedule.timesteps), weight)
-
-
-# Maps a process and its weights on the network's own error, float64 (T,), to noise levels.
-MakeLevels = Callable[[Schedule, Tensor, NoiseLevelSettings], NoiseLevels]
-TIMESTEP_SAMPLERS: dict[str, MakeLevels] = {"uniform": uniform_timesteps}
+    def draw(self, uniform: Uniform, index: Tensor) -> Tensor:
+        # Both samples of a pair use the number of the pair, whichever workers they are on.
+        t = self._inverse(uniform(index // 2))
+        return torch.where(index % 2 == 0, t, self.dual[t])
 
 
 def _cumulative(probability: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The diffusion process: schedules, the forward process q, predictions and the posterior.
+"""The diffusion process: schedules, the forward process q and the posterior.
 
     x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise
 
@@ -13,14 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 # Lower bound of the divisors sqrt(alpha_bar) and sqrt(1 - alpha_bar), so that dividing by an exact
 # zero gives a finite number, which clipping can bound. The schedules here stay above 5e-7.
-_SMALLEST = 1e-10
+SMALLEST = 1e-10
 T = TypeVar("T")
 
 
@@ -35,7 +35,8 @@ class Schedule:
         alphas_bar: Products of alphas up to t, the image's share of the variance.
         alphas_bar_prev: alphas_bar of the previous timestep; starts with 1, the clean image.
         snr: Signal-to-noise ratio, alpha_bar / (1 - alpha_bar).
-        noise_to_signal: 1 / sqrt(snr), the standard deviation of the noise if x0 has scale 1.
+        noise_to_signal: 1 / sqrt(snr), the standard deviation of the noise if x0 has scale 1;
+            infinite at the last timestep with zero terminal SNR.
         posterior_variance: Variance of q(x_{t-1} | x_t, x0) (Ho et al. 2020, eq. 7); 0 at t = 0.
     """
 
@@ -54,8 +55,11 @@ class Schedule:
         return len(self.betas)
 
 
-def make_schedule(name: str, timesteps: int) -> Schedule:
+def make_schedule(name: str, timesteps: int, zero_terminal_snr: bool = False) -> Schedule:
     """Return the tables of SCHEDULES[name] with T = `timesteps`.
+
+    Args:
+        zero_terminal_snr: Whether to rescale the schedule (see `without_terminal_signal`).
 
     Raises:
         ValueError: The name is unknown, or the schedule is not defined for so few timesteps.
@@ -63,13 +67,15 @@ def make_schedule(name: str, timesteps: int) -> Schedule:
     if timesteps < 2:
         raise ValueError(f"timesteps: got {timesteps}; must be at least 2.")
     betas = lookup(SCHEDULES, name, "schedule")(timesteps)
-    alphas = 1.0 - betas
-    alphas_bar = alphas.cumprod(0)
+    alphas_bar = (1.0 - betas).cumprod(0)
+    if zero_terminal_snr:
+        alphas_bar = without_terminal_signal(alphas_bar)
     alphas_bar_prev = torch.cat((torch.ones_like(alphas_bar[:1]), alphas_bar[:-1]))
+    alphas = alphas_bar / alphas_bar_prev if zero_terminal_snr else 1.0 - betas
     snr = alphas_bar / (1.0 - alphas_bar)
     return Schedule(
         name=name,
-        betas=betas,
+        betas=1.0 - alphas if zero_terminal_snr else betas,
         alphas=alphas,
         alphas_bar=alphas_bar,
         alphas_bar_prev=alphas_bar_prev,
@@ -77,6 +83,17 @@ def make_schedule(name: str, timesteps: int) -> Schedule:
         noise_to_signal=snr.rsqrt(),
         posterior_variance=posterior_variance(alphas_bar, alphas_bar_prev),
     )
+
+
+def without_terminal_signal(alphas_bar: Tensor) -> Tensor:
+    """Return sqrt(alpha_bar) - sqrt(alpha_bar_T), rescaled to its first value and squared, (T,).
+
+    So x_T is pure noise, as sampling starts from. With other schedules x_T still shows the mean of
+    the image, which sampling never sees. Lin et al. (2024), "Common diffusion noise schedules and
+    sample steps are flawed", algorithm 1.
+    """
+    signal = alphas_bar.sqrt()
+    return ((signal - signal[-1]) * (signal[0] / (signal[0] - signal[-1]))).square()
 
 
 def linear(timesteps: int) -> Tensor:
@@ -110,101 +127,8 @@ SCHEDULES: dict[str, Callable[[int], Tensor]] = {"linear": linear, "cosine": cos
 
 def q_sample(x0: Tensor, noise: Tensor, alpha_bar: Tensor) -> Tensor:
     """Return x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise (Ho et al. 2020, eq. 4)."""
-    signal, sigma = _scales(alpha_bar, x0)
+    signal, sigma = scales(alpha_bar, x0)
     return signal * x0 + sigma * noise
-
-
-class Prediction(Protocol):
-    """What a network predicts. `signal` is sqrt(alpha_bar), `sigma` is sqrt(1 - alpha_bar)."""
-
-    @staticmethod
-    def target(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        """Return the correct output for x_t = signal x0 + sigma noise."""
-
-    @staticmethod
-    def to_x0(output: Tensor, x: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        """Return the x0 that an output implies for x = x_t."""
-
-    @staticmethod
-    def error(snr: Tensor) -> Tensor:
-        """Return the squared error of the output per unit of squared error of x0, for SNRs (T,)."""
-
-
-class NoisePrediction:
-    """Predict the noise: x0 = (x - sqrt(1 - alpha_bar) out) / sqrt(alpha_bar).
-
-    Ho et al. (2020), eq. 15. Its squared error is SNR times that of x0.
-    """
-
-    @staticmethod
-    def target(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return noise
-
-    @staticmethod
-    def to_x0(output: Tensor, x: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return (x - sigma * output) / signal.clamp(min=_SMALLEST)
-
-    @staticmethod
-    def error(snr: Tensor) -> Tensor:
-        return snr
-
-
-class X0Prediction:
-    """Predict the clean image: x0 = out (Ho et al. 2020, section 3.2)."""
-
-    @staticmethod
-    def target(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return x0
-
-    @staticmethod
-    def to_x0(output: Tensor, x: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return output
-
-    @staticmethod
-    def error(snr: Tensor) -> Tensor:
-        return torch.ones_like(snr)
-
-
-class VPrediction:
-    """Predict the velocity v = sqrt(alpha_bar) noise - sqrt(1 - alpha_bar) x0.
-
-    x0 = sqrt(alpha_bar) x - sqrt(1 - alpha_bar) out. Salimans and Ho (2022), "Progressive
-    distillation", appendix D. Its squared error is SNR + 1 times that of x0.
-    """
-
-    @staticmethod
-    def target(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return signal * noise - sigma * x0
-
-    @staticmethod
-    def to_x0(output: Tensor, x: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return signal * x - sigma * output
-
-    @staticmethod
-    def error(snr: Tensor) -> Tensor:
-        return snr + 1.0
-
-
-PREDICTIONS: dict[str, type[Prediction]] = {
-    "noise": NoisePrediction,
-    "x0": X0Prediction,
-    "v": VPrediction,
-}
-
-
-def target(prediction: str, x0: Tensor, noise: Tensor, alpha_bar: Tensor) -> Tensor:
-    """Return the correct output of PREDICTIONS[prediction] for q_sample(x0, noise, alpha_bar)."""
-    rule = lookup(PREDICTIONS, prediction, "prediction")
-    return rule.target(x0, noise, *_scales(alpha_bar, x0))
-
-
-def to_x0(
-    prediction: str, output: Tensor, x: Tensor, alpha_bar: Tensor, clip: bool = False
-) -> Tensor:
-    """Return the x0 that a network's output implies for x = x_t; with `clip`, within [-1, 1]."""
-    rule = lookup(PREDICTIONS, prediction, "prediction")
-    x0 = rule.to_x0(output, x, *_scales(alpha_bar, x))
-    return x0.clamp(-1.0, 1.0) if clip else x0
 
 
 def to_noise(x0: Tensor, x: Tensor, alpha_bar: Tensor) -> Tensor:
@@ -212,8 +136,8 @@ def to_noise(x0: Tensor, x: Tensor, alpha_bar: Tensor) -> Tensor:
 
     (x - sqrt(alpha_bar) x0) / sqrt(1 - alpha_bar).
     """
-    signal, sigma = _scales(alpha_bar, x)
-    return (x - signal * x0) / sigma.clamp(min=_SMALLEST)
+    signal, sigma = scales(alpha_bar, x)
+    return (x - signal * x0) / sigma.clamp(min=SMALLEST)
 
 
 def posterior_mean(x0: Tensor, x: Tensor, alpha_bar: Tensor, alpha_bar_prev: Tensor) -> Tensor:
@@ -227,7 +151,7 @@ def posterior_mean(x0: Tensor, x: Tensor, alpha_bar: Tensor, alpha_bar_prev: Ten
     alpha = alpha_bar / alpha_bar_prev
     of_x0 = alpha_bar_prev.sqrt() * (1.0 - alpha) / (1.0 - alpha_bar)
     of_x = alpha.sqrt() * (1.0 - alpha_bar_prev) / (1.0 - alpha_bar)
-    return _spread(of_x0, x) * x0 + _spread(of_x, x) * x
+    return spread(of_x0, x) * x0 + spread(of_x, x) * x
 
 
 def posterior_variance(alpha_bar: Tensor, alpha_bar_prev: Tensor) -> Tensor:
@@ -246,12 +170,12 @@ def lookup(table: Mapping[str, T], name: str, what: str) -> T:
     return table[name]
 
 
-def _scales(alpha_bar: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def scales(alpha_bar: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return sqrt(alpha_bar) and sqrt(1 - alpha_bar), shaped and typed for x."""
-    return _spread(alpha_bar.sqrt(), x), _spread((1.0 - alpha_bar).sqrt(), x)
+    return spread(alpha_bar.sqrt(), x), spread((1.0 - alpha_bar).sqrt(), x)
 
 
-def _spread(coefficient: Tensor, x: Tensor) -> Tensor:
+def spread(coefficient: Tensor, x: Tensor) -> Tensor:
     """Return a coefficient in x's dtype; if it is (B,), as (B, 1, ...) to broadcast with x."""
     if coefficient.ndim == 1:
         coefficient = coefficient.view(-1, *[1] * (x.ndim - 1))

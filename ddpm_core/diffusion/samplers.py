@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ddpm_core.diffusion import process, spacings
+from ddpm_core.diffusion.predictions import Prediction
 from ddpm_core.diffusion.process import Schedule, lookup
 from ddpm_core.diffusion.spacings import SPACINGS
 
@@ -100,7 +101,7 @@ class Rule(Protocol):
 def sample(
     network: Callable[[Tensor, Tensor], Tensor],
     schedule: Schedule,
-    prediction: str,
+    prediction: Prediction,
     settings: SamplerSettings,
     noise: Callable[[int], Tensor],
     on_step: Callable[[int], None] | None = None,
@@ -109,7 +110,7 @@ def sample(
 
     Args:
         network: Maps x (B, C, H, W) and timesteps int64 (B,) to the network's raw output.
-        prediction: What the network predicts, a name of PREDICTIONS.
+        prediction: What the network predicts.
         noise: noise(0) is the start; noise(i) is the fresh noise of update i, 1..steps.
             Deterministic rules call it for the start alone.
         on_step: Called as on_step(i) after update i.
@@ -123,7 +124,8 @@ def sample(
     def denoise(x: Tensor, level: Level) -> Tensor:
         t = torch.full((len(x),), level.t, dtype=torch.int64, device=x.device)
         output = network(x, t).to(x.dtype)
-        return process.to_x0(prediction, output, x, level.alpha_bar, settings.clip)
+        x0 = prediction.to_x0(output, x, level.alpha_bar)
+        return x0.clamp(-1.0, 1.0) if settings.clip else x0
 
     return run(rule, denoise, noise(0), levels, noise, on_step)
 
@@ -201,7 +203,8 @@ def dpmpp(schedule: Schedule, settings: SamplerSettings) -> tuple[list[Level], R
 
     h is the step in ln(signal / sigma), and D = x0 + (x0 - x0_previous) h / (2 h_previous). The
     first update has D = x0, and the last one returns x0. Lu et al. (2022), "DPM-Solver++",
-    algorithm 2. Steps have equal h; `spacing` is not used.
+    algorithm 2. Steps have equal h; `spacing` is not used. With zero terminal SNR, the first update
+    starts at the last timestep, and it and the next one are first-order.
     """
 
     def rule(
@@ -223,10 +226,39 @@ def dpmpp(schedule: Schedule, settings: SamplerSettings) -> tuple[list[Level], R
     return _levels(schedule, spacings.log_snr(schedule, settings.steps)), rule
 
 
+def heun(schedule: Schedule, settings: SamplerSettings) -> tuple[list[Level], Rule]:
+    """Sample by x'_next = x' + (sigma_next - sigma) (d + d_next) / 2, the trapezoidal rule.
+
+    x' = x / sqrt(alpha_bar), sigma = sqrt((1 - alpha_bar) / alpha_bar), and d = (x' - x0) / sigma
+    is the noise in x. d_next is that at the end of the first-order step, x' + (sigma_next - sigma)
+    d. So each update evaluates the network twice, and `steps` counts updates; the last one returns
+    x0, after one evaluation. Karras et al. (2022), "Elucidating the design space", algorithm 1,
+    without fresh noise, at the levels of dpmpp; `spacing` is not used. With zero terminal SNR, the
+    first update is first-order, too.
+    """
+
+    def rule(
+        denoise: Denoise, x: Tensor, level: Level, target: Level, previous: Previous, noise: Draw
+    ) -> tuple[Tensor, Previous]:
+        x0 = denoise(x, level)
+        if target is CLEAN:
+            return x0, None
+        slope = process.to_noise(x0, x, level.alpha_bar)
+        x = target.signal * x0 + target.sigma * slope
+        if level.signal == 0.0:
+            return x, None
+        change = process.to_noise(denoise(x, target), x, target.alpha_bar) - slope
+        step = target.sigma / target.signal - level.sigma / level.signal
+        return x + target.signal * (step / 2.0) * change, None
+
+    return _levels(schedule, spacings.log_snr(schedule, settings.steps)), rule
+
+
 SAMPLERS: dict[str, Callable[[Schedule, SamplerSettings], tuple[list[Level], Rule]]] = {
     "ddpm": ddpm,
     "ddim": ddim,
     "dpmpp": dpmpp,
+    "heun": heun,
 }
 
 
@@ -254,7 +286,8 @@ def _levels(schedule: Schedule, ascending: Tensor) -> list[Level]:
 
 
 def _half_log_snr(level: Level) -> float:
-    return math.log(level.signal / level.sigma)
+    # Without signal, h is infinite: the formula of dpmpp is then the first-order step, twice.
+    return math.log(level.signal / level.sigma) if level.signal else -math.inf
 
 
 def _check(settings: SamplerSettings, schedule: Schedule) -> None:

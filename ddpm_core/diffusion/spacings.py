@@ -63,10 +63,22 @@ def log_snr(schedule: Schedule, steps: int) -> Tensor:
     sigma = sqrt((1 - alpha_bar) / alpha_bar), so half the log-SNR is -ln sigma (Lu et al. 2022,
     "DPM-Solver", section 3.3). The range is from t = 0 to the last timestep with sigma of at most
     LARGEST_RATIO: beyond it a cosine schedule jumps (to 640 and 20,000 at T = 1,000). If fewer than
-    S timesteps are in the range, it ends at S-1.
+    S timesteps are in the range, it ends at S-1. With zero terminal SNR, the last timestep, where
+    sigma is infinite, comes first in sampling, and the others follow from LARGEST_RATIO on.
     """
-    last = max(int((schedule.noise_to_signal <= LARGEST_RATIO).sum()), steps, 2) - 1
-    log_ratio = schedule.noise_to_signal[: last + 1].log()
+    if not torch.isinf(schedule.noise_to_signal[-1]):
+        return _log_snr(schedule, steps, 0)
+    last = schedule.timesteps - 1
+    if steps <= 2:
+        return torch.tensor([0, last][-steps:])
+    return torch.cat((_log_snr(schedule, steps - 1, 1), torch.tensor([last])))
+
+
+def _log_snr(schedule: Schedule, steps: int, left_out: int) -> Tensor:
+    """Return S timesteps, none of the last `left_out` ones among them."""
+    ratios = schedule.noise_to_signal[: schedule.timesteps - left_out]
+    last = max(int((ratios <= LARGEST_RATIO).sum()), steps, 2) - 1
+    log_ratio = ratios[: last + 1].log()
     wanted = log_ratio[0] + _linspace(float(log_ratio[-1] - log_ratio[0]), steps)
     above = torch.searchsorted(log_ratio, wanted).clamp(1, last)
     below_is_nearer = wanted - log_ratio[above - 1] < log_ratio[above] - wanted

@@ -12,13 +12,16 @@ import torch
 
 from ddpm_core import __version__
 from ddpm_core.checkpoint import SETTINGS, WEIGHTS, open_checkpoint
-from ddpm_core.config import Config, Diffusion
+from ddpm_core.config import Config
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
 from ddpm_core.interop.diffusers import Imported, export_folder, import_folder
+from ddpm_core.interop.scheduler import from_diffusion
 from ddpm_core.storage import LocalStorage
 from ddpm_core.storage.files import save_tensors
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, fingerprint
+
+_REQUIRED = ("schedule", "timesteps", "prediction")  # settings of `diffusion` that weights imply
 
 
 def import_checkpoint(folder: Path, output: Path, process: Mapping[str, Any] | None = None) -> str:
@@ -47,10 +50,16 @@ def import_checkpoint(folder: Path, output: Path, process: Mapping[str, Any] | N
         "train": {"ema": []},
         "sample": found.sample,
     }
+    config = params.validate(given)
+    if config.diffusion.uses_moments:
+        raise UserError(
+            f"--prediction: got {config.diffusion.prediction}; must be noise, x0 or v, because a "
+            "network of diffusers has no moments of the images."
+        )
     settings = {
         "ddpm": __version__,
         "step": 0,
-        "params": params.validate(given).dump(),
+        "params": config.dump(),
         "network": asdict(network),
         "data": {
             "fingerprint": "",
@@ -79,9 +88,7 @@ def _diffusion(found: Imported, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises UserError if a setting is missing or both contradict each other.
     """
-    if missing := [
-        name for name in Diffusion.model_fields if name not in {**found.diffusion, **given}
-    ]:
+    if missing := [name for name in _REQUIRED if name not in {**found.diffusion, **given}]:
         raise UserError(
             f"{found.part} has no scheduler, which would define the diffusion process. Give "
             f"{', '.join(f'--{name}' for name in missing)} as the network was trained; the "
@@ -108,6 +115,7 @@ def export_checkpoint(config: Config, workspace: Workspace, step: int | None, ou
     checkpoint = open_checkpoint(workspace, steps[-1] if step is None else step)
     model = checkpoint.load(config.sample.ema, torch.device("cpu"))
     diffusion = checkpoint.params.diffusion
+    from_diffusion(diffusion, config.sample.variance)  # raises if diffusers has no such process
     process = diffusion.schedule, diffusion.timesteps, diffusion.prediction
     notes = export_folder(model, *process, output, config.sample.variance)
     return "\n".join([f"Exported step {checkpoint.step} to {output}.", *notes])

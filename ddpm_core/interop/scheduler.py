@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ddpm_core.config import Diffusion
 from ddpm_core.errors import Problem, UserError, got
 from ddpm_core.interop.fields import Fields
 
@@ -87,6 +88,16 @@ def _key_of(names: Mapping[str, str], value: str) -> str:
     return next(key for key, name in names.items() if name == value)
 
 
+def from_diffusion(diffusion: Diffusion, variance: str) -> dict[str, Any]:
+    """Return the config of a DDPMScheduler for a section `diffusion`; see `from_settings`."""
+    if diffusion.zero_terminal_snr:
+        raise UserError(
+            "diffusion.zero_terminal_snr: got true; must be false to be exported. Draw the images "
+            "with ddpm (ddpm sample, ddpm serve)."
+        )
+    return from_settings(diffusion.schedule, diffusion.timesteps, diffusion.prediction, variance)
+
+
 def from_settings(name: str, timesteps: int, prediction: str, variance: str) -> dict[str, Any]:
     """Return the config of a DDPMScheduler.
 
@@ -99,8 +110,9 @@ def from_settings(name: str, timesteps: int, prediction: str, variance: str) -> 
     ):
         if given not in known:
             raise UserError(
-                f"{setting}: diffusers does not support {given!r}; must be one of "
-                f"{', '.join(known)} to be exported."
+                f"{setting}: got {given!r}; must be one of {', '.join(known)} to be exported, "
+                "because diffusers supports no other. Train with one of them, or draw the images "
+                "with ddpm (ddpm sample, ddpm serve)."
             )
     scheduler = {
         "_class_name": "DDPMScheduler",

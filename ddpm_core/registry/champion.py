@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.checkpoint import GUIDE, Checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import progress, say
 from ddpm_core.errors import Corrupt, UserError
@@ -27,6 +27,7 @@ from ddpm_core.registry.models import PROMOTED, Registry, compact_json, number, 
 from ddpm_core.runtime import memory
 from ddpm_core.runtime.device import compiles_sampling, translate_compile_errors
 from ddpm_core.sampling.images import Pixels
+from ddpm_core.sampling.loading import load_guide, load_moments
 from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.scores import Row
 from ddpm_core.storage.workspace import Workspace
@@ -156,6 +157,9 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
     sampled = {**sample_settings(candidate, checkpoint), "ema": checkpoint.params.sample.ema}
     settings = Sample.model_validate({**config.sample.model_dump(mode="json"), **sampled})
     count = evidence.count
+    guide = load_guide(checkpoint, settings.ema, scorer.device) if settings.guide else None
+    if settings.guide and guide is None:
+        raise Unfit("it was registered without the earlier network that guides the candidate.")
     try:
         sampler = ImageSampler(
             checkpoint.load(settings.ema, scorer.device),
@@ -163,6 +167,8 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
             settings,
             checkpoint.params.diffusion,
             compiled=compiles_sampling(settings.compile, scorer.device, count * settings.steps),
+            moments=load_moments(checkpoint),
+            guide=guide,
         )
     except UserError as error:  # such as a class that the checkpoint does not have
         raise Unfit("; ".join(map(str, error.problems)) or str(error)) from error
@@ -174,6 +180,7 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
         "weights": checkpoint.weights_hash(settings.ema),
         "train": checkpoint.train_fingerprint,
         "samples": None,
+        **({"guide": {"weights": checkpoint.checksums[GUIDE]}} if guide else {}),
     }
     measured = scorer.score([images], "the champion")
     return Row(**measured, step=checkpoint.step, evidence=evidence.model_copy(update=changes))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ddpm_core
-from ddpm_core.checkpoint import SETTINGS, Checkpoint
+from ddpm_core.checkpoint import GUIDE, SETTINGS, Checkpoint
 from ddpm_core.errors import require
 from ddpm_core.registry.request import FIELDS
 from ddpm_core.storage import seal
@@ -37,12 +37,12 @@ def requirements() -> list[str]:
 
 
 def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Path) -> None:
-    """Write the scored weights and their settings to a new folder.
+    """Write the scored weights, what drawing with them requires, and their settings to a folder.
 
     Leaves out the locations of this run, and masks passwords in URIs.
 
     Args:
-        checkpoint: The checkpoint to copy.
+        checkpoint: The checkpoint to copy, with its guide if the samples had one.
         sampled: The settings of params' `sample` that the score was measured with. They become the
             defaults for requests.
         folder: The folder to create.
@@ -53,9 +53,15 @@ def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Pa
     settings["params"]["sample"].update(sampled)
     for key in ("workspace", "tracking"):
         settings["params"].pop(key, None)
-    weights = checkpoint.weights_name(sampled["ema"])
-    shutil.copyfile(checkpoint.folder / weights, folder / weights)
+    for name in checkpoint.used_files(sampled["ema"]):
+        shutil.copyfile(checkpoint.folder / name, folder / name)
     settings["data"]["source"] = throughout(masked, settings["data"]["source"])
+    if checkpoint.guide is not None:
+        guide = checkpoint.guide.folder / checkpoint.guide.weights_name(sampled["ema"])
+        shutil.copyfile(guide, folder / GUIDE)
+        # As numbers, these settings are valid whatever the params of the run select.
+        chosen = {"guide": checkpoint.guide.step, "checkpoints": [checkpoint.step]}
+        settings["params"]["sample"].update(chosen)
     (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     seal(folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ddpm_core.registry.freshness import Registration, best_row
 from ddpm_core.registry.gate import verdicts, version_key
 from ddpm_core.registry.models import Registry, compact_json, mlflow_errors, number
 from ddpm_core.registry.package import CARD, CHECKPOINT, model_name, upload, write_checkpoint
+from ddpm_core.sampling.loading import load_moments
 from ddpm_core.scores import Row
 from ddpm_core.storage.files import read_tensors
 from ddpm_core.storage.staging import named
@@ -86,11 +88,34 @@ def scored_checkpoint(workspace: Workspace, row: Row) -> Checkpoint:
             f"The checkpoint of step {step} has changed since it was scored.",
             run=("sample", "evaluate"),
         )
+    checkpoint = with_guide(workspace, checkpoint, row)
     # Older versions of this program could sample and score weights that are not finite.
     read_tensors(
         checkpoint.folder / checkpoint.weights_name(sample_settings(row, checkpoint)["ema"])
     )
+    load_moments(checkpoint)
     return checkpoint
+
+
+def with_guide(workspace: Workspace, checkpoint: Checkpoint, row: Row) -> Checkpoint:
+    """Return the checkpoint with the guide that its samples had, if they had one.
+
+    The guide's weights are registered, too, because the score would not be true without them.
+    Raises UserError if they are gone or have changed.
+    """
+    if row.evidence.guide is None:
+        return checkpoint
+    step, weights = row.evidence.guide["step"], row.evidence.guide["weights"]
+    if step in workspace.steps(SNAPSHOTS):
+        guide = open_checkpoint(workspace, step)
+        ema = sample_settings(row, checkpoint)["ema"]
+        if guide.weights_hash(ema) == weights:
+            return replace(checkpoint, guide=guide)
+    raise UserError(
+        f"The checkpoint of step {step}, which guided the samples that were scored (sample.guide), "
+        "is gone or has changed.",
+        run=("sample", "evaluate"),
+    )
 
 
 def tracked_run(config: Config, workspace: Workspace, row: Row) -> str:

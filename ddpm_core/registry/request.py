@@ -171,10 +171,11 @@ def check_size(tasks: list[Task], pixels: int, max_work: int | None) -> None:
     Args:
         tasks: The tasks of one request.
         pixels: The pixels of an image.
-        max_work: The limit for images x pixels x steps. It does not apply to a single image.
+        max_work: The limit for images x pixels x evaluations of the network. It does not apply to a
+            single image.
     """
     count = sum(len(task.numbers) for task in tasks)
-    work = sum(len(task.numbers) * pixels * task.settings.steps for task in tasks)
+    work = sum(len(task.numbers) * pixels * task.settings.evaluations for task in tasks)
     limit = min(MAX_IMAGES, max(1, MAX_PIXELS // pixels))
     if not 1 <= count <= limit:
         raise UserError(
@@ -183,7 +184,7 @@ def check_size(tasks: list[Task], pixels: int, max_work: int | None) -> None:
         )
     if max_work is not None and count > 1 and work > max_work:
         raise UserError(
-            f"The request needs {work:,} images x pixels x steps; at most {max_work:,} are "
+            f"The request needs {work:,} images x pixels x evaluations; at most {max_work:,} are "
             "allowed. Ask for fewer images or steps; `first` continues the numbering."
         )
 

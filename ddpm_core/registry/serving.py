@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpm_core.checkpoint import Checkpoint
-from ddpm_core.errors import UserError
+from ddpm_core.checkpoint import GUIDE, Checkpoint
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.registry.request import MAX_IMAGES, Task, check_size, parse, resolve
 from ddpm_core.runtime.device import choose_device
 from ddpm_core.sampling.images import Pixels, png
+from ddpm_core.sampling.loading import load_guide, load_moments
 from ddpm_core.sampling.sampler import Conditions, ImageSampler
 
 # Limits of one batch, to bound the memory: images, and the pixels of all images.
@@ -30,6 +31,10 @@ class Served:
         ema = self._checkpoint.params.sample.ema
         self._model = self._checkpoint.load(ema, choose_device("auto"))
         self._classes = self._checkpoint.training_data.classes
+        self._moments = load_moments(self._checkpoint)
+        self._guide = load_guide(self._checkpoint, ema, choose_device("auto"))
+        if self._guide is None and self._checkpoint.params.sample.guide is not None:
+            raise Corrupt(f"{folder.name} is damaged: its settings require {GUIDE}.")
         self._pixels = self._model.config.image_size**2
 
     def try_out(self) -> None:
@@ -62,7 +67,14 @@ class Served:
     def _images(self, task: Task, on_step: OnStep | None) -> Iterator[dict[str, Any]]:
         checkpoint, settings, numbers = self._checkpoint, task.settings, task.numbers
         data = checkpoint.training_data
-        sampler = ImageSampler(self._model, data, settings, checkpoint.params.diffusion)
+        sampler = ImageSampler(
+            self._model,
+            data,
+            settings,
+            checkpoint.params.diffusion,
+            moments=self._moments,
+            guide=self._guide,
+        )
         conditions = Conditions(self._model.config.conditioning, data, settings)
         labels = conditions.labels(numbers)
         size = max(1, min(BATCH, BATCH_PIXELS // self._pixels))

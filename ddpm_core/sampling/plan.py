@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, InstanceOf
 
-from ddpm_core.checkpoint import Checkpoint, look_at_checkpoint
+from ddpm_core.checkpoint import MOMENTS, Checkpoint, look_at_checkpoint
 from ddpm_core.config import Config, Sample
 from ddpm_core.config.identity import non_defaults
 from ddpm_core.config.load import validate
@@ -31,6 +31,15 @@ REPAIR = "Restore the file from a copy, or run `ddpm train` to train the newest 
 
 # Fields of a samples' manifest that change no image; the fingerprint covers all others.
 _UNRELATED = {"png", "samples_fingerprint", "shards", "files", "pictures"}
+
+
+class Guide(Schema):
+    """The earlier network that guided the sampling."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    step: Count
+    weights: str  # SHA-256 of the weights file
 
 
 class Recipe(Schema):
@@ -53,7 +62,9 @@ class Recipe(Schema):
     image_size: Annotated[int, Field(ge=1, le=2**16)]
     channels: Annotated[int, Field(ge=1, le=4)]
     classes: list[InstanceOf[str]]
-    compiled: bool = False  # unset if false: it was added later and must not change fingerprints
+    # Unset if false or null: these were added later and must not change fingerprints.
+    compiled: bool = False
+    guide: Guide | None = None
     png: bool = False
     samples_fingerprint: str = ""
 
@@ -110,8 +121,8 @@ def shards(settings: Sample) -> list[Shard]:
 def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
     """Return the steps that `sample.checkpoints` selects, ascending.
 
-    `all` selects every milestone and the newest checkpoint. Raises UserError if a checkpoint is
-    missing.
+    `all` selects every milestone and the newest checkpoint; with `sample.guide`, those of them that
+    have a guide. Raises UserError if a checkpoint is missing.
     """
     available = workspace.steps(SNAPSHOTS)
     if not available:
@@ -121,7 +132,10 @@ def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
         return available[-1:]
     if wanted == "all":
         newest = available[-1]
-        return [step for step in available if config.train.is_milestone(step) or step == newest]
+        found = [step for step in available if config.train.is_milestone(step) or step == newest]
+        if config.sample.guide is not None and len(found) > 1:
+            return [step for step in found if has_guide(config, available, step)] or found
+        return found
     if wanted == "best":
         return [best_step(config, workspace)]
     missing = [step for step in wanted if step not in available]
@@ -131,6 +145,39 @@ def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
             f"(available: {', '.join(map(str, available))})."
         )
     return sorted(set(wanted))
+
+
+def guide_step(config: Config, available: list[int], step: int) -> int | None:
+    """Return the step of the checkpoint that guides the one of `step`; None without sample.guide.
+
+    Raises UserError if there is no earlier checkpoint of that kind among those available.
+    """
+    guide = config.sample.guide
+    if guide is None:
+        return None
+    if guide == "auto":
+        earlier = [s for s in available if s < step and config.train.is_milestone(s)]
+        if earlier:
+            return min(earlier, key=lambda s: (abs(4 * s - step), s))
+        raise UserError(
+            f"sample.guide: got auto, but there is no milestone before step {step}. Sample a later "
+            "checkpoint, or train with a smaller train.milestone_every."
+        )
+    if guide < step and guide in available:
+        return guide
+    listed = ", ".join(str(s) for s in available if s < step) or "none"
+    raise UserError(
+        f"sample.guide: got {guide}; must be the step of a checkpoint before step {step} "
+        f"(available: {listed})."
+    )
+
+
+def has_guide(config: Config, available: list[int], step: int) -> bool:
+    """Return whether the checkpoint of a step has the guide that the settings ask for."""
+    try:
+        return guide_step(config, available, step) is not None
+    except UserError:
+        return False
 
 
 def best_step(config: Config, workspace: Workspace) -> int:
@@ -164,6 +211,9 @@ def make_recipe(
     )
     if compiled:
         recipe = recipe.model_copy(update={"compiled": True})
+    if (guide := checkpoint.guide) is not None:
+        found = Guide(step=guide.step, weights=guide.weights_hash(settings.ema))
+        recipe = recipe.model_copy(update={"guide": found})
     return recipe.model_copy(update={"samples_fingerprint": recipe.fingerprint()})
 
 
@@ -192,7 +242,9 @@ def look_at_chosen(
     the damage that is tolerated.
     """
     steps = chosen_steps(config, workspace)
-    attempts = (partial(look_at_checkpoint, workspace, step) for step in steps)
+    available = workspace.steps(SNAPSHOTS)
+    guides = [guide_step(config, available, step) for step in steps]
+    attempts = (partial(_look_at, workspace, *pair) for pair in zip(steps, guides, strict=True))
     found = list(intact(config, attempts, on_damage))
     for checkpoint in found:
         trained = checkpoint.params
@@ -203,6 +255,26 @@ def look_at_chosen(
             trained.train.label_drop,
         )
     return found
+
+
+def _look_at(workspace: Workspace, step: int, guide: int | None) -> Checkpoint:
+    """Return a checkpoint with its guide, both without their weights.
+
+    Raises UserError if the guide is a different network, Corrupt if one of them is damaged.
+    """
+    checkpoint = look_at_checkpoint(workspace, step)
+    if guide is None:
+        return checkpoint
+    found = look_at_checkpoint(workspace, guide)
+    theirs, own = (
+        (c.network, c.params.diffusion, c.checksums.get(MOMENTS)) for c in (found, checkpoint)
+    )
+    if theirs != own:
+        raise UserError(
+            f"sample.guide: the checkpoint of step {guide} is a different network than that of "
+            f"step {step}. Use one of the same run."
+        )
+    return replace(checkpoint, guide=found)
 
 
 def intact(

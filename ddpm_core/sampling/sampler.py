@@ -15,6 +15,8 @@ from ddpm_core import rng
 from ddpm_core.checkpoint import TrainingData
 from ddpm_core.config import Diffusion, Sample
 from ddpm_core.data.captions import encode
+from ddpm_core.diffusion.moments import Moments
+from ddpm_core.diffusion.predictions import make_prediction
 from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.diffusion.samplers import SamplerSettings, sample
 from ddpm_core.errors import UserError
@@ -34,6 +36,9 @@ class ImageSampler:
         data: The data that the network was trained on. Its frequencies of classes or captions
             apply unless `settings` names classes or prompts.
         compiled: Whether to compile the network, which pays for many batches of one size.
+        moments: Of the training images (see loading.py), if the prediction uses them.
+        guide: An earlier network of the same run, which guidance leads away from. Changed like
+            `model`.
 
     Raises:
         UserError: The network cannot draw with these settings.
@@ -46,20 +51,29 @@ class ImageSampler:
         settings: Sample,
         diffusion: Diffusion,
         compiled: bool = False,
+        moments: Moments | None = None,
+        guide: UNet | None = None,
     ) -> None:
         must_suit(settings, model.config.conditioning, diffusion.timesteps)
         self._settings = settings
-        self._prediction = diffusion.prediction
-        self._schedule = make_schedule(diffusion.schedule, diffusion.timesteps)
+        self._schedule = make_schedule(
+            diffusion.schedule, diffusion.timesteps, diffusion.zero_terminal_snr
+        )
         self._device = next(model.parameters()).device
+        moments = moments and moments.to(self._device)
+        self._prediction = make_prediction(diffusion.prediction, moments)
         self._sampler = SamplerSettings(
             settings.sampler, settings.steps, settings.spacing, settings.eta, settings.variance
         )
         self._conditions = Conditions(model.config.conditioning, data, settings)
         self._precision = choose_precision(settings.precision, self._device)
         self._shape = (model.config.in_channels, model.config.image_size, model.config.image_size)
+        self._network = self._prepared(model, compiled)
+        self._guide = guide and self._prepared(guide, compiled)
+
+    def _prepared(self, model: UNet, compiled: bool) -> Callable[..., Tensor]:
         network = prepare_model(model, self._device, self._precision)
-        self._network: Callable[..., Tensor] = torch.compile(network) if compiled else network
+        return torch.compile(network) if compiled else network
 
     def images(
         self, indices: Sequence[int], on_step: Callable[[int], None] | None = None
@@ -112,9 +126,15 @@ class ImageSampler:
     def _guided(self, x: Tensor, t: Tensor, condition: Tensor | None) -> Tensor:
         """Return the network's output; with guidance g, u + g (c - u), (B, C, H, W).
 
-        c and u are the outputs with and without the condition (Ho & Salimans 2022, eq. 6).
+        c and u are the outputs with and without the condition (Ho & Salimans 2022, eq. 6), or with
+        a guide that of the network and that of the guide (Karras et al. 2024, "Guiding a diffusion
+        model with a bad version of itself", eq. 5). x0 depends linearly on the output, so it is
+        guided in the same way.
         """
-        scale = self._settings.guidance
+        scale = self._scale(t)
+        if self._guide is not None and scale != 1.0:
+            worse = self._guide(x, t, condition).float()
+            return torch.lerp(worse, self._network(x, t, condition).float(), scale)
         if condition is None or scale == 1.0:
             return self._network(x, t, condition).float()
         # One evaluation of a batch of twice the size is faster than two.
@@ -122,6 +142,15 @@ class ImageSampler:
         both = self._network(torch.cat([x, x]), torch.cat([t, t]), torch.cat([condition] * 2), drop)
         conditional, unconditional = both.float().chunk(2)
         return torch.lerp(unconditional, conditional, scale)
+
+    def _scale(self, t: Tensor) -> float:
+        """Return the scale of the guidance at timesteps t (n,), all equal; 1: none."""
+        interval = self._settings.guidance_interval
+        if interval is None or self._settings.guidance == 1.0:
+            return self._settings.guidance
+        # Reading t waits for the device, but outside the interval it saves half of the work.
+        sigma = float(self._schedule.noise_to_signal[int(t[0])])
+        return self._settings.guidance if interval[0] <= sigma <= interval[1] else 1.0
 
 
 class Conditions:

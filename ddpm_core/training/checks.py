@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ddpm_core.checkpoint import WEIGHTS, ema_name
+from ddpm_core.checkpoint import MOMENTS, WEIGHTS, ema_name
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
 from ddpm_core.training.snapshot import NOISE_LEVELS
@@ -94,6 +94,7 @@ def check_agreement(state: TrainState, newest: Callable[[], int]) -> None:
         WEIGHTS: state.model.state_dict(),
         **{ema_name(e.decay): e.tensors for e in state.emas},
         NOISE_LEVELS: state.noise_levels.state_dict(),
+        **({MOMENTS: state.moments.tensors()} if state.moments else {}),
     }
     mine = torch.stack([checksum(tensors.values()) for tensors in groups.values()])
     rows = [tuple(row) for row in state.world.all_gather(mine).cpu().tolist()]

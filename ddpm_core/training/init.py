@@ -51,7 +51,8 @@ def network_config(config: Config, data: ImageShape) -> UNetConfig:
 def fresh_network(config: Config, data: ImageShape) -> tuple[UNet, str]:
     """Return the network of step 0, and a note on what `train.init` does not provide, or "".
 
-    Details of the network that no setting names come from `train.init`.
+    Details of the network that no setting names come from `train.init`. Moments of the images do
+    not: they are those of the data.
     """
     origin = None if config.train.init is None else open_origin(config)
     network = network_config(config, data)
@@ -111,7 +112,7 @@ class Origin:
     """The network of `train.init`."""
 
     network: UNetConfig
-    diffusion: dict[str, Any]  # prediction, schedule and timesteps; {} if there is no scheduler
+    diffusion: dict[str, Any]  # the settings of that section; {} if there is no scheduler
     weights: dict[str, Tensor]
     classes: Sequence[str]  # () if unknown
 
@@ -146,7 +147,8 @@ def open_origin(config: Config) -> Origin:
     from ddpm_core.interop.diffusers import import_folder
 
     found = import_folder(folder)
-    return Origin(found.network, found.diffusion, found.weights, ())
+    process = found.diffusion and {**found.diffusion, "zero_terminal_snr": False}
+    return Origin(found.network, process, found.weights, ())
 
 
 def _from_checkpoint(folder: Path) -> Origin:

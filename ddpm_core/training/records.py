@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
-from ddpm_core.checkpoint import WEIGHTS, Settings, ema_name
+from ddpm_core.checkpoint import MOMENTS, WEIGHTS, Settings, ema_name
 from ddpm_core.config import Config, Sample
 from ddpm_core.console import warn
 from ddpm_core.errors import Interrupted
 from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import UNet
 from ddpm_core.sampling.images import enlarge, grid, png
+from ddpm_core.sampling.loading import read_moments
 from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.storage import Mirror
 from ddpm_core.storage.lease import Lease
@@ -92,10 +93,13 @@ def preview(
 ) -> dict[str, bytes]:
     """Draw `train.grid` images with a snapshot's first average, or its raw weights: grid.png."""
     settings, ema = contents.settings, config.train.ema
-    model = UNet(UNetConfig.from_dict(settings.network))
+    network = UNetConfig.from_dict(settings.network)
+    model = UNet(network)
     model.load_state_dict(dict(contents.tensors[ema_name(ema[0]) if ema else WEIGHTS]))
     model = model.to(device).eval().requires_grad_(False)
     count, steps = config.train.grid, min(PREVIEW_STEPS, config.diffusion.timesteps)
     sample = Sample(count=count, batch_size=count, steps=steps)
-    sampler = ImageSampler(model, settings.data, sample, config.diffusion)
+    found = contents.tensors.get(MOMENTS)
+    moments = read_moments(found, network, MOMENTS) if found else None
+    sampler = ImageSampler(model, settings.data, sample, config.diffusion, moments=moments)
     return {GRID: png(enlarge(grid(sampler.images(range(count))), 512))}

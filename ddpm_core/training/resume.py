@@ -8,22 +8,25 @@ from typing import Any
 from pydantic import ValidationError
 
 from ddpm_core import __version__
-from ddpm_core.checkpoint import SETTINGS, Checkpoint, Settings, TrainingData
+from ddpm_core.checkpoint import MOMENTS, SETTINGS, Checkpoint, Settings, TrainingData
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.data.dataset import PackedDataset
+from ddpm_core.diffusion.moments import Moments
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import UNet
 from ddpm_core.problems import problems_of
 from ddpm_core.runtime.device import compiler_hint
 from ddpm_core.runtime.distributed import World
+from ddpm_core.sampling.loading import read_moments
 from ddpm_core.storage import Unreachable
 from ddpm_core.storage.workspace import RUN, SNAPSHOTS, Workspace, snapshot_key
 from ddpm_core.text import masked, throughout
 from ddpm_core.training import snapshot
 from ddpm_core.training.identity import identity, train_fingerprint
 from ddpm_core.training.init import fresh_network, network_config
+from ddpm_core.training.moments import run_moments
 from ddpm_core.training.optim import Execution
 from ddpm_core.training.snapshot import SnapshotContents
 from ddpm_core.training.state import TrainState, from_contents
@@ -90,9 +93,12 @@ def start(
             say(note)
     else:
         model = resumed_network(config, data, contents)
+    moments = resumed_moments(config, model.config, contents, world)
+    if moments is None:
+        moments = run_moments(config, data, world)
     # With the details of the snapshot or of train.init, which no setting names.
     settings = settings.model_copy(update={"network": asdict(model.config)})
-    state = TrainState.create(config, world, execution, model)
+    state = TrainState.create(config, world, execution, model, moments)
     if contents is not None:
         source = f"the snapshot of step {at}"
         restore(state, contents, f"The snapshot of step {at}")
@@ -150,6 +156,18 @@ def resumed_network(config: Config, data: PackedDataset, contents: SnapshotConte
     except ValidationError as error:
         found = problems_of(error, UNetConfig)
         raise Corrupt(f"The network in {SETTINGS} of a snapshot is invalid:", found) from error
+
+
+def resumed_moments(
+    config: Config, network: UNetConfig, contents: SnapshotContents | None, world: World
+) -> Moments | None:
+    """Return the moments in a snapshot; None if there is no snapshot, or none are used.
+
+    Raises Corrupt.
+    """
+    if contents is None or not config.measures_moments:
+        return None
+    return read_moments(contents.tensors.get(MOMENTS, {}), network, MOMENTS).to(world.device)
 
 
 def restore(state: TrainState, contents: SnapshotContents, name: str) -> None:

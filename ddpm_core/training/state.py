@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddpm_core.checkpoint import WEIGHTS, Settings, ema_name
-from ddpm_core.config import Config
-from ddpm_core.diffusion.noise_levels import NoiseLevels, NoiseLevelSettings, make_noise_levels
+from ddpm_core.checkpoint import MOMENTS, WEIGHTS, Settings, ema_name
+from ddpm_core.config import Config, Train
+from ddpm_core.config.paths import input_path
+from ddpm_core.diffusion.moments import Moments
+from ddpm_core.diffusion.noise_levels import NoiseLevels, NoiseLevelSettings
+from ddpm_core.diffusion.objective import make_noise_levels
+from ddpm_core.diffusion.predictions import Prediction, make_prediction
 from ddpm_core.diffusion.process import make_schedule
+from ddpm_core.errors import UserError
 from ddpm_core.models.execution import prepare_model
 from ddpm_core.models.unet import UNet
 from ddpm_core.runtime.adam import Adam
 from ddpm_core.runtime.distributed import World
+from ddpm_core.storage.files import read_tensors
 from ddpm_core.training.optim import Ema, Execution, make_optimizer
 from ddpm_core.training.snapshot import (
     NOISE_LEVELS,
@@ -64,6 +72,7 @@ class TrainState:
     execution: Execution
     model: UNet
     parameters: list[nn.Parameter]  # listing them in each step is slow on a CPU
+    prediction: Prediction
     noise_levels: NoiseLevels
     alphas_bar: Tensor
     optimizer: Adam
@@ -71,28 +80,39 @@ class TrainState:
     emas: list[Ema]
     totals: Totals
     bad_step: Tensor  # the first step whose loss was not finite; 0: none
+    moments: Moments | None = None  # of the training images (Config.measures_moments)
     step: int = 0
     history: list[float] = field(default_factory=list)  # losses of the last 100 rows of the log
     forward: Any = None  # the model, compiled or not
+    probe: Callable[[], Tensor] | None = None  # the losses that a Probed method observes
     watch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
 
     @classmethod
-    def create(cls, config: Config, world: World, execution: Execution, model: UNet) -> TrainState:
-        """Return the state before the first step."""
+    def create(
+        cls,
+        config: Config,
+        world: World,
+        execution: Execution,
+        model: UNet,
+        moments: Moments | None = None,
+    ) -> TrainState:
+        """Return the state before the first step; `moments` are on the device of the worker."""
         device = world.device
         model = prepare_model(model, device, execution.precision, training=True).train()
-        schedule = make_schedule(config.diffusion.schedule, config.diffusion.timesteps)
-        loss = config.train.loss
-        chosen = NoiseLevelSettings(
-            config.train.timesteps.sampler, loss.weighting, loss.gamma, loss.k
+        diffusion = config.diffusion
+        schedule = make_schedule(
+            diffusion.schedule, diffusion.timesteps, diffusion.zero_terminal_snr
         )
-        levels = make_noise_levels(chosen, schedule, config.diffusion.prediction).to(device)
+        prediction = make_prediction(diffusion.prediction, moments)
+        chosen = noise_level_settings(config.train, moments)
+        levels = make_noise_levels(chosen, schedule, prediction).to(device)
         return cls(
             config=config,
             world=world,
             execution=execution,
             model=model,
             parameters=list(model.parameters()),
+            prediction=prediction,
             noise_levels=levels,
             alphas_bar=schedule.alphas_bar.to(device, widest(device)),
             optimizer=make_optimizer(config.train.optimizer, model.parameters(), device),
@@ -100,9 +120,48 @@ class TrainState:
             emas=[Ema(model, decay, config.train.ema_warmup) for decay in config.train.ema],
             totals=Totals.zero(device),
             bad_step=torch.zeros((), dtype=torch.int64, device=device),
+            moments=moments,
             forward=torch.compile(model) if execution.compile else model,
             watch=Stopwatch(device),
         )
+
+
+def noise_level_settings(train: Train, moments: Moments | None = None) -> NoiseLevelSettings:
+    """Return the settings of the noise levels, with the recorded tables of `replay`.
+
+    Raises UserError if the tables cannot be read.
+    """
+    timesteps, loss, tables = train.timesteps, train.loss, None
+    if timesteps.adaptive == "replay" and timesteps.tables is not None:
+        tables = recorded_tables(input_path(timesteps.tables))
+    return NoiseLevelSettings(
+        sampler=timesteps.sampler,
+        weighting=loss.weighting,
+        gamma=loss.gamma,
+        k=loss.k,
+        adaptive=timesteps.adaptive,
+        steps=train.steps,
+        batch_size=train.batch_size,
+        moments=moments,
+        tables=tables,
+        order=timesteps.order,
+    )
+
+
+def recorded_tables(file: Path) -> Tensor:
+    """Return the tables that an adaptive run recorded in a snapshot: float32 (SLOTS, 2, K).
+
+    Raises UserError if the file has none.
+    """
+    if not file.is_file():
+        raise UserError(f"train.timesteps.tables: there is no file {file}.")
+    tensors = read_tensors(file)
+    if "trajectory" not in tensors:
+        raise UserError(
+            f"train.timesteps.tables: {file} has no recorded tables. Use {NOISE_LEVELS} in a "
+            "snapshot of a run with an adaptive method."
+        )
+    return tensors["trajectory"]
 
 
 def to_contents(state: TrainState, settings: Settings) -> SnapshotContents:
@@ -119,6 +178,8 @@ def to_contents(state: TrainState, settings: Settings) -> SnapshotContents:
     levels = state.noise_levels.state_dict()
     if levels:
         tensors[NOISE_LEVELS] = levels
+    if state.moments is not None:
+        tensors[MOMENTS] = state.moments.tensors()
     saved = State(
         step=state.step,
         execution=SavedExecution.model_validate(asdict(state.execution)),

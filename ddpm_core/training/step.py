@@ -8,6 +8,7 @@ and of microbatches changes rounding only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.data.order import batch_indices
 from ddpm_core.diffusion.losses import LOSSES
 from ddpm_core.diffusion.noise_levels import Statistics
-from ddpm_core.diffusion.process import q_sample, target
+from ddpm_core.diffusion.process import q_sample
 from ddpm_core.rng import Purpose
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling.images import to_model
@@ -92,7 +93,7 @@ def _loss(state: TrainState, batch: Batch, rows: Tensor, at: Tensor, errors: Ten
     """
     config, index = state.config, batch.index[rows]
     x0 = _flipped(config, to_model(batch.pixels[rows]), index, at)
-    t = state.noise_levels.draw(_uniform(config, Purpose.TIMESTEP, index, at))
+    t = _timesteps(state, index, at)
     noise = rng.normal(rng.key(Purpose.NOISE, config.seed), index, x0.shape[1:], at)
     alpha_bar = state.alphas_bar[t]
     condition = None if batch.condition is None else batch.condition[rows]
@@ -103,7 +104,7 @@ def _loss(state: TrainState, batch: Batch, rows: Tensor, at: Tensor, errors: Ten
         output = state.forward(
             q_sample(x0, noise, alpha_bar), t, condition, drop, _dropout(config, index, at)
         )
-    wanted = target(config.diffusion.prediction, x0, noise, alpha_bar)
+    wanted = state.prediction.target(x0, noise, alpha_bar)
     error = LOSSES[config.train.loss.kind](output.float(), wanted)
     if state.noise_levels.adaptive:
         errors.index_copy_(0, index, error.detach())
@@ -115,8 +116,14 @@ def _update_noise_levels(state: TrainState, errors: Tensor, at: Tensor) -> None:
     # Each worker has set its own samples and left those of the others at zero.
     state.world.all_reduce_(errors)
     index = torch.arange(len(errors), device=errors.device)
-    t = state.noise_levels.draw(_uniform(state.config, Purpose.TIMESTEP, index, at))
-    state.noise_levels.update(Statistics(t, errors))
+    t = _timesteps(state, index, at)
+    state.noise_levels.update(Statistics(state.step, t, errors))
+
+
+def _timesteps(state: TrainState, index: Tensor, at: Tensor) -> Tensor:
+    """Draw timesteps of step `at` for places in the global batch: int64 (b,)."""
+    uniform = partial(_uniform, state.config, Purpose.TIMESTEP, step=at)
+    return state.noise_levels.draw(uniform, index)
 
 
 def _uniform(config: Config, purpose: Purpose, index: Tensor, step: Tensor) -> Tensor:

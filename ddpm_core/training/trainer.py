@@ -26,6 +26,7 @@ from ddpm_core.training import checks, resume, snapshot
 from ddpm_core.training.init import check_data_fits, check_init_stays
 from ddpm_core.training.log import RunLog
 from ddpm_core.training.optim import learning_rate
+from ddpm_core.training.probe import make_probe, observe
 from ddpm_core.training.records import keep_records, preview
 from ddpm_core.training.state import Totals, TrainState, to_contents, widest
 from ddpm_core.training.step import next_batch, step
@@ -85,6 +86,7 @@ def train(
             if world.rank == 0:
                 Tracker.catch_up(config, workspace, identity=settings.train_fingerprint)
             return
+        state.probe = make_probe(state, workspace, data)
         began, earlier_steps = time.perf_counter(), state.totals.steps
         if start.replaces:
             take_trial_step(state, data, stop, start)
@@ -156,6 +158,7 @@ def take_step(state: TrainState, data: PackedDataset, stop: StopRequest) -> None
     state.watch.mark("data")
     step(state, batch, stop.flag())
     stop.note(state.step)
+    observe(state)
 
 
 # A row of the log

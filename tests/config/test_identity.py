@@ -54,6 +54,8 @@ def test_a_new_default_does_not_change_the_fingerprint(
         ("train.loss.weighting=uniform", "train.loss.gamma=3"),
         ("train.label_drop=0.5",),
         ("train.steps=9",),
+        ("train.timesteps.order=last",),
+        ("train.timesteps.adaptive=kim", "train.steps=9"),
     ],
 )
 def test_unused_settings_do_not_change_the_run(unused: tuple[str, ...]) -> None:
@@ -61,6 +63,14 @@ def test_unused_settings_do_not_change_the_run(unused: tuple[str, ...]) -> None:
     there = {**settings_of(*chosen), "train.loss.k": 7.0}  # as in runs that stored every setting
     assert differences(there, settings_of(*unused)) == []
     assert settings_of(*unused) == settings_of(*chosen)
+
+
+def test_methods_that_follow_the_run_depend_on_its_length() -> None:
+    """One method uses the steps even if another setting of the run does not."""
+    for method in ("variance", "wiener_gate"):
+        chosen = f"train.timesteps.adaptive={method}"
+        assert settings_of(chosen)["train.steps"] == 800
+        assert settings_of(chosen) != settings_of(chosen, "train.steps=9")
 
 
 def test_a_changed_method_hides_its_own_settings() -> None:

@@ -211,6 +211,48 @@ def test_linear_schedule_requires_enough_timesteps() -> None:
     assert params.load(None, ["diffusion.schedule=linear", "diffusion.timesteps=21"])
 
 
+def test_zero_terminal_snr_is_refused_with_noise_prediction() -> None:
+    rescaled = "diffusion.zero_terminal_snr=true"
+    with pytest.raises(UserError, match=r"diffusion\.prediction: got 'noise'; must be v, x0, edm"):
+        params.load(None, [rescaled, "diffusion.prediction=noise"])
+    assert params.load(None, [rescaled]).diffusion.zero_terminal_snr
+
+
+def test_held_out_levels_require_held_out_images() -> None:
+    held_out = "train.timesteps.adaptive=held_out"
+    message = r"train\.timesteps\.adaptive: got 'held_out'; requires held-out images"
+    with pytest.raises(UserError, match=message):
+        params.load(None, [held_out, "prepare.holdout=0"])
+    assert params.load(None, [held_out]).prepare.holdout > 0
+
+
+def test_replay_requires_tables() -> None:
+    replay = "train.timesteps.adaptive=replay"
+    with pytest.raises(UserError, match=r"train\.timesteps\.tables: missing; required by adaptive"):
+        params.load(None, [replay])
+    assert params.load(None, [replay, "train.timesteps.tables=a"]).train.timesteps.tables == "a"
+
+
+def test_every_problem_of_the_process_is_reported() -> None:
+    given = ["schedule=linear", "timesteps=20", "prediction=noise", "zero_terminal_snr=true"]
+    with pytest.raises(UserError) as error:
+        params.load(None, [f"diffusion.{setting}" for setting in given])
+    found = {problem.path: problem.involves for problem in error.value.problems}
+    assert found == {
+        "diffusion.timesteps": ("diffusion.schedule",),
+        "diffusion.prediction": ("diffusion.zero_terminal_snr",),
+    }
+
+
+def test_guidance_interval_must_have_two_ends() -> None:
+    with pytest.raises(UserError, match=r"sample\.guidance_interval: got \[3\.0, 0\.3\]; must be"):
+        params.load(None, ["sample.guidance_interval=[3, 0.3]"])
+    assert params.load(None, ["sample.guidance_interval=[0.3, 3]"]).sample.guidance_interval == (
+        0.3,
+        3.0,
+    )
+
+
 def test_numbers_with_exponents_are_numbers(tmp_path: Path) -> None:
     file = tmp_path / "params.yaml"
     file.write_text("train: {optimizer: {lr: 1e-3}}")

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ddpm_core import rng
 from ddpm_core.diffusion import process
-from ddpm_core.diffusion.process import PREDICTIONS, SCHEDULES, Schedule, make_schedule
+from ddpm_core.diffusion.process import SCHEDULES, make_schedule
 
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
-every_prediction = pytest.mark.parametrize("prediction", PREDICTIONS)
 any_length = pytest.mark.parametrize("timesteps", [21, 50, 100, 1000, 4000, 100_000])
 
 
@@ -153,44 +152,31 @@ def test_posterior_at_the_first_step_is_the_clean_image(name: str) -> None:
     assert bool((schedule.posterior_variance <= schedule.betas).all())
 
 
-# Predictions
+# Zero terminal SNR
 
 
 @every_schedule
-@every_prediction
-def test_every_prediction_recovers_image_and_noise(name: str, prediction: str) -> None:
-    schedule = make_schedule(name, 1000)
-    x0, noise = images(), normal(1, 6, 1, 4, 4)
-    alpha_bar = schedule.alphas_bar[[0, 1, 250, 500, 900, 990]]
-    x = process.q_sample(x0, noise, alpha_bar)
-    output = process.target(prediction, x0, noise, alpha_bar)
-    assert torch.allclose(process.to_x0(prediction, output, x, alpha_bar), x0, atol=1e-9)
-    assert torch.allclose(process.to_noise(x0, x, alpha_bar), noise, atol=1e-9)
+@any_length
+def test_rescaled_schedule_ends_without_signal(name: str, timesteps: int) -> None:
+    plain, rescaled = make_schedule(name, timesteps), make_schedule(name, timesteps, True)
+    assert float(rescaled.alphas_bar[-1]) == 0.0 and float(rescaled.snr[-1]) == 0.0
+    assert float(rescaled.alphas_bar[0]) == pytest.approx(float(plain.alphas_bar[0]), rel=1e-12)
+    assert bool((rescaled.alphas_bar.diff() < 0).all())
+    assert torch.allclose(rescaled.alphas.cumprod(0), rescaled.alphas_bar, rtol=1e-9)
+    assert torch.allclose(rescaled.betas, 1 - rescaled.alphas)
+    assert bool((rescaled.betas > 0).all()) and float(rescaled.betas[-1]) == 1.0
+    assert torch.isfinite(rescaled.posterior_variance).all()
 
 
-@every_prediction
-def test_prediction_error_is_relative_to_that_of_x0(prediction: str) -> None:
-    schedule = make_schedule("cosine", 100)
-    x = normal(2, 100, 1)
-    output = normal(3, 100, 1)
-    x0 = process.to_x0(prediction, output, x, schedule.alphas_bar)
-    moved = process.to_x0(prediction, output + 1, x, schedule.alphas_bar)
-    error = PREDICTIONS[prediction].error(schedule.snr)[:, None]
-    assert torch.allclose(error * (moved - x0) ** 2, torch.ones_like(x), rtol=1e-6)
+def test_rescaling_is_linear_in_the_signal() -> None:
+    """Lin et al. (2024), algorithm 1: the signal is shifted by its last value and stretched."""
+    plain, rescaled = make_schedule("linear", 1000), make_schedule("linear", 1000, True)
+    ratio = rescaled.alphas_bar.sqrt().diff() / plain.alphas_bar.sqrt().diff()
+    assert torch.allclose(ratio, ratio[0].expand(999), rtol=1e-6)
+    assert float(ratio[0]) > 1.0
 
 
-@every_schedule
-@every_prediction
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_ends_are_finite_and_clipped(name: str, prediction: str, dtype: torch.dtype) -> None:
-    schedule: Schedule = make_schedule(name, 1000)
-    ends = torch.cat((schedule.alphas_bar[[0, -1]], torch.tensor([0.0, 1.0], dtype=torch.float64)))
-    x, output = normal(1, 4, 2, 3, 3).to(dtype), normal(2, 4, 2, 3, 3).to(dtype)
-    x0 = process.to_x0(prediction, output, x, ends, clip=True)
-    assert x0.dtype == dtype
-    assert float(x0.abs().max()) <= 1.0
-    assert torch.isfinite(process.to_x0(prediction, output, x, ends)).all()
-    assert torch.isfinite(process.to_noise(x0, x, ends)).all()
+# Precision and shape of the coefficients
 
 
 def test_coefficients_keep_the_precision_of_alpha_bar() -> None:
@@ -205,9 +191,3 @@ def test_alpha_bar_may_be_per_sample_or_a_scalar() -> None:
     for shape in ((1,), (6,), (6, 1, 1, 1)):
         spread = process.q_sample(x0, noise, alpha_bar.expand(shape))
         assert torch.equal(spread, process.q_sample(x0, noise, alpha_bar))
-
-
-def test_unknown_prediction_is_reported_with_the_choices() -> None:
-    one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="prediction: got 'eps'; must be one of noise, x0, v"):
-        process.target("eps", one, one, one[0])

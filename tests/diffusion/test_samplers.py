@@ -12,16 +12,19 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support.moments import some_moments
 from torch import Tensor
 
 from ddpm_core import rng
 from ddpm_core.diffusion import process, samplers, spacings
-from ddpm_core.diffusion.process import PREDICTIONS, SCHEDULES, Schedule, make_schedule
+from ddpm_core.diffusion.predictions import PREDICTIONS, VPrediction, X0Prediction, make_prediction
+from ddpm_core.diffusion.process import SCHEDULES, Schedule, make_schedule
 from ddpm_core.diffusion.samplers import SAMPLERS, Level, SamplerSettings, sample
 from ddpm_core.diffusion.spacings import SPACINGS
 
 OWN_SPACINGS = ("uniform", "quadratic")
 Network = Callable[[Tensor, Tensor], Tensor]
+V = VPrediction()
 
 
 def noise_of(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Callable[[int], Tensor]:
@@ -70,7 +73,8 @@ def exact_network(schedule: Schedule, prediction: str) -> Network:
     def network(x: Tensor, t: Tensor) -> Tensor:
         alpha_bar = schedule.alphas_bar[t]
         x0 = exact_x0(x, alpha_bar)
-        return process.target(prediction, x0, process.to_noise(x0, x, alpha_bar), alpha_bar)
+        noise = process.to_noise(x0, x, alpha_bar)
+        return make_prediction(prediction).target(x0, noise, alpha_bar)
 
     return network
 
@@ -85,6 +89,7 @@ SAMPLED_MIXTURE = {
     "ddim, eta 0.5": SamplerSettings("ddim", 100, eta=0.5),
     "ddim, eta 1": SamplerSettings("ddim", 200, eta=1.0),
     "dpmpp": SamplerSettings("dpmpp", 20),
+    "heun": SamplerSettings("heun", 20),
 }
 every_setting = pytest.mark.parametrize("settings", SAMPLED_MIXTURE.values(), ids=SAMPLED_MIXTURE)
 
@@ -96,7 +101,8 @@ def test_every_sampler_reproduces_a_mixture_with_exact_score(
 ) -> None:
     schedule, count = make_schedule(name, 500), 3000
     network = exact_network(schedule, prediction)
-    drawn = sample(network, schedule, prediction, settings, noise_of((count, 2, 1, 1))).flatten(1)
+    made = make_prediction(prediction)
+    drawn = sample(network, schedule, made, settings, noise_of((count, 2, 1, 1))).flatten(1)
     mode = torch.cdist(drawn, MEANS).argmin(1)
     starts_in_the_middle = name == "cosine" and settings.spacing == "quadratic_official"
     off = (torch.bincount(mode, minlength=3) / count - SHARES).abs()
@@ -110,13 +116,34 @@ def test_every_sampler_reproduces_a_mixture_with_exact_score(
 def test_full_chain_reproduces_the_distribution() -> None:
     schedule = make_schedule("cosine", 1000)
     settings = SamplerSettings("ddpm", 1000)
-    drawn = sample(exact_network(schedule, "v"), schedule, "v", settings, noise_of((2000, 2, 1, 1)))
+    drawn = sample(exact_network(schedule, "v"), schedule, V, settings, noise_of((2000, 2, 1, 1)))
     centres, shares = MEANS[:, 0].numpy(), SHARES.numpy()
 
     def cdf(value: np.ndarray) -> np.ndarray:
         return stats.norm.cdf(value[:, None], centres, SPREAD) @ shares
 
     assert stats.kstest(drawn[:, 0].flatten().numpy(), cdf).pvalue > 1e-3
+
+
+@every_setting
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_samplers_start_from_pure_noise_with_zero_snr(name: str, settings: SamplerSettings) -> None:
+    if settings.spacing == "quadratic_official":
+        pytest.skip("starts at 0.8 T with any schedule")
+    schedule, count, visited = make_schedule(name, 500, True), 3000, list[int]()
+    exact = exact_network(schedule, "v")
+
+    def network(x: Tensor, t: Tensor) -> Tensor:
+        visited.append(int(t[0]))
+        return exact(x, t)
+
+    drawn = sample(network, schedule, V, settings, noise_of((count, 2, 1, 1))).flatten(1)
+    assert visited[0] == 499 and visited[-1] == 0 and len(set(visited)) == settings.steps
+    mode = torch.cdist(drawn, MEANS).argmin(1)
+    off = (torch.bincount(mode, minlength=3) / count - SHARES).abs()
+    assert float(off.max()) < 0.03
+    for k in range(3):
+        assert torch.allclose(drawn[mode == k].mean(0), MEANS[k], atol=0.03)
 
 
 # Compared with each other
@@ -140,7 +167,8 @@ def test_ddim_with_eta_1_equals_ddpm_with_small_variance(
             path.append(x)
             return some_network(x, t)
 
-        last = sample(network, schedule, prediction, settings, noise_of((3, 1, 4, 4)))
+        made = make_prediction(prediction, some_moments())
+        last = sample(network, schedule, made, settings, noise_of((3, 1, 4, 4)))
         paths.append([*path, last])
     for a, b in zip(*paths, strict=True):
         assert float((a - b).abs().max()) < 1e-10 * max(1.0, float(a.abs().max()))
@@ -150,7 +178,7 @@ def test_ddim_with_eta_1_equals_ddpm_with_small_variance(
 def test_perfect_network_yields_its_image(settings: SamplerSettings) -> None:
     schedule = make_schedule("cosine", 500)
     image = noise_of((2, 1, 4, 4))(9).clamp(-1, 1)
-    drawn = sample(lambda x, t: image, schedule, "x0", settings, noise_of((2, 1, 4, 4)))
+    drawn = sample(lambda x, t: image, schedule, X0Prediction(), settings, noise_of((2, 1, 4, 4)))
     assert torch.allclose(drawn, image, rtol=0, atol=1e-12)
 
 
@@ -183,7 +211,7 @@ def flow_error(sampler: str, steps: int) -> float:
     return float((standard(seen[-1], levels[-1]) - standard(seen[0], levels[0])).abs().max())
 
 
-@pytest.mark.parametrize(("sampler", "order"), [("ddim", 1.0), ("dpmpp", 2.0)])
+@pytest.mark.parametrize(("sampler", "order"), [("ddim", 1.0), ("dpmpp", 2.0), ("heun", 2.0)])
 def test_error_falls_with_the_order_of_the_rule(sampler: str, order: float) -> None:
     errors = [flow_error(sampler, steps) for steps in (40, 80, 160)]
     for coarse, fine in pairwise(errors):
@@ -194,12 +222,12 @@ def test_error_falls_with_the_order_of_the_rule(sampler: str, order: float) -> N
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 50])
-@pytest.mark.parametrize("sampler", ["ddim", "dpmpp"])
+@pytest.mark.parametrize("sampler", ["ddim", "dpmpp", "heun"])
 def test_deterministic_rules_draw_no_fresh_noise(sampler: str, steps: int) -> None:
     schedule = make_schedule("cosine", 50)
     shape = (2, 1, 4, 4)
     drawn = sample(
-        some_network, schedule, "v", SamplerSettings(sampler, steps), only_the_start(shape)
+        some_network, schedule, V, SamplerSettings(sampler, steps), only_the_start(shape)
     )
     assert drawn.shape == shape
 
@@ -220,7 +248,7 @@ def test_each_update_but_the_last_draws_noise_once(settings: SamplerSettings) ->
         asked.append(step)
         return draw(step)
 
-    sample(some_network, make_schedule("cosine", 50), "v", settings, noise)
+    sample(some_network, make_schedule("cosine", 50), V, settings, noise)
     assert asked == list(range(settings.steps))
 
 
@@ -240,8 +268,8 @@ def test_large_variance_starts_with_the_second_posterior_one() -> None:
 def test_auto_variance_is_large_for_full_chains_only(steps: int, kind: str) -> None:
     schedule, noise = make_schedule("cosine", 50), noise_of((2, 1, 4, 4))
     settings = SamplerSettings("ddpm", steps)
-    by_name = sample(some_network, schedule, "v", replace(settings, variance=kind), noise)
-    assert torch.equal(sample(some_network, schedule, "v", settings, noise), by_name)
+    by_name = sample(some_network, schedule, V, replace(settings, variance=kind), noise)
+    assert torch.equal(sample(some_network, schedule, V, settings, noise), by_name)
 
 
 # Clipping, dtype, the loop
@@ -256,10 +284,10 @@ def test_estimate_is_clipped_before_use(sampler: str) -> None:
         seen.append(float(x.abs().max()))
         return 1e4 * some_network(x, t)
 
-    drawn = sample(wild, schedule, "v", settings, noise_of((2, 1, 4, 4)))
+    drawn = sample(wild, schedule, V, settings, noise_of((2, 1, 4, 4)))
     assert float(drawn.abs().max()) == 1.0
     assert max(seen) < 10
-    loose = sample(wild, schedule, "v", replace(settings, clip=False), noise_of((2, 1, 4, 4)))
+    loose = sample(wild, schedule, V, replace(settings, clip=False), noise_of((2, 1, 4, 4)))
     assert float(loose.abs().max()) > 10
 
 
@@ -273,14 +301,17 @@ def test_images_have_the_dtype_of_the_noise(sampler: str, dtype: torch.dtype) ->
         return silent(x, t).to(torch.bfloat16)
 
     settings = SamplerSettings(sampler, 10, eta=1.0)
-    assert sample(network, schedule, "v", settings, noise_of((2, 1, 4, 4), dtype)).dtype == dtype
+    assert sample(network, schedule, V, settings, noise_of((2, 1, 4, 4), dtype)).dtype == dtype
 
 
-@pytest.mark.parametrize("steps", [1, 27, 99, 100])
+@pytest.mark.parametrize("zero_snr", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 27, 99, 100])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("spacing", SPACINGS)
-def test_every_number_of_steps_up_to_all_works(sampler: str, spacing: str, steps: int) -> None:
-    schedule = make_schedule("cosine", 100)
+def test_every_number_of_steps_up_to_all_works(
+    sampler: str, spacing: str, steps: int, zero_snr: bool
+) -> None:
+    schedule = make_schedule("cosine", 100, zero_snr)
     visited: list[int] = []
     done: list[int] = []
 
@@ -289,13 +320,16 @@ def test_every_number_of_steps_up_to_all_works(sampler: str, spacing: str, steps
         return some_network(x, t)
 
     settings = SamplerSettings(sampler, steps, spacing=spacing)
-    drawn = sample(network, schedule, "v", settings, noise_of((2, 1, 4, 4)), done.append)
+    drawn = sample(network, schedule, V, settings, noise_of((2, 1, 4, 4)), done.append)
     assert torch.isfinite(drawn).all()
-    assert visited == sorted(set(visited), reverse=True)
-    assert done == list(range(1, len(visited) + 1))
+    assert visited == sorted(visited, reverse=True)
+    assert done == list(range(1, len(set(visited)) + 1))
     assert visited[-1] == 0 or steps == 1
-    if sampler == "dpmpp" or spacing != "quadratic_official":
-        assert len(visited) == steps
+    if sampler in ("dpmpp", "heun") or spacing != "quadratic_official":
+        assert len(set(visited)) == steps
+    # Heun evaluates each level but the first twice, and with zero SNR the second one, too.
+    twice = sampler == "heun" and steps > 1
+    assert len(visited) == len(set(visited)) + (steps - 1 - zero_snr) * twice
 
 
 @pytest.mark.parametrize(
@@ -306,14 +340,14 @@ def test_every_number_of_steps_up_to_all_works(sampler: str, spacing: str, steps
         ({"eta": 1.5}, "eta: got 1.5; must be from 0 to 1"),
         ({"eta": math.nan}, "eta: got nan"),
         ({"variance": "huge"}, "variance: got 'huge'; must be one of auto, large, small"),
-        ({"sampler": "plms"}, "sampler: got 'plms'; must be one of ddpm, ddim, dpmpp"),
+        ({"sampler": "plms"}, "sampler: got 'plms'; must be one of ddpm, ddim, dpmpp, heun"),
         ({"spacing": "cubic"}, "spacing: got 'cubic'; must be one of uniform, quadratic"),
     ],
 )
 def test_invalid_sampler_settings_are_reported(change: dict[str, object], message: str) -> None:
     settings = replace(SamplerSettings("ddim", 50), **change)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=re.escape(message)):
-        sample(some_network, make_schedule("cosine", 100), "v", settings, noise_of((1, 1, 4, 4)))
+        sample(some_network, make_schedule("cosine", 100), V, settings, noise_of((1, 1, 4, 4)))
 
 
 # Spacings
@@ -374,9 +408,10 @@ def test_dpmpp_starts_at_sigma_80_to_120_in_equal_log_snr_steps(name: str, times
         assert float(steps.max() / steps.min()) < 1.2
 
 
+@pytest.mark.parametrize("zero_snr", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_dpmpp_supports_every_number_of_steps(name: str) -> None:
-    schedule = make_schedule(name, 50)
+def test_dpmpp_supports_every_number_of_steps(name: str, zero_snr: bool) -> None:
+    schedule = make_schedule(name, 50, zero_snr)
     for steps in range(1, 51):
         t = spacings.log_snr(schedule, steps)
         assert len(t) == steps and bool((t.diff() > 0).all()) and 0 <= int(t[0]) <= int(t[-1]) < 50

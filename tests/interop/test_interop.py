@@ -289,7 +289,7 @@ def test_import_without_scheduler_requires_the_process(tmp_path: Path) -> None:
     given = {"schedule": "cosine", "timesteps": 500, "prediction": "x0"}
     import_checkpoint(folder, tmp_path / "out", given)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["params"]["diffusion"] == given
+    assert written["params"]["diffusion"] == {**given, "zero_terminal_snr": False}
     folder = saved(theirs(), tmp_path / "pipeline")
     with pytest.raises(UserError, match=r"--schedule: got cosine; the scheduler .* has linear"):
         import_checkpoint(folder, tmp_path / "other", given)

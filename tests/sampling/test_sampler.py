@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,36 @@ def test_two_threads_draw_the_same_images_as_one(count: int, guidance: float) ->
     torch.set_num_threads(2)
     assert np.array_equal(sampler.images(range(7, 7 + count)), alone)
     assert len(np.unique(alone)) > 10
+
+
+def test_guidance_interval_limits_where_guidance_applies() -> None:
+    """Sampling in 8 steps starts at sigma of about 100 and ends below 0.01."""
+
+    def drawn(**given: Any) -> np.ndarray:
+        settings = Sample(steps=8, **given)
+        return ImageSampler(network(), DATA, settings, Diffusion()).images(range(5))
+
+    plain, guided = drawn(), drawn(guidance=3.0)
+    assert np.array_equal(drawn(guidance=3.0, guidance_interval=(0.0, 1e5)), guided)
+    assert np.array_equal(drawn(guidance=3.0, guidance_interval=(1e4, 1e5)), plain)
+    partly = drawn(guidance=3.0, guidance_interval=(0.3, 3.0))
+    assert not np.array_equal(partly, plain) and not np.array_equal(partly, guided)
+
+
+@pytest.mark.parametrize(("low", "evaluated"), [(0.0, 10), (0.5, 8), (50.0, 6)])
+def test_guidance_costs_nothing_outside_its_interval(low: float, evaluated: int) -> None:
+    settings = Sample(steps=5, guidance=2.0, guidance_interval=(low, 1e3))
+    sampler = ImageSampler(network(), DATA, settings, Diffusion())
+    counts: list[int] = []
+    inner = sampler._network
+
+    def counting(x: Tensor, *others: Any) -> Tensor:
+        counts.append(len(x))
+        return inner(x, *others)
+
+    sampler._network = counting
+    sampler.images([0])
+    assert sum(counts) == evaluated
 
 
 @pytest.mark.parametrize(("threads", "shares"), [(1, [1]), (2, [1, 1]), (3, [3]), (4, [2, 2])])

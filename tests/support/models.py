@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ddpm_core import rng
-from ddpm_core.checkpoint import Checkpoint, Settings, TrainingData
+from ddpm_core.checkpoint import MOMENTS, Checkpoint, Settings, TrainingData
 from ddpm_core.config import load as params
 from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import UNet
 from ddpm_core.rng import Purpose
 from ddpm_core.storage import seal
 from ddpm_core.training.snapshot import SavedExecution, SavedTotals, SnapshotContents, State
+from support.moments import some_moments
 
 CLASSES = ["circle", "square", "7"]
 
@@ -29,6 +30,7 @@ def write_checkpoint(
     seed: int = 0,
     step: int = 4,
     timesteps: int = 50,
+    prediction: str = "v",
     **facts: Any,
 ) -> Checkpoint:
     """Write a checkpoint of 8x8 gray images: raw weights and an average of decay 0.9."""
@@ -42,7 +44,7 @@ def write_checkpoint(
                 "attention": [4],
                 "conditioning": conditioning,
             },
-            "diffusion": {"timesteps": timesteps},
+            "diffusion": {"timesteps": timesteps, "prediction": prediction},
             "train": {"ema": [0.9]},
             "sample": {"steps": 4, "seed": 5},
         }
@@ -51,6 +53,8 @@ def write_checkpoint(
     folder.mkdir(parents=True)
     for number, name in enumerate(("model", "ema-0.9")):
         save_file(weights(network, seed + number), folder / f"{name}.safetensors")
+    if given.diffusion.uses_moments:
+        save_file(some_moments(1, 8, "dct").tensors(), folder / MOMENTS)
     settings = {
         "params": given.dump(),
         "network": asdict(network),

@@ -18,6 +18,7 @@ from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import load as params
 from ddpm_core.registry import package
 from ddpm_core.registry.models import Registry
+from ddpm_core.sampling.loading import load_moments
 from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.tracking.run import MlflowRun
 from support.mlflow_server import wait_until
@@ -82,8 +83,9 @@ def drawn(checkpoint: Checkpoint, count: int, **settings: Any) -> np.ndarray:
     """Return the images of `ddpm sample` with the model's settings, updated by `settings`."""
     sample = checkpoint.params.sample.model_copy(update={**OWN, **settings})
     model = checkpoint.load(sample.ema, "cpu")
-    data, diffusion = checkpoint.training_data, checkpoint.params.diffusion
-    sampler = ImageSampler(model, data, sample, diffusion)
+    diffusion, moments = checkpoint.params.diffusion, load_moments(checkpoint)
+    data = checkpoint.training_data
+    sampler = ImageSampler(model, data, sample, diffusion, moments=moments)
     return sampler.images(range(count))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,48 +11,19 @@ import torch
 from faults.attempt import together
 from support.program import TINY, Program, new_run, prepare_run, run_in, settings
 from support.runs import bits, final
-from torch import Tensor
 
-from ddpm_core.diffusion.noise_levels import (
-    TIMESTEP_SAMPLERS,
-    NoiseLevels,
-    NoiseLevelSettings,
-    Statistics,
+from ddpm_core.diffusion import objective, probed
+from ddpm_core.diffusion.noise_levels import NoiseLevels, Statistics
+from ddpm_core.diffusion.probed import HeldOut, Probed
+
+SETTINGS = (
+    TINY.replace("batch_size: 8", "batch_size: 7\n  precision: fp32\n  reduction: exact", 1)
+    .replace("grid: 4", "grid: 0")
+    .replace("train:", "train:\n  timesteps: {adaptive: held_out}", 1)
 )
-from ddpm_core.diffusion.process import Schedule
-
-SETTINGS = TINY.replace(
-    "batch_size: 8", "batch_size: 7\n  precision: fp32\n  reduction: exact", 1
-).replace("grid: 4", "grid: 0")
 
 
-class SecondMoment(NoiseLevels):
-    """p(t) prop. to the root of the mean squared loss at t, a tenth of it uniform; weight / (T p).
-
-    After Nichol & Dhariwal (2021), "Improved denoising diffusion probabilistic models", eq. 18.
-    """
-
-    adaptive: ClassVar[bool] = True
-
-    def __init__(self, schedule: Schedule, weight: Tensor, settings: NoiseLevelSettings) -> None:
-        super().__init__(torch.full_like(schedule.betas, 1.0 / schedule.timesteps), weight)
-        self._base = self.weights.clone()
-        self._squares = torch.ones_like(self._base)
-
-    def update(self, statistics: Statistics) -> None:
-        zero, seen = torch.zeros_like(self._base), torch.ones_like(statistics.error)
-        counts = zero.index_add(0, statistics.t, seen)
-        mean = zero.index_add(0, statistics.t, statistics.error.square()) / counts.clamp(min=1)
-        self._squares.lerp_(mean, 0.5 * (counts > 0))
-        root = self._squares.sqrt()
-        p = 0.9 * root / root.sum() + 0.1 / len(root)
-        self.set_tables_(p, self._base / (len(p) * p))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {**super().state_dict(), "squares": self._squares}
-
-
-class Astray(SecondMoment):
+class Astray(HeldOut):
     """Simulates a memory fault of the second worker."""
 
     def update(self, statistics: Statistics) -> None:
@@ -62,23 +32,26 @@ class Astray(SecondMoment):
             self.weights[3] *= 2
 
 
-def learning() -> None:
-    TIMESTEP_SAMPLERS["uniform"] = SecondMoment
+def often() -> None:
+    """Evaluate a small probe at every fifth step."""
+    probed.PER_BIN = 2
+    Probed.probe_due = lambda self, step: step % 5 == 0  # type: ignore[method-assign]
 
 
-def astray() -> None:
-    TIMESTEP_SAMPLERS["uniform"] = Astray
-
-
-def run_learning(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
-    learning()
+def run_often(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
+    often()
     run_in({}, folder, arguments, output)
 
 
-def alone(folder: Path, *given: str) -> None:
-    program = Program(folder, ("train", *settings(*given)), run_learning)
+def train_alone(folder: Path, *given: str) -> None:
+    program = Program(folder, ("train", *settings(*given)), run_often)
     said = program.ended()
     assert program.returncode == 0, said
+
+
+def astray() -> None:
+    often()
+    objective.ADAPTIVE_METHODS["held_out"] = Astray
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +59,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_run(tmp_path_factory.mktemp("adaptive"), SETTINGS)
 
 
-def test_noise_levels_are_the_same_after_resuming_on_two_workers(prepared: Path) -> None:
+def test_probe_and_tables_are_the_same_after_resuming_on_two_workers(prepared: Path) -> None:
+    """Held-out images are evaluated at steps 5 and 10, and killing the run is at step 7."""
     one, two = (new_run(prepared, name, SETTINGS) for name in ("one", "two"))
-    alone(one)
-    alone(two, "train.steps=7")
-    together(two, 2, "train", beside=learning)
-    learned = final(one, 12)["noise_levels/probability"]
-    assert np.ptp(learned) > 0.1 * learned.mean()
+    train_alone(one)
+    train_alone(two, "train.steps=7")
+    together(two, 2, "train", beside=often)
+    assert np.ptp(final(one, 12)["noise_levels/previous"]) > 0
     assert bits(final(one, 12)) == bits(final(two, 12))
 
 
@@ -107,4 +80,5 @@ def test_noise_level_tables_are_updated_in_place() -> None:
     tables = levels.state_dict()
     levels.set_tables_(torch.tensor([0.0, 0.0, 3.0, 1.0]), torch.arange(4.0))
     assert tables["weight"].tolist() == [0, 1, 2, 3]
-    assert levels.draw(torch.tensor([0.0, 0.7, 0.8])).tolist() == [2, 2, 3]
+    places = torch.tensor([0.0, 0.7, 0.8])
+    assert levels.draw(lambda index: places[index], torch.arange(3)).tolist() == [2, 2, 3]

@@ -1,0 +1,102 @@
+"""The loss on fixed images at fixed noise and timesteps, for adaptive methods that compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddpm_core import rng
+from ddpm_core.config import Config
+from ddpm_core.data.dataset import PackedDataset, open_dataset
+from ddpm_core.diffusion.losses import LOSSES
+from ddpm_core.diffusion.probed import Probed
+from ddpm_core.diffusion.process import q_sample
+from ddpm_core.errors import UserError
+from ddpm_core.rng import Purpose
+from ddpm_core.sampling.images import to_model
+from ddpm_core.storage.workspace import Workspace
+from ddpm_core.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Images with their timesteps and conditions, the same on every worker."""
+
+    pixels: Tensor  # uint8 (n, H, W, C)
+    condition: Tensor | None  # as in step.Batch
+    t: Tensor  # int64 (n,)
+
+    @classmethod
+    def create(cls, config: Config, levels: Probed, data: PackedDataset, device: Any) -> Probe:
+        """Draw the images of the probe of a method from `data`, repeating few ones."""
+        t = levels.timesteps.to(device)
+        place = rng.uniform(rng.key(Purpose.PROBE, config.seed), torch.arange(len(data)), ())
+        order = np.argsort(place.numpy(), kind="stable")
+        chosen = np.resize(order, len(t))
+        condition = None
+        if config.model.conditioning == "class":
+            condition = torch.from_numpy(data.labels[chosen]).to(device)
+        elif config.model.conditioning == "text" and data.captions is not None:
+            condition = torch.from_numpy(data.captions[chosen]).to(device)
+        return cls(torch.from_numpy(data.take(chosen)).to(device), condition, t)
+
+    @torch.no_grad()
+    def losses(self, state: TrainState) -> Tensor:
+        """Return the unweighted loss of each image, float32 (n,), the same on every worker."""
+        config, world = state.config, state.world
+        losses = torch.zeros(len(self.t), device=world.device)
+        share = world.share(len(self.t))
+        most = -(-config.train.batch_size // (config.train.microbatches * world.size))
+        if config.train.reduction == "exact":
+            most = 1  # the size of a batch changes the rounding of its images
+        for start in range(share.start, share.stop, most):
+            rows = torch.arange(start, min(start + most, share.stop), device=world.device)
+            losses[rows] = self._losses(state, rows)
+        world.all_reduce_(losses)
+        return losses
+
+    def _losses(self, state: TrainState, rows: Tensor) -> Tensor:
+        config = state.config
+        x0, t = to_model(self.pixels[rows]), self.t[rows]
+        # Step 0: the noise of an image is the same at every evaluation.
+        noise = rng.normal(rng.key(Purpose.PROBE, config.seed), rows, x0.shape[1:], 0)
+        alpha_bar = state.alphas_bar[t]
+        condition = None if self.condition is None else self.condition[rows]
+        with state.execution.autocast(state.world.device):
+            output = state.forward(q_sample(x0, noise, alpha_bar), t, condition, None, None)
+        wanted = state.prediction.target(x0, noise, alpha_bar)
+        return LOSSES[config.train.loss.kind](output.float(), wanted)
+
+
+def observe(state: TrainState) -> None:
+    """After a step, evaluate the probe and pass its losses to the adaptive method, if it is due."""
+    levels = state.noise_levels
+    if state.probe and isinstance(levels, Probed) and levels.probe_due(state.step):
+        levels.observe(state.step, state.probe())
+        state.watch.mark("compute")
+
+
+def make_probe(
+    state: TrainState, workspace: Workspace, data: PackedDataset
+) -> Callable[[], Tensor] | None:
+    """Return a function that evaluates the probe of the run's adaptive method; None without one.
+
+    Raises UserError if the method needs held-out images and there are none.
+    """
+    levels = state.noise_levels
+    if not isinstance(levels, Probed):
+        return None
+    if levels.images == "holdout":
+        data = open_dataset(workspace, "holdout")
+        if not len(data):
+            raise UserError(
+                "train.timesteps.adaptive: got held_out, but the data has no held-out images. Use "
+                "a prepare.holdout above 0, or another method."
+            )
+    return partial(Probe.create(state.config, levels, data, state.world.device).losses, state)
