@@ -230,7 +230,8 @@ def test_deleting_and_scaling_workers_gives_the_same_model(
     changes = [b for a, b in zip([0, *worlds], worlds, strict=False) if a != b]
     printed = launching.output("launcher")
     assert f"Processes: {', then '.join(str(world) for world in changes)}." in printed
-    assert not launching.left(job_name("/workspace/elastic", "train"))
+    job = job_name("/workspace/elastic", "train")
+    wait_until(lambda: not launching.left(job), "the job and its pods are gone", 60)
 
     folder = undisturbed.result(900)
     initial = folder.parent / "start"

@@ -245,5 +245,6 @@ def evaluation(namespace: Namespace) -> str:
 def test_a_model_is_registered_and_served(chain: Namespace) -> None:
     finish(chain, "ddpm-evaluate")
     server = wait_until(lambda: pods(chain, "ddpm-mlflow"), "MLflow's pod", 60)[0]
-    assert chain.exec(of(server), "python", "-c", ALIAS).strip() == "1"
+    # The run with the first settings may have been registered before its jobs were replaced.
+    assert chain.exec(of(server), "python", "-c", ALIAS).strip() in {"1", "2"}
     chain.ready("ddpm-champion", 300)
