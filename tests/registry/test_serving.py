@@ -139,7 +139,7 @@ def test_classes_samplers_and_arrays_are_supported(url: str, checkpoint: Checkpo
         ({"n": 1, "class": "triangle"}, "class: got 'triangle'; must be one of circle, square, 7"),
         ({"n": 1, "class": 3}, "or a number from 0 to 2"),
         ({"n": 1, "prompt": "a cat"}, "prompt: got ['a cat']; requires model.conditioning text"),
-        ({"n": 1, "sampler": "euler"}, "sampler: got 'euler'; must be 'ddpm', 'ddim', 'dpmpp' or 'heun'"),
+        ({"n": 1, "sampler": "euler"}, "got 'euler'; must be 'ddpm', 'ddim', 'dpmpp' or 'heun'"),
         ({"n": 1, "steps": 51}, "steps: got 51; must be at most diffusion.timesteps, 50"),
         ({"n": 1, "guidance": -1}, "guidance: got -1; must be at least 0"),
         ({"n": 1, "seed": -1}, "seed: got -1; must be at least 0"),
