@@ -183,7 +183,10 @@ def test_the_queue_is_bounded_and_drops_clients_that_left(serving: Serving) -> N
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([{"n": 256, "steps": 601}], "needs 9,846,784 images x pixels x steps; at most 9,830,400"),
+        (
+            [{"n": 256, "steps": 601}],
+            "needs 9,846,784 images x pixels x evaluations; at most 9,830,400",
+        ),
         ([{"n": 1}] * 257, "has 257 rows; at most 256 are allowed"),
         ([{"n": 128}, {"n": 129}], "asks for 257 images; 1 to 256 images of 64 pixels"),
         ([], "asks for 0 images"),
