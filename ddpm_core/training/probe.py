@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +13,13 @@ from torch import Tensor
 from ddpm_core import rng
 from ddpm_core.config import Config
 from ddpm_core.data.dataset import PackedDataset, open_dataset
-from ddpm_core.diffusion.losses import LOSSES
 from ddpm_core.diffusion.probed import Probed
-from ddpm_core.diffusion.process import q_sample
 from ddpm_core.errors import UserError
 from ddpm_core.rng import Purpose
 from ddpm_core.sampling.images import to_model
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.training.state import TrainState
+from ddpm_core.training.step import errors_of, read_images
 
 
 @dataclass(frozen=True)
@@ -33,18 +31,15 @@ class Probe:
     t: Tensor  # int64 (n,)
 
     @classmethod
-    def create(cls, config: Config, levels: Probed, data: PackedDataset, device: Any) -> Probe:
+    def create(
+        cls, config: Config, levels: Probed, data: PackedDataset, device: torch.device
+    ) -> Probe:
         """Draw the images of the probe of a method from `data`, repeating few ones."""
         t = levels.timesteps.to(device)
         place = rng.uniform(rng.key(Purpose.PROBE, config.seed), torch.arange(len(data)), ())
         order = np.argsort(place.numpy(), kind="stable")
         chosen = np.resize(order, len(t))
-        condition = None
-        if config.model.conditioning == "class":
-            condition = torch.from_numpy(data.labels[chosen]).to(device)
-        elif config.model.conditioning == "text" and data.captions is not None:
-            condition = torch.from_numpy(data.captions[chosen]).to(device)
-        return cls(torch.from_numpy(data.take(chosen)).to(device), condition, t)
+        return cls(*read_images(config, data, chosen, device), t)
 
     @torch.no_grad()
     def losses(self, state: TrainState) -> Tensor:
@@ -62,16 +57,11 @@ class Probe:
         return losses
 
     def _losses(self, state: TrainState, rows: Tensor) -> Tensor:
-        config = state.config
-        x0, t = to_model(self.pixels[rows]), self.t[rows]
+        x0 = to_model(self.pixels[rows])
         # Step 0: the noise of an image is the same at every evaluation.
-        noise = rng.normal(rng.key(Purpose.PROBE, config.seed), rows, x0.shape[1:], 0)
-        alpha_bar = state.alphas_bar[t]
+        noise = rng.normal(rng.key(Purpose.PROBE, state.config.seed), rows, x0.shape[1:], 0)
         condition = None if self.condition is None else self.condition[rows]
-        with state.execution.autocast(state.world.device):
-            output = state.forward(q_sample(x0, noise, alpha_bar), t, condition, None, None)
-        wanted = state.prediction.target(x0, noise, alpha_bar)
-        return LOSSES[config.train.loss.kind](output.float(), wanted)
+        return errors_of(state, x0, noise, self.t[rows], condition)
 
 
 def observe(state: TrainState) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddpm_core import rng
 from ddpm_core.config import Config
-from ddpm_core.data.dataset import PackedDataset
+from ddpm_core.data.dataset import Indices, PackedDataset
 from ddpm_core.data.order import batch_indices
 from ddpm_core.diffusion.losses import LOSSES
 from ddpm_core.diffusion.noise_levels import Statistics
@@ -44,13 +44,20 @@ def next_batch(config: Config, data: PackedDataset, world: World, step: int) -> 
     size, device = config.train.batch_size, world.device
     share = world.share(size)
     rows = batch_indices(config.seed, len(data), step, size)[share.start : share.stop]
+    pixels, condition = read_images(config, data, rows, device)
+    return Batch(pixels, condition, torch.arange(share.start, share.stop, device=device))
+
+
+def read_images(
+    config: Config, data: PackedDataset, rows: Indices, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Return images and their conditions on a device, as in `Batch`."""
     condition = None
     if config.model.conditioning == "class":
         condition = _to_device(data.labels[rows], device)
     elif config.model.conditioning == "text" and data.captions is not None:
         condition = _to_device(data.captions[rows], device)
-    pixels = _to_device(data.take(rows), device)
-    return Batch(pixels, condition, torch.arange(share.start, share.stop, device=device))
+    return _to_device(data.take(rows), device), condition
 
 
 def _to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -95,20 +102,35 @@ def _loss(state: TrainState, batch: Batch, rows: Tensor, at: Tensor, errors: Ten
     x0 = _flipped(config, to_model(batch.pixels[rows]), index, at)
     t = _timesteps(state, index, at)
     noise = rng.normal(rng.key(Purpose.NOISE, config.seed), index, x0.shape[1:], at)
-    alpha_bar = state.alphas_bar[t]
     condition = None if batch.condition is None else batch.condition[rows]
     drop = None
     if condition is not None:
         drop = _uniform(config, Purpose.LABEL_DROP, index, at) < config.train.label_drop
-    with state.execution.autocast(state.world.device):
-        output = state.forward(
-            q_sample(x0, noise, alpha_bar), t, condition, drop, _dropout(config, index, at)
-        )
-    wanted = state.prediction.target(x0, noise, alpha_bar)
-    error = LOSSES[config.train.loss.kind](output.float(), wanted)
+    error = errors_of(state, x0, noise, t, condition, drop, _dropout(config, index, at))
     if state.noise_levels.adaptive:
         errors.index_copy_(0, index, error.detach())
     return (state.noise_levels.weight(t) * error).sum() / config.train.batch_size
+
+
+def errors_of(
+    state: TrainState,
+    x0: Tensor,
+    noise: Tensor,
+    t: Tensor,
+    condition: Tensor | None,
+    drop: Tensor | None = None,
+    dropout: Any = None,
+) -> Tensor:
+    """Return the unweighted loss of each image, float32 (b,), for x0 and noise (b, C, H, W).
+
+    `drop`, bool (b,), says for which images the network does not see the condition; `dropout` is
+    the network's dropout function.
+    """
+    alpha_bar = state.alphas_bar[t]
+    with state.execution.autocast(state.world.device):
+        output = state.forward(q_sample(x0, noise, alpha_bar), t, condition, drop, dropout)
+    wanted = state.prediction.target(x0, noise, alpha_bar)
+    return LOSSES[state.config.train.loss.kind](output.float(), wanted)
 
 
 def _update_noise_levels(state: TrainState, errors: Tensor, at: Tensor) -> None:
