@@ -16,6 +16,7 @@ from ddpm_core.config.durations import in_words
 from ddpm_core.console import advice_in_pod, report_errors, warn
 from ddpm_core.errors import Interrupted, Unavailable, UserError, write_termination_message
 from ddpm_core.runtime import memory
+from ddpm_core.storage.retry import retrying
 from ddpm_core.storage.workspace import (
     CONTACT,
     GRID,
@@ -66,8 +67,6 @@ def attempt(
 
     KFP retries only a step whose pod disappears, not one that fails.
     """
-    from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
-
     run: Run | None = None
 
     def leave(message: str) -> None:
@@ -90,15 +89,11 @@ def attempt(
             f"{ATTEMPTS})."
         )
 
-    retrying = Retrying(
-        stop=stop_after_attempt(ATTEMPTS),
-        wait=wait_exponential(PAUSE),
-        retry=retry_if_exception_type(Unavailable),
-        before_sleep=announce,
-        reraise=True,
-    )
+    def is_temporary(error: BaseException) -> bool:
+        return isinstance(error, Unavailable)
+
     with reported(step, leave):
-        return retrying(once)
+        return retrying(is_temporary, ATTEMPTS, PAUSE, announce)(once)
 
 
 def prepare(inputs: Sequence[Any], run_id: str, data: Artifact, contact: Artifact) -> str:

@@ -8,6 +8,7 @@ download fails, gets 5xx or is corrupt    `web.fetch`                 `web.ATTEM
 call to MLflow fails                      `tracking.client.retrying`  its `ATTEMPTS`
 upload of a model to MLflow fails         MLflow                      `UPLOAD_RETRIES`
 MLflow is unavailable during training     `Tracker._work`             until training ends
+step of a pipeline meets Unavailable      `ddpm_kube.tasks.attempt`   its `ATTEMPTS`
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ddpm_core.errors import Corrupt
 
 if TYPE_CHECKING:
-    from tenacity import Retrying
+    from tenacity import RetryCallState, Retrying
 
 CORRUPT_ATTEMPTS = 3
 T = TypeVar("T")
@@ -39,12 +40,15 @@ QUICK = S3Retry(attempts=2, connect_timeout=3.0, read_timeout=5.0)  # the lease 
 
 
 def retrying(
-    is_temporary: Callable[[BaseException], bool], attempts: int, pause: float = 0.0
+    is_temporary: Callable[[BaseException], bool],
+    attempts: int,
+    pause: float = 0.0,
+    before_pause: Callable[[RetryCallState], None] | None = None,
 ) -> Retrying:
     """Return a caller that repeats a function while it raises temporary errors.
 
     The pause before the second attempt takes `pause` seconds, and doubles with each attempt. After
-    `attempts` calls the last error is raised.
+    `attempts` calls the last error is raised. `before_pause` is called before each pause.
     """
     # Imported here: it takes 40 ms, and most commands never retry.
     from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
@@ -53,6 +57,7 @@ def retrying(
         retry=retry_if_exception(is_temporary),
         stop=stop_after_attempt(attempts),
         wait=wait_exponential(multiplier=pause),
+        before_sleep=before_pause,
         reraise=True,
     )
 
