@@ -166,7 +166,7 @@ def watch(
     token_file: TokenOption = None,
     ui: UiOption = "",
 ) -> None:
-    """Follow a run to its end, whoever submitted it, as `submit --wait` does."""
+    """Follow a run to its end, as `submit --wait` does, also one submitted elsewhere."""
     from submission import Server, follow
 
     with report_errors("watch"):

@@ -89,9 +89,9 @@ class EdmPrediction:
     With sigma^2 = (1 - alpha_bar) / alpha_bar and the variance s^2 of the data,
     c_skip = s^2 / (sigma^2 + s^2) and c_out = sigma s / sqrt(sigma^2 + s^2). F has the same
     variance at every noise level; its squared error is SNR + 1 / s^2 times that of x0. For s = 1 it
-    is -v.
-    Karras et al. (2022), "Elucidating the design space", table 1; s^2 is
-    `Moments.variance`, about the one mean of all values, which is not subtracted from the images.
+    is -v. Karras et al. (2022), "Elucidating the design space", table 1; s^2 is `Moments.variance`,
+    about the one mean of all values, which is not subtracted from the images.
+
     Two things differ: the input of the network is x_t, which for s = 1 is their c_in x, and its
     noise level is the timestep instead of c_noise.
     """
