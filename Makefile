@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster test-faults test-gpu image lint lock clean
+.PHONY: help demo test test-slow test-cluster test-faults test-gpu image lint lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,11 +23,15 @@ help:  ## this list
 demo: .venv/installed  ## digits from nothing to a registered model, in a few minutes
 	$(BIN)/ddpm run
 
-test: lint  ## lint, types, then every test that needs no cluster
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+test: lint  ## lint, types, then the tests that take no longer than some seconds each
+	$(PYTEST) -m "not slow"
+
+test-slow: .venv/installed  ## the other tests that need no cluster: pipelines, servers, killed runs
+	$(PYTEST) -m slow
 
 test-cluster: .venv/installed  ## the tests on the Kubernetes that KUBECONFIG names
-	$(BIN)/pytest tests/cluster -n 3 --dist loadfile --no-loadscope-reorder --timeout 900
+	$(PYTEST) tests/cluster --timeout 900
 
 IMAGE ?= ddpm:dev
 LIGHT_IMAGE ?= ddpm-light:dev

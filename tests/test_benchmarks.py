@@ -24,6 +24,7 @@ def measured(name: str, file: Path, *arguments: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_peers_writes_ratios_seconds_and_random_share(tmp_path: Path) -> None:
     given = ("--quick", "--networks", "digits", "--rounds", "1")
     result = measured("peers", tmp_path / "peers.json", *given)

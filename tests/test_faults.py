@@ -23,6 +23,8 @@ from torch.distributed import TCPStore
 from ddpm_core.runtime.distributed import agree_on_name
 from ddpm_core.training.checks import checksum
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
 # Each kind of fault, with a seed whose schedule is short.
 CHOSEN = {
     "kill-worker": 3,
@@ -43,7 +45,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
     return Stage(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize("kind", CHOSEN)
+@pytest.mark.parametrize("kind", ["kill-worker", *map(slow, list(CHOSEN)[1:])])
 def test_disturbed_run_equals_an_undisturbed_one(stage: Stage, kind: str) -> None:
     play(draw(CHOSEN[kind], kind), stage)
 
@@ -56,6 +58,7 @@ def test_schedule_depends_only_on_its_seed() -> None:
     assert len({(s.at, s.delay, s.chance) for s in drawn}) == 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("average", "file"), [(False, "model"), (True, "ema-0.9")])
 def test_flipped_bit_stops_the_run_and_names_the_worker(
     stage: Stage, average: bool, file: str
@@ -104,6 +107,7 @@ def test_checksum_detects_any_bit_and_ignores_order() -> None:
         tensor.view(-1)[2] ^= -(2**31) if bit == 31 else 1 << bit
 
 
+@pytest.mark.slow
 def test_user_errors_are_not_retried(stage: Stage) -> None:
     folder = stage.new_run("mistake")
     said = ddpm(
@@ -117,6 +121,7 @@ def test_user_errors_are_not_retried(stage: Stage) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_sigterm_saves_on_all_processes_and_exits_143(stage: Stage) -> None:
     folder = stage.new_run("asked")
     program = start(folder, "train", "-S", "train.processes=2")

@@ -126,11 +126,10 @@ def test_full_chain_reproduces_the_distribution() -> None:
 
 
 @every_setting
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_samplers_start_from_pure_noise_with_zero_snr(name: str, settings: SamplerSettings) -> None:
+def test_samplers_start_from_pure_noise_with_zero_snr(settings: SamplerSettings) -> None:
     if settings.spacing == "quadratic_official":
         pytest.skip("starts at 0.8 T with any schedule")
-    schedule, count, visited = make_schedule(name, 500, True), 3000, list[int]()
+    schedule, count, visited = make_schedule("linear", 500, True), 3000, list[int]()
     exact = exact_network(schedule, "v")
 
     def network(x: Tensor, t: Tensor) -> Tensor:

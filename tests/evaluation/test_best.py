@@ -21,6 +21,7 @@ from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling.run import sample
 from ddpm_core.storage.workspace import Workspace, snapshot_key
 
+pytestmark = pytest.mark.slow
 STEPS = (4, 8, 12)
 
 

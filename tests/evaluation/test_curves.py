@@ -26,6 +26,7 @@ from ddpm_core.scores import (
 )
 
 
+@pytest.mark.slow
 def test_every_plot_is_written_whatever_was_measured() -> None:
     absent = [row(200, 6.0, fd=None, is_mean=None, precision=None, recall=None, kid_mean=None)]
     drawings = [plots.draw(rows) for rows in (RUN, RUN[:1], absent, [])]

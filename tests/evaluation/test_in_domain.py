@@ -39,6 +39,7 @@ def test_training_is_repeatable_and_draws_nothing_from_torch(tmp_path: Path) -> 
     assert not torch.equal(first.network.head.weight, other.network.head.weight)
 
 
+@pytest.mark.slow
 def test_classifier_is_accurate_on_held_out_digits() -> None:
     facts = trained().facts
     assert facts.accuracy > 0.95 and facts.holdout_count == HELD_OUT

@@ -54,6 +54,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_inception_computes_what_torch_fidelity_computes(weights: Path) -> None:
     layers = ["2048", "logits_unbiased"]
     theirs = FeatureExtractorInceptionV3("i", layers, feature_extractor_weights_path=str(weights))
@@ -69,6 +70,7 @@ def test_only_the_standard_file_gives_a_score_called_fid(weights: Path) -> None:
     assert extractor.fingerprint == sha256_of(weights)[:16] != STANDARD[:16]
 
 
+@pytest.mark.slow
 def test_weights_may_be_safetensors_and_loading_draws_nothing(
     weights: Path, tmp_path: Path
 ) -> None:
@@ -80,6 +82,7 @@ def test_weights_may_be_safetensors_and_loading_draws_nothing(
     assert torch.equal(other(few(2))[0], open_inception(weights, CPU)(few(2))[0])
 
 
+@pytest.mark.slow
 def test_inception_scores_have_a_name_and_a_checksum(weights: Path, tmp_path: Path) -> None:
     settings = {"inception_weights": str(weights), "metrics": ["kid", "is"]}
     config = make_config(tmp_path, evaluate=settings)

@@ -158,6 +158,7 @@ def test_pairs_of_an_earlier_evaluation_are_not_shown(tmp_path: Path) -> None:
         assert any(str(alt).startswith(held_out) for alt in alternatives) == shown
 
 
+@pytest.mark.slow
 def test_page_of_75_checkpoints_is_bounded(tmp_path: Path) -> None:
     rows = [row(1000 * (i + 1), 100 / (i + 1)) for i in range(75)]
     rows[40] = row(41_000, 0.5)  # the best is in the middle

@@ -138,6 +138,7 @@ def test_extractor_run_without_files_is_skipped(tmp_path: Path) -> None:
     assert open_in_domain(config, second, *splits(second), CPU).fingerprint == mine.fingerprint
 
 
+@pytest.mark.slow
 def test_extractor_of_other_data_is_not_used(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     workspace = small_workspace(tmp_path / "run")

@@ -76,6 +76,7 @@ def event(reason: str, message: str, kind: str = "PyTorchJob", at: str = "2026-0
 # Repeated errors
 
 
+@pytest.mark.slow
 def test_processes_of_one_start_count_as_one_failure(tmp_path: Path) -> None:
     """Three processes that torchrun starts three times write the error up to nine times."""
     program = tmp_path / "program.py"

@@ -259,6 +259,7 @@ def test_the_outcome_is_reported_even_if_cleanup_fails(
     assert "ddpm/train-run is left for `ddpm jobs gc`" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_the_job_is_created_leaves_no_job(
     api: Api, kubeconfig: Path, number: signal.Signals

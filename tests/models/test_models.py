@@ -483,6 +483,7 @@ def test_initial_weights_do_not_depend_on_the_threads() -> None:
         assert torch.equal(two.state_dict()[name], weight), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimized", [True, False])
 def test_torch_compile_finds_one_graph(optimized: bool) -> None:
     import torch._dynamo

@@ -130,6 +130,7 @@ class LosingPods(LocalPods):
         return super().run(pod)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_that_lost_a_pod_succeeds_with_the_modes_of_plain_jobs(tmp_path: Path) -> None:
     pods = LosingPods(tmp_path, "train", losses=1)

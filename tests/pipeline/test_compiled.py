@@ -19,7 +19,6 @@ from support import kfp_pod
 import compiling  # isort: skip
 import submission  # isort: skip
 from pods import PARALLEL  # isort: skip
-from ddpm import ddpm  # isort: skip
 
 from components import IMAGE, LIGHT_IMAGE  # isort: skip
 from components.sample import sample  # isort: skip
@@ -39,9 +38,9 @@ def compiled() -> tuple[dict[str, Any], dict[str, Any]]:
     return spec, platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
 
 
-def test_the_checked_in_file_is_up_to_date(tmp_path: Path) -> None:
+def test_the_checked_in_file_is_up_to_date(pipeline: Any, tmp_path: Path) -> None:
     made = tmp_path / "ddpm.yaml"
-    compiling.compile_pipeline(ddpm, made)
+    compiling.compile_pipeline(pipeline, made)
     assert made.read_text() == COMPILED.read_text(), "python pipelines/ddpm.py compile"
 
 
@@ -162,9 +161,11 @@ def tasks(spec: dict[str, Any]) -> list[dict[str, Any]]:
     return [task for graph in graphs for task in graph.get("dag", {}).get("tasks", {}).values()]
 
 
-def test_the_image_options_change_every_component(tmp_path: Path) -> None:
+def test_the_image_options_change_every_component(pipeline: Any, tmp_path: Path) -> None:
     made = tmp_path / "ddpm.yaml"
-    compiling.compile_pipeline(ddpm, made, {IMAGE: "registry.local/ddpm:7", LIGHT_IMAGE: "light:7"})
+    compiling.compile_pipeline(
+        pipeline, made, {IMAGE: "registry.local/ddpm:7", LIGHT_IMAGE: "light:7"}
+    )
     spec, _ = yaml.safe_load_all(made.read_text())
     executors = spec["deploymentSpec"]["executors"].items()
     images = {name.removeprefix("exec-"): one["container"]["image"] for name, one in executors}
@@ -175,9 +176,9 @@ def test_the_image_options_change_every_component(tmp_path: Path) -> None:
     components.load_component_from_file(str(made))
 
 
-def test_the_gpu_option_adds_gpus_as_kfp_itself_writes_them(tmp_path: Path) -> None:
+def test_the_gpu_option_adds_gpus_as_kfp_itself_writes_them(pipeline: Any, tmp_path: Path) -> None:
     made, plain = tmp_path / "ddpm.yaml", tmp_path / "plain.yaml"
-    compiling.compile_pipeline(ddpm, made, gpu=True)
+    compiling.compile_pipeline(pipeline, made, gpu=True)
     spec, platforms = yaml.safe_load_all(made.read_text())
     pods = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     executors = spec["deploymentSpec"]["executors"]

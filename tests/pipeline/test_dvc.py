@@ -169,6 +169,7 @@ def test_each_stage_is_its_verb_and_depends_on_its_section() -> None:
 # The chain: each test continues from the one before
 
 
+@pytest.mark.slow
 def test_a_killed_repro_resumes(clone: Repository) -> None:
     clone.kill_once(["dvc", "repro"], "workspace/snapshots/step-00000008")
     output = clone.dvc("repro", "evaluate")
@@ -178,6 +179,7 @@ def test_a_killed_repro_resumes(clone: Repository) -> None:
     assert [json.loads(line)["step"] for line in lines] == list(range(2, 41, 2))
 
 
+@pytest.mark.slow
 def test_an_experiment_trains_from_scratch_and_is_compared(clone: Repository) -> None:
     clone.git("add", "dvc.lock", "workspace/metrics.json")
     clone.git("commit", "--quiet", "-m", "scores")
@@ -204,6 +206,7 @@ def test_a_fresh_clone_compares_what_was_committed(clone: Repository, tmp_path: 
     assert compared["workspace/metrics.json"]["fd_in_domain_20"]["diff"] != 0
 
 
+@pytest.mark.slow
 def test_a_changed_setting_runs_only_its_own_stage(clone: Repository) -> None:
     clone.change_params(tracking={"uri": "sqlite:///mlflow.db"})
     output = clone.dvc("repro")
@@ -228,6 +231,7 @@ def test_another_clone_restores_all_results_from_the_cache(
 # Relative paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "kinds"),
     [
@@ -293,6 +297,7 @@ def begin_project(layout: str, root: Path, forked: Path) -> tuple[Repository, Pa
 # Raw data
 
 
+@pytest.mark.slow
 def test_raw_data_tracked_by_dvc_is_shared_by_a_remote(origin: Repository, tmp_path: Path) -> None:
     owner = origin.clone(tmp_path / "owner")
     draw_photos(owner.folder / "photos")

@@ -49,6 +49,7 @@ def test_settings_that_were_changed_or_removed_are_refused(tmp_path: Path) -> No
         file.unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_the_workspace_reaches_the_workers_of_a_pod_unchanged(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,8 @@ from support.mlflow_server import QUIET
 from ddpm_core.storage.workspace import Workspace
 from ddpm_kube.record import Run
 
-pytestmark = pytest.mark.timeout(600)  # a complete run has ten processes that import torch
+# A complete run has ten processes that import torch.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TINY = """
 seed: 3
 device: cpu

@@ -23,7 +23,6 @@ from support.mlflow_server import wait_until
 
 import commands  # isort: skip
 import submission  # isort: skip
-from ddpm import ddpm  # isort: skip
 
 from ddpm_core.errors import UserError
 
@@ -201,7 +200,7 @@ I1129 19:00:00.000000 23 main.go:55] failed to execute component: exit status 1
 
 
 def test_a_run_is_submitted_and_followed_to_its_end(
-    kfp: FakeKfp, capfd: pytest.CaptureFixture[str]
+    pipeline: Any, kfp: FakeKfp, capfd: pytest.CaptureFixture[str]
 ) -> None:
     kfp.story[:] = [
         look("PENDING"),
@@ -218,7 +217,7 @@ def test_a_run_is_submitted_and_followed_to_its_end(
     server = submission.Server(kfp.host, "kubeflow", lambda: "the-token", "http://ui:8080/")
     inputs = {"params": TINY, "overrides": ["train.steps=9"], "worst": 2.0}
     assert (
-        server.create(ddpm, {"ddpm:dev": "registry/ddpm:7"}, True, "digits", "first", inputs)
+        server.create(pipeline, {"ddpm:dev": "registry/ddpm:7"}, True, "digits", "first", inputs)
         == "r-1"
     )
     assert submission.follow(server, "r-1") == 1
@@ -253,7 +252,7 @@ def test_a_run_is_submitted_and_followed_to_its_end(
 
 
 def test_parts_are_counted_and_a_lost_pod_is_named(
-    kfp: FakeKfp, capfd: pytest.CaptureFixture[str]
+    pipeline: Any, kfp: FakeKfp, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A run that was submitted elsewhere: `watch`."""
     kfp.logs = {"ddpm-6d2kx-sample-1-pod-0": "sample: step 8 still waits for shard-002-of-003.\n"}
@@ -264,7 +263,7 @@ def test_parts_are_counted_and_a_lost_pod_is_named(
         look("FAILED", train="SUCCEEDED", plan="SUCCEEDED", sample="SUCCEEDED SUCCEEDED FAILED"),
     ]
     with pytest.raises(SystemExit) as ended:
-        commands.app(["watch", "r-1", "--host", kfp.host], obj=ddpm, standalone_mode=False)
+        commands.app(["watch", "r-1", "--host", kfp.host], obj=pipeline, standalone_mode=False)
     assert ended.value.code == 1
     assert capfd.readouterr().err.splitlines() == [
         "train: succeeded",
@@ -333,11 +332,14 @@ def test_a_token_is_read_from_a_file_or_the_environment(
 
 
 def test_local_refuses_a_workspace_in_s3(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pipeline: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        commands.app(["local", "-w", "s3://bucket/run"], obj=ddpm, standalone_mode=False)
+        commands.app(["local", "-w", "s3://bucket/run"], obj=pipeline, standalone_mode=False)
     assert stop.value.code == 1
     assert "local: -w: got s3://bucket/run; must be a directory" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -598,6 +598,7 @@ def register_on_small_disk(
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_full_temporary_folder_is_named_in_the_error(
     project: Project, rows: list[Row], tmp_path: Path
 ) -> None:
@@ -610,6 +611,7 @@ def test_a_full_temporary_folder_is_named_in_the_error(
     assert connect(project.uri).get_run(run).info.status == "FINISHED"
 
 
+@pytest.mark.slow
 def test_a_store_on_a_full_disk_is_one_message(
     project: Project, rows: list[Row], tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def environment_without_us(folder: Path) -> Path:
 # With MLflow's server, without this project
 
 
+@pytest.mark.slow
 def test_a_seed_draws_the_same_images_as_sampling(url: str, checkpoint: Checkpoint) -> None:
     status, predictions = ask(url, {"dataframe_records": [{"n": 5}]})
     assert status == 200
@@ -105,6 +106,7 @@ def test_a_seed_draws_the_same_images_as_sampling(url: str, checkpoint: Checkpoi
     assert {answer["sampler"] for answer in predictions} == {"ddim"}
 
 
+@pytest.mark.slow
 def test_all_forms_of_a_request_get_the_same_response(url: str) -> None:
     results = [ask(url, body) for body in SHAPES]
     assert all(result == results[0] for result in results)
@@ -112,6 +114,7 @@ def test_all_forms_of_a_request_get_the_same_response(url: str) -> None:
     assert len(results[0][1]) == 2
 
 
+@pytest.mark.slow
 def test_classes_samplers_and_arrays_are_supported(url: str, checkpoint: Checkpoint) -> None:
     rows = [
         {"n": 2, "class": "square", "format": "array"},
@@ -129,6 +132,7 @@ def test_classes_samplers_and_arrays_are_supported(url: str, checkpoint: Checkpo
     assert_same_images(predictions[3:], drawn(checkpoint, 4, classes=("7",))[3:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -164,6 +168,7 @@ def test_an_invalid_request_gets_a_short_message(
     assert "Traceback" not in message
 
 
+@pytest.mark.slow
 def test_a_large_seed_is_never_rounded(url: str) -> None:
     seed = 2**53 + 1
     status, predictions = ask(url, {"dataframe_records": [{"n": 1, "seed": seed}]})
@@ -172,6 +177,7 @@ def test_a_large_seed_is_never_rounded(url: str) -> None:
     assert (status, "send an integer in every row" in message) == (400, True), message
 
 
+@pytest.mark.slow
 def test_the_image_limit_holds_for_all_rows_together(url: str) -> None:
     status, message = ask(url, {"dataframe_records": [{"n": 200}, {"n": 57}]})
     assert (status, "asks for 257 images" in message) == (400, True)
@@ -194,6 +200,7 @@ def test_a_version_is_downloaded_without_secrets_or_paths(server: Server, name: 
         download(config, "models:/none@champion")
 
 
+@pytest.mark.slow
 def test_a_version_contains_only_the_code_that_it_imports(tmp_path: Path) -> None:
     with package.code() as folder:
         shutil.copytree(folder, tmp_path / folder.name)

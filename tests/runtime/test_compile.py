@@ -72,6 +72,7 @@ def once() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_network_is_compiled_once_for_all_steps(tmp_path: Path, once: None) -> None:
     compiled, eager = trained(tmp_path, compiled=True), trained(tmp_path, compiled=False)
     for ours, theirs in zip(compiled.parameters, eager.parameters, strict=True):
@@ -104,6 +105,7 @@ def drawn(root: Path, **settings: Any) -> tuple[dict[int, np.ndarray], Config]:
     return {s: np.array(gather.open_samples(workspace, s).images) for s in (200, 400)}, config
 
 
+@pytest.mark.slow
 def test_compiled_networks_draw_equal_images_up_to_rounding(tmp_path: Path, compiler: None) -> None:
     compiled, asked = drawn(tmp_path, compile=True)
     workspace = Workspace.open(str(tmp_path / "run"))

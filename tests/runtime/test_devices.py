@@ -76,6 +76,7 @@ def test_resumed_equals_uninterrupted_on_a_device(
     assert bits(final(folder, 12)) == bits(final(apart[0], 12))
 
 
+@pytest.mark.slow
 def test_two_workers_exchange_tensors_of_their_devices(
     begun: Path, here: Path, start: Tensors
 ) -> None:
@@ -186,6 +187,7 @@ def test_started_worker_ignores_train_processes(
         launcher.train(config, {}, ["train"], dry_run=True)
 
 
+@pytest.mark.slow
 def test_make_deterministic_sets_every_switch(tmp_path: Path) -> None:
     program = Program(tmp_path / "none", (), run_deterministic)
     assert (program.ended(), program.returncode) == ("", 0)

@@ -13,6 +13,7 @@ from support.s3_server import Bucket
 from support.served_models import address, ask, get
 
 
+@pytest.mark.slow
 def test_chain_runs_in_s3_and_touches_only_its_prefix(
     bucket: Bucket, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -85,6 +85,7 @@ def run(bucket: Bucket, local: Path, tmp_path: Path) -> Run:
     return Run(bucket, local, tmp_path)
 
 
+@pytest.mark.slow
 def test_run_killed_twice_in_s3_equals_a_run_on_disk(run: Run, local: Path) -> None:
     for step in (5, 20):
         process = run.start("train")
@@ -100,6 +101,7 @@ def test_run_killed_twice_in_s3_equals_a_run_on_disk(run: Run, local: Path) -> N
     assert not run.keys("snapshots/step-00000005/")
 
 
+@pytest.mark.slow
 def test_changed_snapshot_is_named_and_not_resumed(run: Run, local: Path) -> None:
     run.ddpm("train", "-S", "train.steps=15")
     key = f"{run.prefix}/snapshots/step-00000015/optimizer.safetensors"
@@ -123,6 +125,7 @@ def test_second_run_is_refused_with_the_owner_named(run: Run) -> None:
         first.ended()
 
 
+@pytest.mark.slow
 def test_server_outage_delays_a_run_and_changes_nothing(run: Run, local: Path) -> None:
     gate = Gate(run.bucket.environment["AWS_ENDPOINT_URL"])
     process = run.start("train", AWS_ENDPOINT_URL=gate.endpoint)
@@ -147,6 +150,7 @@ def test_missing_server_is_a_user_error(run: Run) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_workers_without_a_shared_disk_equal_those_with_one(run: Run, local: Path) -> None:
     together = run.root / "together"
     (together / "workspace").mkdir(parents=True)

@@ -141,6 +141,7 @@ def test_the_experiment_of_the_extractors_has_a_valid_name_too() -> None:
         params.validate({"tracking": {"experiment": f"{longest}e"}})
 
 
+@pytest.mark.slow
 def test_a_user_without_name_and_home_trains_without_noise(tmp_path: Path) -> None:
     store, scratch = f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "scratch"
     scratch.mkdir()

@@ -297,6 +297,7 @@ def test_earlier_entries_are_replayed_into_an_empty_run_only(
     assert connect(server.uri).get_run(run_id(workspace)).data.params == {"seed": "3"}
 
 
+@pytest.mark.slow
 def test_the_advice_for_a_deleted_experiment_restores_it(
     workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,6 +419,7 @@ def test_a_store_on_a_full_disk_is_an_outage_that_ends(
 # Outages
 
 
+@pytest.mark.slow
 def test_a_killed_server_gets_each_row_once_when_it_is_back(
     server: Server, workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -470,6 +472,7 @@ def test_a_frozen_server_gets_each_row_once(
     assert_follows(server.uri, workspace)
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_no_row_and_repeats_none(
     server: Server, workspace: Workspace
 ) -> None:
@@ -551,6 +554,7 @@ def test_timeouts_do_not_change_the_environment(server: Server, workspace: Works
 # The store without a server
 
 
+@pytest.mark.slow
 def test_a_store_whose_creation_was_killed_is_created_again(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/store/mlflow.db"
     kill_during_creation(uri)

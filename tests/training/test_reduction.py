@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from faults.attempt import together
 from support.program import TINY, new_run, prepare_run, settings
@@ -23,6 +24,7 @@ EXACT = (
 )
 
 
+@pytest.mark.slow
 def test_one_to_three_workers_give_the_same_bits(tmp_path: Path) -> None:
     prepare_run(tmp_path, EXACT)
     runs = {1: (), 2: (), 3: ("train.microbatches=2",)}

@@ -87,6 +87,7 @@ def snapshot_names(folder: Path) -> set[str]:
     return {path.name for path in (folder / "workspace" / "snapshots").glob("*")}
 
 
+@pytest.mark.slow
 def test_run_killed_ten_times_equals_uninterrupted(
     prepared: Path, undisturbed: dict[str, bytes]
 ) -> None:
@@ -166,6 +167,7 @@ def run_stopped(folder: Path, arguments: tuple[str, ...], output: Path) -> None:
     run_in({}, folder, arguments, output)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="unshare --pid requires root")
 def test_second_signal_ends_the_first_process_of_a_container(tmp_path: Path) -> None:
     code = (

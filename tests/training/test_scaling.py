@@ -9,6 +9,7 @@ import pytest
 from support.program import TINY, ddpm, write_params
 
 
+@pytest.mark.slow
 def test_bench_measures_one_and_two_workers(tmp_path: Path) -> None:
     write_params(tmp_path, TINY)
     arguments = ("bench", "scaling", "--workers", "2", "--steps", "6", "--json", "scaling.json")

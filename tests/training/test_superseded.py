@@ -46,6 +46,7 @@ def listed(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in paths if "lease" not in path.name)
 
 
+@pytest.mark.slow
 def test_run_whose_first_step_fails_moves_nothing(prepared: Path) -> None:
     folder = begun(prepared, "unable")
     before = listed(folder)
@@ -176,7 +177,7 @@ def started(uri: str, identity: dict[str, Any]) -> Workspace:
 def test_move_can_be_interrupted_at_any_moment(places: Iterator[str], writes: Writes) -> None:
     for number in count():
         uri = next(places)
-        left = number * (7 if uri.startswith("s3://") else 1)  # where each request is a write
+        left = number * (17 if uri.startswith("s3://") else 1)  # where each request is a write
         workspace = Workspace.open(uri)
         put(workspace, B)
         workspace.write_json("superseded/001/run.json", workspace.read_json(RUN))

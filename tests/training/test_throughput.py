@@ -76,6 +76,7 @@ def test_stopwatch_counts_every_second_once() -> None:
     assert watch.take().sum() == 0
 
 
+@pytest.mark.slow
 def test_timed_snapshots_do_not_change_the_weights(prepared: Path) -> None:
     keep, every = "train.keep=1000", "train.snapshot_every"
     _, timed = train(prepared, "timed", LONG, keep, f"{every}=1s", size=2)

@@ -287,6 +287,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(prepared: Path) -> None:
     assert [path.name for path in (folder / "workspace").iterdir()] == ["data"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_dry_run_predicts_the_memory_of_training(tmp_path: Path) -> None:
     """Six million weights on images of 8 pixels, so that activations are negligible."""

@@ -60,6 +60,7 @@ def models_apart(one: Path, other: Path, start: Tensors) -> float:
     return distance(of_file(final(other, STEPS)), of_file(final(one, STEPS)), start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worlds", [{STEPS: 4}, {20: 1, 40: 3, STEPS: 2}])
 def test_any_workers_train_the_model_of_one(
     prepared: Path, alone: Path, start: Tensors, worlds: dict[int, int]
