@@ -219,11 +219,13 @@ def find_lines(
 ) -> list[str]:
     """Return the messages `STEP: PATTERN` in a log of the step, with their indented lines.
 
-    A task's pods are its attempts, or KFP's executors, whose tasks do not name the step.
+    A sampling pod adds its first shard, as in `sample 8:0/2: MESSAGE`. A task's pods are its
+    attempts, or KFP's executors, whose tasks do not name the step.
     """
     own = [pod for task in tasks if task.name == step for pod in task.pods]
     others = [pod for task in tasks if EXECUTOR.fullmatch(task.name) for pod in task.pods]
-    message = re.compile(rf"^(?:\[[\w-]+\] )?{step}: {pattern}(?:\n[ \t]+.*)*", re.MULTILINE)
+    start = rf"^(?:\[[\w-]+\] )?{step}(?: \d+:\d+/\d+)?: "
+    message = re.compile(rf"{start}{pattern}(?:\n[ \t]+.*)*", re.MULTILINE)
     for pod in [*reversed(own), *reversed(others)]:
         if found := message.findall(server.log(run_id, pod)):
             return found

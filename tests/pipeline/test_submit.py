@@ -277,6 +277,16 @@ def test_parts_are_counted_and_a_lost_pod_is_named(
     ]
 
 
+def test_the_error_of_a_sampling_part_is_printed(
+    kfp: FakeKfp, capfd: pytest.CaptureFixture[str]
+) -> None:
+    error = "sample 8:1/4: Access to s3://bucket/run is denied."
+    kfp.logs["ddpm-6d2kx-sample-1-pod-0"] = f"sample: 8/20 images, 2.0/s, 6 s left\n{error}\n"
+    kfp.story[:] = [look("FAILED", sample="SUCCEEDED FAILED")]
+    assert submission.follow(submission.Server(kfp.host, "kubeflow", lambda: None), "r-1") == 1
+    assert capfd.readouterr().err.splitlines()[-1] == error
+
+
 def test_a_run_is_named_after_workspace_and_settings(tmp_path: Path) -> None:
     inputs = commands.make_inputs(None, ["train.steps=9", "seed=1"], "s3://b/run", "cifar10", 0.0)
     assert commands.run_name(None, inputs) == "s3://b/run cifar10 train.steps=9 seed=1"
