@@ -72,8 +72,7 @@ def _stale(config: Config, workspace: Workspace, checkpoint: Checkpoint) -> str:
     recipe = expected_recipe(config, workspace, checkpoint)
     if gather.complete(workspace, recipe):
         return ""
-    for used in filter(None, (checkpoint, checkpoint.guide)):
-        check_weights(workspace, used, config.sample.ema)
+    check_weights(workspace, checkpoint, config.sample.ema)
     return f"step {checkpoint.step}: {_missing(config, workspace, recipe)}"
 
 
