@@ -26,7 +26,7 @@ def recipe_on(device: torch.device, config: Config, checkpoint: Checkpoint) -> R
     settings = config.sample
     precision = choose_precision(settings.precision, device)
     # Compiling changes the rounding, so the decision depends on the whole run, not on a shard.
-    compiled = compiles_sampling(settings.compile, device, settings.count * settings.steps)
+    compiled = compiles_sampling(settings.compile, device, settings.count * settings.evaluations)
     return plan.make_recipe(config, checkpoint, precision, compiled)
 
 
