@@ -89,8 +89,8 @@ class Sample(Section):
     )
     ema: Auto | Literal["none"] | float = Field(
         "auto",
-        description="auto: the first of train.ema; none; or the number of one. With power in "
-        "train.ema, also any other width",
+        description="auto: the first of train.ema; none: no average; or a decay or width of "
+        "train.ema. If it has widths, any other width too",
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="number format, as in train"
