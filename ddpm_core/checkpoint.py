@@ -191,13 +191,13 @@ class Checkpoint:
 
     def load(self, ema: float | str, device: torch.device) -> UNet:
         """Return the network with the weights of `tensors`, in eval mode and without gradients."""
-        return self._network(self.tensors(ema), device)
+        return self._model(self.tensors(ema), device)
 
     def load_file(self, name: str, device: torch.device) -> UNet:
         """Return the network with the weights of a file, as `load` does."""
-        return self._network(self._read(name), device)
+        return self._model(self._read(name), device)
 
-    def _network(self, tensors: Mapping[str, Tensor], device: torch.device) -> UNet:
+    def _model(self, tensors: Mapping[str, Tensor], device: torch.device) -> UNet:
         from ddpm_core.models.unet import UNet
 
         model = UNet(self.network)

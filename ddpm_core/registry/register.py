@@ -84,7 +84,7 @@ def scored_checkpoint(workspace: Workspace, row: Row) -> Checkpoint:
     checkpoint = open_checkpoint(workspace, step)
     ema = sample_settings(row, checkpoint)["ema"]
     checkpoint = with_earlier(workspace, checkpoint, ema, fetch=True)
-    if checkpoint.weights_hash(ema) != row.evidence.weights:
+    if row.evidence.weights not in {*checkpoint.checksums.values(), checkpoint.weights_hash(ema)}:
         raise UserError(
             f"The checkpoint of step {step} has changed since it was scored.",
             run=("sample", "evaluate"),

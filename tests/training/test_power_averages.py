@@ -14,11 +14,13 @@ from faults.attempt import together
 from safetensors.torch import load_file
 from support.program import TINY, ddpm, new_run, prepare_run, settings
 from support.runs import Tensors, bits, distance, final, of_file
+from support.scored import row
 
 from ddpm_core.checkpoint import Checkpoint, open_checkpoint, with_earlier
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
 from ddpm_core.registry.package import write_checkpoint as write_package
+from ddpm_core.registry.register import scored_checkpoint
 from ddpm_core.registry.serving import Served
 from ddpm_core.storage.workspace import Workspace, snapshot_key
 from ddpm_core.training.init import open_origin
@@ -127,6 +129,22 @@ def test_package_and_export_have_the_reconstructed_weights(trained: Path, tmp_pa
     ddpm(trained, "import-diffusers", "there", "back")
     back = load_file(trained / "back/model.safetensors")
     assert all(torch.allclose(back[name], expected[name], atol=1e-6) for name in back)
+
+
+def test_registering_requires_the_files_of_the_width(trained: Path) -> None:
+    workspace = Workspace.open(str(trained / "workspace"))
+    own, earlier = (opened(trained, step).weights_hash(0.07) for step in (STEPS, 12))
+    sampled = {"ema": 0.07, "steps": 4}
+    guide = {"step": 12, "weights": earlier}
+    scored = row(5.0, weights=own, sampler=sampled, guide=guide).model_copy(update={"step": STEPS})
+    found = scored_checkpoint(workspace, scored)
+    expected = opened(trained).tensors(0.07)
+    assert found.guide is not None and [part.step for part in found.guide.earlier] == [6]
+    assert all(torch.equal(t, expected[n]) for n, t in found.tensors(0.07).items())
+    for wrong in ({"weights": "changed"}, {"guide": {**guide, "weights": "changed"}}):
+        evidence = scored.evidence.model_copy(update=wrong)
+        with pytest.raises(UserError, match="changed"):
+            scored_checkpoint(workspace, scored.model_copy(update={"evidence": evidence}))
 
 
 def test_damaged_earlier_average_stops_the_sampling(trained: Path, tmp_path: Path) -> None:
