@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.networks import Network
 from ddpm_core import rng
+from ddpm_core.diffusion.moments import Moments
 from ddpm_core.models.unet import UNet
 from ddpm_core.runtime.device import MIN_EVALUATIONS, compiles_sampling
 from ddpm_core.runtime.distributed import World
@@ -38,20 +39,26 @@ def unet(network: Network) -> UNet:
     return made
 
 
-def train_state(network: Network, device: torch.device = CPU) -> TrainState:
+def train_state(
+    network: Network, device: torch.device = CPU, moments: Moments | None = None
+) -> TrainState:
     """Return the state of a run on one worker before its first step."""
     world = World(0, 1, device)
     execution = Execution.choose(network.config.train, world.device)
-    return TrainState.create(network.config, world, execution, unet(network))
+    return TrainState.create(network.config, world, execution, unet(network), moments)
+
+
+def images(network: Network, count: int) -> torch.Tensor:
+    """Return images, uint8 (count, H, W, C)."""
+    shape = (count, network.image_size, network.image_size, network.channels)
+    return (torch.arange(torch.Size(shape).numel()) * 37 % 256).view(shape).to(torch.uint8)
 
 
 def train_step(network: Network, state: TrainState | None = None) -> Callable[[], None]:
     """Return a function that runs one step of `ddpm train`, on images in memory."""
     state = state or train_state(network)
     device = state.world.device
-    shape = (network.batch, network.image_size, network.image_size, network.channels)
-    values = torch.arange(torch.Size(shape).numel()) * 37 % 256
-    pixels = values.view(shape).to(device, torch.uint8)
+    pixels = images(network, network.batch).to(device)
     batch = Batch(pixels, None, torch.arange(network.batch, device=device))
     return lambda: step(state, batch, torch.zeros((), device=device))
 

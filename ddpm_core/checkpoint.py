@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, InstanceOf, ValidationError
+from pydantic import Field, InstanceOf, ValidationError
 
-from ddpm_core import __version__
 from ddpm_core.config import Config
-from ddpm_core.config import load as params
+from ddpm_core.config.recorded import other_version_error, read_params
+from ddpm_core.config.train import width_of
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.models.config import UNetConfig
-from ddpm_core.problems import fields_of, problems_of, section_of
+from ddpm_core.problems import problems_of
 from ddpm_core.storage import MANIFEST, verify
 from ddpm_core.storage.files import (
     Count,
@@ -44,10 +45,6 @@ SETTINGS = "config.json"
 WEIGHTS = "model.safetensors"
 MOMENTS = "moments.safetensors"  # of the training images, if the prediction uses them
 GUIDE = "guide.safetensors"  # in a registered model: the weights of its guide (sample.guide)
-
-# Sections without which a network has no meaning. Keys that another version of ddpm added to other
-# sections are ignored; unknown keys in these are an error.
-NEEDED = ("model", "diffusion", "train", "sample")
 
 
 # A text and how many images have it. JSON has no tuples, so a list must be accepted too.
@@ -79,9 +76,9 @@ class Settings(Schema):
     identity: dict[str, Any] = Field(default_factory=dict)  # see training.identity
 
 
-def ema_name(decay: float) -> str:
-    """Return the name of the file with the moving average of the weights."""
-    return f"ema-{decay}.safetensors"
+def ema_name(average: float | str) -> str:
+    """Return the name of the file of an average of the weights, an element of `train.ema`."""
+    return f"ema-{average}.safetensors".replace(":", "-")
 
 
 @dataclass(frozen=True)
@@ -89,6 +86,7 @@ class Checkpoint:
     """A folder with weights and settings whose checksums match.
 
     `guide` is the earlier checkpoint that guidance leads away from (sample.guide), if there is one.
+    `earlier` are those whose power-function averages reconstruct another width (`with_earlier`).
     """
 
     folder: Path
@@ -99,6 +97,7 @@ class Checkpoint:
     train_fingerprint: str
     checksums: dict[str, str]
     guide: Checkpoint | None = None
+    earlier: tuple[Checkpoint, ...] = ()
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -139,46 +138,96 @@ class Checkpoint:
         return self.training_data.model_dump(exclude_unset=True)
 
     def weights_name(self, ema: float | str = "auto") -> str:
-        """Return the name of a weights file.
+        """Return the name of the file of some weights.
 
-        `ema` is "none" for the raw weights, a decay for their average, or "auto" for the average of
-        the first decay in train.ema. Raises UserError if there is no such file.
+        `ema` is "none" for the raw weights, the decay or width of an average, or "auto" for the
+        first average in train.ema. If there are power-function averages, any other width has a
+        name too, but no file (`reconstructs`). Raises UserError if there are no such weights.
         """
+        train = self.params.train
         if ema == "auto":
-            decays = self.params.train.ema
-            ema = decays[0] if decays else "none"
-        name = WEIGHTS if ema == "none" else ema_name(float(ema))
-        if name not in self.checksums:
+            ema = train.ema[0] if train.ema else "none"
+        elif isinstance(ema, float) and ema not in train.ema and train.widths:
+            ema = f"power:{ema}"
+        name = WEIGHTS if ema == "none" else ema_name(ema)
+        if name not in self.checksums and not (width_of(ema) and self._power_averages()):
             there = ", ".join(sorted(n for n in self.checksums if n.startswith("ema-")))
             raise UserError(
                 f"sample.ema: {self.folder.name} has no {name}; available: {there or 'no average'}."
             )
         return name
 
+    def reconstructs(self, ema: float | str) -> bool:
+        """Return whether weights have no file, but are made from averages of other widths."""
+        return self.weights_name(ema) not in self.checksums
+
     def weights_hash(self, ema: float | str = "auto") -> str:
-        """Return the SHA-256 of a weights file; `ema` is as in `weights_name`."""
-        return self.checksums[self.weights_name(ema)]
+        """Return a SHA-256 that identifies weights: of their file, or of how they are made."""
+        if not self.reconstructs(ema):
+            return self.checksums[self.weights_name(ema)]
+        parts = [(part.step, part.checksums[name]) for part, name, _ in self._parts(float(ema))]
+        return hashlib.sha256(json.dumps([ema, parts]).encode()).hexdigest()
 
     def used_files(self, ema: float | str) -> list[str]:
         """Return the names of the files, besides the settings, that drawing images requires."""
-        return [self.weights_name(ema), *([MOMENTS] * self.params.diffusion.uses_moments)]
+        weights = [self.weights_name(ema)]
+        if self.reconstructs(ema):
+            weights = [name for name, _ in self._power_averages()]
+        return [*weights, *([MOMENTS] * self.params.diffusion.uses_moments)]
+
+    def tensors(self, ema: float | str) -> dict[str, Tensor]:
+        """Return weights, on the CPU; `ema` is as in `weights_name`.
+
+        Raises Corrupt if weights and settings do not match.
+        """
+        if not self.reconstructs(ema):
+            return self._read(self.weights_name(ema))
+        total: dict[str, Tensor] = {}
+        for part, name, coefficient in self._parts(float(ema)):
+            for key, tensor in part._read(name).items():
+                term = coefficient * tensor.double()
+                total[key] = total[key] + term if key in total else term
+        return {key: tensor.float() for key, tensor in total.items()}
 
     def load(self, ema: float | str, device: torch.device) -> UNet:
-        """Return the network with its weights, in eval mode and without gradients.
-
-        `ema` is as in `weights_name`. Raises Corrupt if weights and settings do not match.
-        """
-        return self.load_file(self.weights_name(ema), device)
+        """Return the network with the weights of `tensors`, in eval mode and without gradients."""
+        return self._model(self.tensors(ema), device)
 
     def load_file(self, name: str, device: torch.device) -> UNet:
         """Return the network with the weights of a file, as `load` does."""
+        return self._model(self._read(name), device)
+
+    def _model(self, tensors: Mapping[str, Tensor], device: torch.device) -> UNet:
         from ddpm_core.models.unet import UNet
 
-        tensors = read_tensors(self.folder / name)
-        must_fit(self.network, tensors, f"{self.folder.name}/{name}")
         model = UNet(self.network)
         model.load_state_dict(tensors)
         return model.to(device).eval().requires_grad_(False)
+
+    def _read(self, name: str) -> dict[str, Tensor]:
+        tensors = read_tensors(self.folder / name)
+        must_fit(self.network, tensors, f"{self.folder.name}/{name}")
+        return tensors
+
+    def _power_averages(self) -> list[tuple[str, float]]:
+        """Return the files of the power-function averages, and their widths."""
+        named = [(ema_name(f"power:{width}"), width) for width in self.params.train.widths]
+        return [(name, width) for name, width in named if name in self.checksums]
+
+    def _parts(self, width: float) -> list[tuple[Checkpoint, str, float]]:
+        """Return the averages that reconstruct a width: checkpoint, file and coefficient of each.
+
+        Raises UserError if they do not represent it.
+        """
+        from ddpm_core.models import averages  # here, because it imports numpy
+
+        sources = (*self.earlier, self)
+        stored = [(part, *average) for part in sources for average in part._power_averages()]
+        profiles = [averages.Profile(part.step, known) for part, _, known in stored]
+        if expected := averages.problem(profiles, self.step, width):
+            raise UserError(f"sample.ema: got {width}; {expected}.")
+        found, _ = averages.reconstruct(profiles, averages.Profile(self.step, width))
+        return [(part, name, x) for (part, name, _), x in zip(stored, found, strict=True)]
 
 
 def must_fit(config: UNetConfig, tensors: Mapping[str, Tensor], name: str) -> None:
@@ -227,7 +276,7 @@ def _network(fields: dict[str, Any], name: str, made_by: str | None) -> UNetConf
         raise Corrupt(f"The network in {name} is damaged:", found) from error
     if unknown := sorted(fields.keys() - known.keys()):
         what = f"has unknown network fields: {', '.join(unknown)}."
-        raise _other_version_error(name, what, made_by)
+        raise other_version_error(name, what, made_by)
     return network
 
 
@@ -246,57 +295,6 @@ def _check_agreement(network: UNetConfig, data: TrainingData, name: str) -> None
                 f"{name} is damaged: its numbers of classes, {sorted(counts)}, must be equal, and "
                 "there must be images."
             )
-
-
-def read_params(given: dict[str, Any], name: str, made_by: str | None) -> Config:
-    """Return the Config of a checkpoint's params.
-
-    Unknown keys outside the sections in NEEDED are ignored. `name` is the file's name, `made_by`
-    the version that wrote it, if recorded.
-
-    Raises:
-        UserError: The params may be valid for another version of ddpm.
-        Corrupt: The params are invalid for every version.
-    """
-    sections = {key: _known(value, key) for key, value in given.items() if key in fields_of(Config)}
-    needed = {key: value for key, value in sections.items() if key in NEEDED}
-    if unknown := list(_unknown(needed, Config)):
-        raise _other_version_error(name, f"has unknown settings: {', '.join(unknown)}.", made_by)
-    try:
-        return params.validate(sections, name)
-    except UserError as error:
-        if made_by in (None, __version__):
-            raise Corrupt(f"{error!s:.1000}") from error
-        raise _other_version_error(
-            name, f"is invalid for this version: {error}", made_by
-        ) from error
-
-
-def _other_version_error(name: str, what: str, made_by: str | None) -> UserError:
-    """Return the error for an intact file that this version cannot use."""
-    other = f"ddpm {made_by}" if made_by and made_by != __version__ else "another version of ddpm"
-    return UserError(
-        f"{name} {what:.1000}\nIt was written by {other}; this is {__version__}. Install that "
-        "version to use it."
-    )
-
-
-def _known(section: Any, name: str) -> Any:
-    """Return a section outside NEEDED without its unknown keys, and any other unchanged."""
-    model = section_of(fields_of(Config)[name])
-    if model is None or name in NEEDED or not isinstance(section, dict):
-        return section
-    return {key: value for key, value in section.items() if key in fields_of(model)}
-
-
-def _unknown(given: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterable[str]:
-    """Yield the dotted names of keys that no section has."""
-    for key, value in given.items():
-        field = fields_of(model).get(key)
-        if field is None:
-            yield f"{prefix}{key}"
-        elif isinstance(value, dict) and (section := section_of(field)):
-            yield from _unknown(value, section, f"{prefix}{key}.")
 
 
 def open_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
@@ -325,11 +323,33 @@ def look_at_checkpoint(workspace: Workspace, step: int) -> Checkpoint:
     return of_step(step, Checkpoint._of(Path(step_name(step)), checksums, settings))
 
 
+def with_earlier(
+    workspace: Workspace, checkpoint: Checkpoint, ema: float | str, fetch: bool = False
+) -> Checkpoint:
+    """Return the checkpoint with the earlier ones that its weights are reconstructed from, if any.
+
+    They are milestones of the same run, with their weights only if `fetch` is set. Raises UserError
+    if their averages do not represent the width.
+    """
+    if not checkpoint.reconstructs(ema):
+        return checkpoint
+    from ddpm_core.models.averages import source_steps  # here, because it imports numpy
+
+    step = checkpoint.step
+    milestones = checkpoint.params.train.milestones(workspace.steps(SNAPSHOTS), step)
+    chosen = [look_at_checkpoint(workspace, s) for s in source_steps(milestones, step)[:-1]]
+    same = [c for c in chosen if c.train_fingerprint == checkpoint.train_fingerprint]
+    earlier = [fetch_weights(workspace, c, ema) for c in same] if fetch else same
+    found = replace(checkpoint, earlier=tuple(earlier))
+    found.weights_hash(ema)  # raises UserError
+    return found
+
+
 def check_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str) -> None:
     """Raise Corrupt unless the files that drawing with `ema` reads have their checksums.
 
-    Of the other files only the sizes are checked: a checkpoint that is sampled may be registered
-    later, which requires all of them.
+    Includes the files of the guide and of earlier checkpoints. Of the other files only the sizes
+    are checked: a checkpoint that is sampled may be registered later, which requires all of them.
     """
     key = snapshot_key(checkpoint.step)
     if damage := workspace.damage(key):
@@ -337,6 +357,8 @@ def check_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str
     for name in checkpoint.used_files(ema):
         if workspace.storage.checksum(f"{key}/{name}") != checkpoint.checksums.get(name):
             raise Corrupt(f"{key}/{name} was changed or damaged: its checksum does not match.")
+    for other in (*checkpoint.earlier, *filter(None, [checkpoint.guide])):
+        check_weights(workspace, other, ema)
 
 
 def fetch_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str) -> Checkpoint:
@@ -346,11 +368,16 @@ def fetch_weights(workspace: Workspace, checkpoint: Checkpoint, ema: float | str
     if the weights were changed.
     """
     check_weights(workspace, checkpoint, ema)
+    return _fetch(workspace, checkpoint, ema)
+
+
+def _fetch(workspace: Workspace, checkpoint: Checkpoint, ema: float | str) -> Checkpoint:
     for name in checkpoint.used_files(ema):
         folder = workspace.path(f"{snapshot_key(checkpoint.step)}/{name}").parent
         inside(folder, name)
-    guide = checkpoint.guide and fetch_weights(workspace, checkpoint.guide, ema)
-    return replace(checkpoint, folder=folder, guide=guide)
+    guide = checkpoint.guide and _fetch(workspace, checkpoint.guide, ema)
+    earlier = tuple(_fetch(workspace, part, ema) for part in checkpoint.earlier)
+    return replace(checkpoint, folder=folder, guide=guide, earlier=earlier)
 
 
 def must_be_there(workspace: Workspace, step: int) -> None:

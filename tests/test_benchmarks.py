@@ -51,6 +51,19 @@ def test_snapshot_benchmark_measures_the_stall(
     assert sum(parameter.numel() for parameter in weights) == pytest.approx(35.7e6, rel=2e-3)
 
 
+def test_overhead_benchmark_measures_every_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("benchmarks.overhead")
+    methods = {"none": None, "kim": None, "replay": None}
+    monkeypatch.setattr(module, "ADAPTIVE_METHODS", methods)
+    result = measured("overhead", tmp_path / "overhead.json", "--rounds", "1")
+    assert result["parts"].keys() == {"average power:0.05", "kim", "replay"}
+    assert all(0 < part["share"] < 0.5 for part in result["parts"].values())
+    assert result["parts"]["kim"]["probe"] > 0 == result["parts"]["replay"]["probe"]
+    assert result["machine"]["threads"] == 1
+
+
 def test_gpu_checks_continue_after_failures_and_time_out(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     checks = importlib.import_module("benchmarks.gpu").Checks("cpu", 60, file, {"card": "none"})

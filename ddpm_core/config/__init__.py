@@ -157,11 +157,23 @@ class Config(Section):
         problems = sample.problems(
             self.model.conditioning, self.diffusion.timesteps, train.label_drop
         )
-        problems += self._guide_problems()
-        if isinstance(sample.ema, float) and sample.ema not in train.ema:
-            expected, involves = f"must be one of train.ema, {list(train.ema)}", ("train.ema",)
-            problems.append(Problem("sample.ema", got(sample.ema), expected, involves=involves))
-        return problems
+        return problems + self._guide_problems() + self._average_problems()
+
+    def _average_problems(self) -> list[Problem]:
+        """Return why no checkpoint of the run can have the average, if that is known already."""
+        ema, train, chosen = self.sample.ema, self.train, self.sample.checkpoints
+        involves = ["train.ema"]
+        if isinstance(ema, float) and not train.widths and ema not in train.ema:
+            expected = f"must be one of train.ema, {list(train.ema)}"
+            hint = "any width requires widths in train.ema, as in [power:0.05, power:0.1]"
+        else:
+            step = min(chosen) if isinstance(chosen, tuple) else train.steps
+            milestones = range(train.milestone_every, step, train.milestone_every)
+            expected = train.width_problem(ema, milestones, step)
+            hint = "more milestones (train.milestone_every) represent more widths"
+            involves += ["train.milestone_every", "train.steps", "sample.checkpoints"]
+        problem = Problem("sample.ema", got(ema), expected, hint, involves=tuple(involves))
+        return [problem] if expected else []
 
     def _guide_problems(self) -> list[Problem]:
         """Return why no checkpoint of the run can have the guide, if that is known already."""

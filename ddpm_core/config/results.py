@@ -87,7 +87,11 @@ class Sample(Section):
     prompts: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] | None = Field(
         None, description="prompts to draw in turn; null: captions as frequent as in training"
     )
-    ema: Auto | Literal["none"] | float = Field("auto", description="auto: the first of train.ema")
+    ema: Auto | Literal["none"] | float = Field(
+        "auto",
+        description="auto: the first of train.ema; none: no average; or a decay or width of "
+        "train.ema. If it has widths, any other width too",
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="number format, as in train"
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from ddpm_core.config.durations import YEAR, duration
 from ddpm_core.config.section import Auto, Batch, Fraction, Processes, Section, Steps, as_tuple
@@ -20,6 +21,26 @@ def _is_interval(every: int | str) -> bool:
         return bool(re.fullmatch("[1-9][0-9]*[smh]", every) and duration(every))
     except UserError:
         return False
+
+
+def width_of(average: float | str) -> float | None:
+    """Return the width of a power-function average such as `power:0.05`; None for a decay."""
+    match = re.fullmatch(r"power:(0?\.\d+)", average) if isinstance(average, str) else None
+    return float(match[1]) if match else None
+
+
+def _average(value: Any) -> float | str:
+    """Return a decay, or a power-function average as `power:` and its width."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and 0.0 < value < 1.0:
+        return float(value)
+    if (width := width_of(value)) is not None:
+        from ddpm_core.models.averages import WIDTHS  # here, because it imports numpy
+
+        if WIDTHS[0] <= width <= WIDTHS[1]:
+            return f"power:{width}"
+    expected = "must be a decay between 0 and 1, or a width from power:0.01 to power:0.28"
+    raise Invalid([Problem("", got(value), expected)])
 
 
 class Optimizer(Section):
@@ -120,14 +141,16 @@ class Train(Section):
     )
     optimizer: Optimizer = Optimizer()
     ema: Annotated[
-        tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...],
+        tuple[Annotated[float | str, PlainValidator(_average)], ...],
         BeforeValidator(as_tuple),
         Field(max_length=100),
     ] = Field(
-        (0.99,), description="decays of the averaged weights; 0.9999 for 100,000 steps or more"
+        (0.99,),
+        description="averages of the weights: decays (0.9999 for 100,000 steps or more), or widths "
+        "as in [power:0.05, power:0.1], for sample.ema of any width",
     )
     ema_warmup: bool = Field(
-        False, description="use the decay (1 + step) / (10 + step) until it reaches ema"
+        False, description="use the decay (1 + step) / (10 + step) until it reaches that of ema"
     )
     flip: bool = Field(False, description="mirror half of the images; not for digits")
     label_drop: Fraction = Field(
@@ -161,6 +184,26 @@ class Train(Section):
         """Return whether the snapshot of a step is kept for evaluation; the last one always is."""
         return step % self.milestone_every == 0 or step == self.steps
 
+    def milestones(self, available: Iterable[int], step: int) -> list[int]:
+        """Return the steps before `step` that stay available for evaluation, in their order."""
+        return [s for s in available if s < step and s % self.milestone_every == 0]
+
+    def width_problem(self, ema: float | str, milestones: Sequence[int], step: int) -> str:
+        """Return which widths `sample.ema` may have at a step, or "" if it has one of them.
+
+        `milestones` are the earlier ones, ascending. Other kinds of `sample.ema` are no problem.
+        """
+        if not isinstance(ema, float) or not self.widths or ema in (*self.ema, *self.widths):
+            return ""
+        from ddpm_core.models.averages import problem, profiles  # here: it imports numpy
+
+        return problem(profiles(self.widths, milestones, step), step, ema)
+
+    @property
+    def widths(self) -> list[float]:
+        """Return the widths of the power-function averages in `ema`."""
+        return [width for width in map(width_of, self.ema) if width is not None]
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         problems = []
@@ -178,8 +221,10 @@ class Train(Section):
             hint = "or use precision fp32 or bf16"
             given, involves = got(self.reduction), ("precision",)
             problems.append(Problem("reduction", given, expected, hint, involves=involves))
-        if len(set(self.ema)) < len(self.ema):
-            problems.append(Problem("ema", got(list(self.ema)), "must not repeat a decay"))
+        if len({width_of(average) or average for average in self.ema}) < len(self.ema):
+            # sample.ema names an average by its number.
+            expected = "must not repeat a decay or width"
+            problems.append(Problem("ema", got(list(self.ema)), expected))
         if problems:
             raise Invalid(problems)
         return self

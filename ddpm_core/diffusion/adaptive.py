@@ -241,6 +241,8 @@ class Replay(Adaptive):
     learning", compare with such fixed orders.
     """
 
+    uses_losses = False
+
     def __init__(self, base: NoiseLevels, context: Context) -> None:
         super().__init__(base, context)
         tables, expected = self.settings.tables, tuple(self.trajectory.shape)

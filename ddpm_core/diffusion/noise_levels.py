@@ -89,8 +89,8 @@ class Statistics:
 
     Attributes:
         step: The number of the step, from 1.
-        t: int64 (B,).
-        error: float32 (B,), each sample's unweighted loss (see LOSSES).
+        t: int64 (B,), or (0,) for a method that uses no losses.
+        error: float32, as many: each sample's unweighted loss (see LOSSES).
     """
 
     step: int
@@ -109,6 +109,7 @@ class NoiseLevels:
     """
 
     adaptive: ClassVar[bool] = False  # True: training calls `update` after every step
+    uses_losses: ClassVar[bool] = True  # False: the statistics in `update` have no samples
 
     def __init__(self, probability: Tensor, weight: Tensor) -> None:
         """Set the tables.

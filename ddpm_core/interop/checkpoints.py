@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ddpm_core import __version__
-from ddpm_core.checkpoint import SETTINGS, WEIGHTS, open_checkpoint
+from ddpm_core.checkpoint import SETTINGS, WEIGHTS, open_checkpoint, with_earlier
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
@@ -113,7 +113,9 @@ def export_checkpoint(config: Config, workspace: Workspace, step: int | None, ou
     if not steps:
         raise UserError(f"{workspace.uri} has no checkpoint to export.", run=("train",))
     checkpoint = open_checkpoint(workspace, steps[-1] if step is None else step)
-    model = checkpoint.load(config.sample.ema, torch.device("cpu"))
+    ema = config.sample.ema
+    checkpoint = with_earlier(workspace, checkpoint, ema, fetch=True)
+    model = checkpoint.load(ema, torch.device("cpu"))
     diffusion = checkpoint.params.diffusion
     from_diffusion(diffusion, config.sample.variance)  # raises if diffusers has no such process
     process = diffusion.schedule, diffusion.timesteps, diffusion.prediction

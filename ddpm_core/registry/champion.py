@@ -166,7 +166,9 @@ def rescore(config: Config, workspace: Workspace, folder: Path, candidate: Row) 
             data,
             settings,
             checkpoint.params.diffusion,
-            compiled=compiles_sampling(settings.compile, scorer.device, count * settings.steps),
+            compiled=compiles_sampling(
+                settings.compile, scorer.device, count * settings.evaluations
+            ),
             moments=load_moments(checkpoint),
             guide=guide,
         )

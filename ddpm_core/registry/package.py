@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import ddpm_core
-from ddpm_core.checkpoint import GUIDE, SETTINGS, Checkpoint
+from ddpm_core.checkpoint import GUIDE, MOMENTS, SETTINGS, Checkpoint
 from ddpm_core.errors import require
 from ddpm_core.registry.request import FIELDS
 from ddpm_core.storage import seal
-from ddpm_core.storage.files import read_object
+from ddpm_core.storage.files import read_object, save_tensors
 from ddpm_core.text import masked, throughout
 
 PACKAGE = Path(ddpm_core.__file__).parent
@@ -53,17 +53,29 @@ def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Pa
     settings["params"]["sample"].update(sampled)
     for key in ("workspace", "tracking"):
         settings["params"].pop(key, None)
-    for name in checkpoint.used_files(sampled["ema"]):
-        shutil.copyfile(checkpoint.folder / name, folder / name)
+    ema = sampled["ema"]
+    _write_weights(checkpoint, ema, folder / checkpoint.weights_name(ema))
+    if checkpoint.params.diffusion.uses_moments:
+        shutil.copyfile(checkpoint.folder / MOMENTS, folder / MOMENTS)
     settings["data"]["source"] = throughout(masked, settings["data"]["source"])
+    sample = settings["params"]["sample"]
     if checkpoint.guide is not None:
-        guide = checkpoint.guide.folder / checkpoint.guide.weights_name(sampled["ema"])
-        shutil.copyfile(guide, folder / GUIDE)
-        # As numbers, these settings are valid whatever the params of the run select.
-        chosen = {"guide": checkpoint.guide.step, "checkpoints": [checkpoint.step]}
-        settings["params"]["sample"].update(chosen)
+        _write_weights(checkpoint.guide, ema, folder / GUIDE)
+        # As a number, the guide is valid whatever the params of the run select.
+        sample["guide"] = checkpoint.guide.step
+    if checkpoint.guide is not None or checkpoint.reconstructs(ema):
+        # Whether the guide and the width are possible depends on the step.
+        sample["checkpoints"] = [checkpoint.step]
     (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     seal(folder)
+
+
+def _write_weights(checkpoint: Checkpoint, ema: float | str, file: Path) -> None:
+    """Copy the file of some weights, or save the reconstructed ones."""
+    if checkpoint.reconstructs(ema):
+        save_tensors(checkpoint.tensors(ema), file)
+    else:
+        shutil.copyfile(checkpoint.folder / checkpoint.weights_name(ema), file)
 
 
 def model_name(name: str, step: int) -> str:

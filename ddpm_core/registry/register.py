@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpm_core.checkpoint import Checkpoint, open_checkpoint
+from ddpm_core.checkpoint import Checkpoint, open_checkpoint, with_earlier
 from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.errors import Unavailable, UserError
@@ -20,7 +20,6 @@ from ddpm_core.registry.models import Registry, compact_json, mlflow_errors, num
 from ddpm_core.registry.package import CARD, CHECKPOINT, model_name, upload, write_checkpoint
 from ddpm_core.sampling.loading import load_moments
 from ddpm_core.scores import Row
-from ddpm_core.storage.files import read_tensors
 from ddpm_core.storage.staging import named
 from ddpm_core.storage.workspace import REGISTERED, SNAPSHOTS, Workspace
 from ddpm_core.text import masked
@@ -83,16 +82,16 @@ def scored_checkpoint(workspace: Workspace, row: Row) -> Checkpoint:
             f"The best checkpoint, step {step}, is gone. `evaluate` skips it.", run=("evaluate",)
         )
     checkpoint = open_checkpoint(workspace, step)
-    if row.evidence.weights not in checkpoint.checksums.values():
+    ema = sample_settings(row, checkpoint)["ema"]
+    checkpoint = with_earlier(workspace, checkpoint, ema, fetch=True)
+    if row.evidence.weights not in {*checkpoint.checksums.values(), checkpoint.weights_hash(ema)}:
         raise UserError(
             f"The checkpoint of step {step} has changed since it was scored.",
             run=("sample", "evaluate"),
         )
     checkpoint = with_guide(workspace, checkpoint, row)
     # Older versions of this program could sample and score weights that are not finite.
-    read_tensors(
-        checkpoint.folder / checkpoint.weights_name(sample_settings(row, checkpoint)["ema"])
-    )
+    checkpoint.tensors(ema)
     load_moments(checkpoint)
     return checkpoint
 
@@ -107,8 +106,8 @@ def with_guide(workspace: Workspace, checkpoint: Checkpoint, row: Row) -> Checkp
         return checkpoint
     step, weights = row.evidence.guide["step"], row.evidence.guide["weights"]
     if step in workspace.steps(SNAPSHOTS):
-        guide = open_checkpoint(workspace, step)
         ema = sample_settings(row, checkpoint)["ema"]
+        guide = with_earlier(workspace, open_checkpoint(workspace, step), ema, fetch=True)
         if guide.weights_hash(ema) == weights:
             return replace(checkpoint, guide=guide)
     raise UserError(

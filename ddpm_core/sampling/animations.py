@@ -40,7 +40,8 @@ def destroy_prepared(config: Config, workspace: Workspace, count: int, path: Pat
     spread = np.linspace(0, len(data) - 1, min(count, len(data))).round().astype(np.int64)
     timesteps = config.diffusion.timesteps
     schedules = [name for name in SCHEDULES if supports(name, timesteps)]
-    animation, strip = destroy(data.take(spread), schedules, timesteps, path, config.seed)
+    zero = config.diffusion.zero_terminal_snr
+    animation, strip = destroy(data.take(spread), schedules, timesteps, path, config.seed, zero)
     return f"Wrote {animation} and {strip}."
 
 
@@ -54,7 +55,12 @@ def supports(schedule: str, timesteps: int) -> bool:
 
 
 def destroy(
-    images: Pixels, schedules: Sequence[str], timesteps: int, path: Path, seed: int = 0
+    images: Pixels,
+    schedules: Sequence[str],
+    timesteps: int,
+    path: Path,
+    seed: int = 0,
+    zero_terminal_snr: bool = False,
 ) -> tuple[Path, Path]:
     """Animate how each schedule turns images uint8 (N, H, W, C) into noise in `timesteps` steps.
 
@@ -75,7 +81,7 @@ def destroy(
     if len(images) == 0:
         raise UserError("There are no images to animate. Prepare at least one image.")
     try:
-        processes = [make_schedule(name, timesteps) for name in schedules]
+        processes = [make_schedule(name, timesteps, zero_terminal_snr) for name in schedules]
     except ValueError as error:
         raise UserError(str(error)) from error
     images = _fit(images)

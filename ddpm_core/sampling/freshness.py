@@ -26,7 +26,7 @@ def recipe_on(device: torch.device, config: Config, checkpoint: Checkpoint) -> R
     settings = config.sample
     precision = choose_precision(settings.precision, device)
     # Compiling changes the rounding, so the decision depends on the whole run, not on a shard.
-    compiled = compiles_sampling(settings.compile, device, settings.count * settings.steps)
+    compiled = compiles_sampling(settings.compile, device, settings.count * settings.evaluations)
     return plan.make_recipe(config, checkpoint, precision, compiled)
 
 
@@ -72,8 +72,7 @@ def _stale(config: Config, workspace: Workspace, checkpoint: Checkpoint) -> str:
     recipe = expected_recipe(config, workspace, checkpoint)
     if gather.complete(workspace, recipe):
         return ""
-    for used in filter(None, (checkpoint, checkpoint.guide)):
-        check_weights(workspace, used, config.sample.ema)
+    check_weights(workspace, checkpoint, config.sample.ema)
     return f"step {checkpoint.step}: {_missing(config, workspace, recipe)}"
 
 

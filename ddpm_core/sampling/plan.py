@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, InstanceOf
 
-from ddpm_core.checkpoint import MOMENTS, Checkpoint, look_at_checkpoint
+from ddpm_core.checkpoint import MOMENTS, Checkpoint, look_at_checkpoint, with_earlier
 from ddpm_core.config import Config, Sample
 from ddpm_core.config.identity import non_defaults
 from ddpm_core.config.load import validate
@@ -121,8 +121,8 @@ def shards(settings: Sample) -> list[Shard]:
 def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
     """Return the steps that `sample.checkpoints` selects, ascending.
 
-    `all` selects every milestone and the newest checkpoint; with `sample.guide`, those of them that
-    have a guide. Raises UserError if a checkpoint is missing.
+    `all` selects every milestone and the newest checkpoint, except those before the first that can
+    have the guide and the average of the settings. Raises UserError if a checkpoint is missing.
     """
     available = workspace.steps(SNAPSHOTS)
     if not available:
@@ -133,9 +133,7 @@ def chosen_steps(config: Config, workspace: Workspace) -> list[int]:
     if wanted == "all":
         newest = available[-1]
         found = [step for step in available if config.train.is_milestone(step) or step == newest]
-        if config.sample.guide is not None and len(found) > 1:
-            return [step for step in found if has_guide(config, available, step)] or found
-        return found
+        return [s for s in found if is_possible(config, available, s)] or found[-1:]
     if wanted == "best":
         return [best_step(config, workspace)]
     missing = [step for step in wanted if step not in available]
@@ -172,12 +170,16 @@ def guide_step(config: Config, available: list[int], step: int) -> int | None:
     )
 
 
-def has_guide(config: Config, available: list[int], step: int) -> bool:
-    """Return whether the checkpoint of a step has the guide that the settings ask for."""
+def is_possible(config: Config, available: list[int], step: int) -> bool:
+    """Return whether a step has the earlier checkpoints that its guide and its average require."""
+    milestones = config.train.milestones(available, step)
+    if config.train.width_problem(config.sample.ema, milestones, step):
+        return False
     try:
-        return guide_step(config, available, step) is not None
+        guide_step(config, available, step)
     except UserError:
         return False
+    return True
 
 
 def best_step(config: Config, workspace: Workspace) -> int:
@@ -244,7 +246,9 @@ def look_at_chosen(
     steps = chosen_steps(config, workspace)
     available = workspace.steps(SNAPSHOTS)
     guides = [guide_step(config, available, step) for step in steps]
-    attempts = (partial(_look_at, workspace, *pair) for pair in zip(steps, guides, strict=True))
+    ema = config.sample.ema
+    pairs = zip(steps, guides, strict=True)
+    attempts = (partial(_look_at, workspace, ema, *pair) for pair in pairs)
     found = list(intact(config, attempts, on_damage))
     for checkpoint in found:
         trained = checkpoint.params
@@ -257,15 +261,16 @@ def look_at_chosen(
     return found
 
 
-def _look_at(workspace: Workspace, step: int, guide: int | None) -> Checkpoint:
-    """Return a checkpoint with its guide, both without their weights.
+def _look_at(workspace: Workspace, ema: float | str, step: int, guide: int | None) -> Checkpoint:
+    """Return a checkpoint with its guide and what their averages require, without the weights.
 
-    Raises UserError if the guide is a different network, Corrupt if one of them is damaged.
+    Raises UserError if the guide is a different network or there is no such average, Corrupt if one
+    of the checkpoints is damaged.
     """
-    checkpoint = look_at_checkpoint(workspace, step)
+    checkpoint = with_earlier(workspace, look_at_checkpoint(workspace, step), ema)
     if guide is None:
         return checkpoint
-    found = look_at_checkpoint(workspace, guide)
+    found = with_earlier(workspace, look_at_checkpoint(workspace, guide), ema)
     theirs, own = (
         (c.network, c.params.diffusion, c.checksums.get(MOMENTS)) for c in (found, checkpoint)
     )

@@ -92,7 +92,7 @@ def check_agreement(state: TrainState, newest: Callable[[], int]) -> None:
         return
     groups = {
         WEIGHTS: state.model.state_dict(),
-        **{ema_name(e.decay): e.tensors for e in state.emas},
+        **{ema_name(e.average): e.tensors for e in state.emas},
         NOISE_LEVELS: state.noise_levels.state_dict(),
         **({MOMENTS: state.moments.tensors()} if state.moments else {}),
     }

@@ -14,7 +14,7 @@ from ddpm_core.config.identity import flat, non_defaults, relevant
 from ddpm_core.config.paths import input_path
 from ddpm_core.data.dataset import data_fingerprint
 from ddpm_core.errors import UserError
-from ddpm_core.storage import MANIFEST
+from ddpm_core.storage import MANIFEST, sha256_of
 from ddpm_core.storage.files import LARGEST_JSON, Schema, read_bytes
 from ddpm_core.storage.manifest import parse_manifest
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, fingerprint, snapshot_key
@@ -34,22 +34,27 @@ _IRRELEVANT = {
 }
 
 INITIAL_WEIGHTS = "weights of train.init"
+# Recorded tables are identified by their content. Earlier versions used the path.
+TABLES = "content of train.timesteps.tables"
+_TABLES_PATH = "train.timesteps.tables"
+_OPTIONAL = {INITIAL_WEIGHTS, TABLES, _TABLES_PATH}  # compared only if both sides have them
 
 
 def identity(config: Config, data_fingerprint: str) -> dict[str, Any]:
     """Return everything that a model depends on, by dotted name of the setting."""
     settings = relevant(_settings(config))
-    return {"seed": config.seed, "data": data_fingerprint, **settings, **_initial_weights(config)}
+    contents = {**_initial_weights(config), **_tables(config)}
+    return {"seed": config.seed, "data": data_fingerprint, **settings, **contents}
 
 
 def train_fingerprint(config: Config, data_fingerprint: str) -> str:
-    """Return a hash of the identity without the weights of train.init.
+    """Return a hash of the identity without the content of files.
 
-    It does not change when the folder of train.init is removed.
+    It does not change when the folder of train.init, or the file of recorded tables, is removed.
     """
     settings = identity(config, data_fingerprint)
-    settings.pop(INITIAL_WEIGHTS, None)
-    return fingerprint(non_defaults(settings, _defaults()))
+    kept = {name: value for name, value in settings.items() if name not in _OPTIONAL}
+    return fingerprint(non_defaults(kept, _defaults()))
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -59,7 +64,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     out, since the method itself is listed.
     """
     before, after = (relevant({**_defaults(), **side}) for side in (old, new))
-    only_if_both = {*_defaults(), INITIAL_WEIGHTS}
+    only_if_both = {*_defaults(), *_OPTIONAL}
     return [
         f"{name}: {before.get(name)} -> {after.get(name)}"
         for name in sorted({*before, *after})
@@ -72,7 +77,9 @@ def _settings(config: Config) -> dict[str, Any]:
     """Return the settings of a network and its training, by dotted name."""
     given = config.dump()
     train = {name: value for name, value in given["train"].items() if name not in _IRRELEVANT}
-    return flat({"model": given["model"], "diffusion": given["diffusion"], "train": train})
+    settings = flat({"model": given["model"], "diffusion": given["diffusion"], "train": train})
+    settings.pop(_TABLES_PATH)
+    return settings
 
 
 @cache
@@ -95,6 +102,20 @@ def _initial_weights(config: Config) -> dict[str, str]:
         return {}
     weights = {n: file.sha256 for n, file in files.items() if n.startswith(("model.", "ema-"))}
     return {INITIAL_WEIGHTS: fingerprint(weights)}
+
+
+def _tables(config: Config) -> dict[str, str]:
+    """Return a hash of the recorded tables that `replay` follows; {} without it.
+
+    It is compared only if both sides have it, so that the file may be removed after training.
+    """
+    timesteps = config.train.timesteps
+    if timesteps.adaptive != "replay" or timesteps.tables is None:
+        return {}
+    try:
+        return {TABLES: sha256_of(input_path(timesteps.tables))}
+    except (OSError, RuntimeError):  # RuntimeError: ~ of a user without a home
+        return {}
 
 
 class Identified(Schema):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddpm_core import rng
-from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.checkpoint import WEIGHTS, Checkpoint, ema_name
 from ddpm_core.config import Config
 from ddpm_core.config.paths import input_path
 from ddpm_core.data.dataset import PackedDataset
@@ -153,11 +153,18 @@ def open_origin(config: Config) -> Origin:
 
 def _from_checkpoint(folder: Path) -> Origin:
     checkpoint = Checkpoint.open(folder)
-    model = checkpoint.load("auto", torch.device("cpu"))
+    model = checkpoint.load(_available(checkpoint), torch.device("cpu"))
     diffusion = checkpoint.params.diffusion.model_dump()
     return Origin(
         model.config, diffusion, dict(model.state_dict()), checkpoint.training_data.classes
     )
+
+
+def _available(checkpoint: Checkpoint) -> float | str:
+    """Return which weights to use: the first average, or in a registered model the scored ones."""
+    train = checkpoint.params.train
+    first = ema_name(train.ema[0]) if train.ema else WEIGHTS
+    return "auto" if first in checkpoint.checksums else checkpoint.params.sample.ema
 
 
 def check_origin(origin: Origin, network: UNetConfig, config: Config) -> str:

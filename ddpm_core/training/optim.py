@@ -6,12 +6,15 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ddpm_core import config
+from ddpm_core.config.train import width_of
+from ddpm_core.models.averages import exponent, power_decay
 from ddpm_core.runtime import device as devices
 from ddpm_core.runtime.adam import Adam
 
@@ -92,16 +95,17 @@ RATE_SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 class Ema:
-    """Exponential moving average of a network's weights.
+    """Moving average of a network's weights: exponential, or by a power function.
 
     After each step, average <- decay * average + (1 - decay) * weights; buffers are copied. The
-    average starts as the initial weights. With `warmup` the decay of step s is
-    min(decay, (1 + s) / (10 + s)).
+    average starts as the initial weights. `average` is an element of `train.ema`: a constant decay,
+    or a width, whose decay depends on the step (see models.averages). With `warmup` the decay of
+    step s is at most (1 + s) / (10 + s), unless a width gives it.
     """
 
-    def __init__(self, model: nn.Module, decay: float, warmup: bool) -> None:
-        self.decay = decay
-        self.warmup = warmup
+    def __init__(self, model: nn.Module, average: float | str, warmup: bool) -> None:
+        self.average = average
+        self._decay = _decay_of(average, warmup)
         self.tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}
         weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         # Pairs of an average and the model's own tensor, which training updates in place.
@@ -113,9 +117,9 @@ class Ema:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Include the model's weights after step number `step` (from 1)."""
-        decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
         averages = [average for average, _ in self._weights]
-        torch._foreach_lerp_(averages, [weight.data for _, weight in self._weights], 1 - decay)
+        weights = [weight.data for _, weight in self._weights]
+        torch._foreach_lerp_(averages, weights, 1 - self._decay(step))
         for average, buffer in self._buffers:
             average.copy_(buffer)
 
@@ -125,6 +129,16 @@ class Ema:
             if tensors[name].shape != tensor.shape:
                 raise ValueError(f"the average of {name} has shape {tuple(tensors[name].shape)}")
             tensor.copy_(tensors[name])
+
+
+def _decay_of(average: float | str, warmup: bool) -> Callable[[int], float]:
+    """Return the decay of an average as a function of the step (from 1)."""
+    if (width := width_of(average)) is not None:
+        return partial(power_decay, exponent(width))
+    decay = float(average)
+    if warmup:
+        return lambda step: min(decay, (1 + step) / (10 + step))
+    return lambda step: decay
 
 
 @dataclass(frozen=True)

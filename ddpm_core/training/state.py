@@ -117,7 +117,7 @@ class TrainState:
             alphas_bar=schedule.alphas_bar.to(device, widest(device)),
             optimizer=make_optimizer(config.train.optimizer, model.parameters(), device),
             scaler=execution.scaler(device),
-            emas=[Ema(model, decay, config.train.ema_warmup) for decay in config.train.ema],
+            emas=[Ema(model, average, config.train.ema_warmup) for average in config.train.ema],
             totals=Totals.zero(device),
             bad_step=torch.zeros((), dtype=torch.int64, device=device),
             moments=moments,
@@ -174,7 +174,7 @@ def to_contents(state: TrainState, settings: Settings) -> SnapshotContents:
         for key, value in values.items()
     }
     tensors = {WEIGHTS: state.model.state_dict(), OPTIMIZER: optimizer}
-    tensors |= {ema_name(ema.decay): ema.tensors for ema in state.emas}
+    tensors |= {ema_name(ema.average): ema.tensors for ema in state.emas}
     levels = state.noise_levels.state_dict()
     if levels:
         tensors[NOISE_LEVELS] = levels
@@ -197,7 +197,7 @@ def from_contents(state: TrainState, contents: SnapshotContents) -> None:
     state.model.load_state_dict(dict(contents.tensors[WEIGHTS]))
     _load_optimizer(state, contents.tensors[OPTIMIZER])
     for ema in state.emas:
-        ema.load(dict(contents.tensors[ema_name(ema.decay)]))
+        ema.load(dict(contents.tensors[ema_name(ema.average)]))
     if NOISE_LEVELS in contents.tensors:
         state.noise_levels.load_state_dict(dict(contents.tensors[NOISE_LEVELS]))
     state.scaler.load_state_dict(saved.scaler)

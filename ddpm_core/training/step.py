@@ -85,7 +85,7 @@ def step(state: TrainState, batch: Batch, stop_flag: Tensor) -> None:
     state.watch.mark("compute")
     loss = reduction.finish(stop_flag)
     if state.noise_levels.adaptive:
-        _update_noise_levels(state, errors, at)
+        update_noise_levels(state, errors, at)
     state.watch.mark("reduce")
     _update_weights(state, loss)
     for ema in state.emas:
@@ -107,7 +107,7 @@ def _loss(state: TrainState, batch: Batch, rows: Tensor, at: Tensor, errors: Ten
     if condition is not None:
         drop = _uniform(config, Purpose.LABEL_DROP, index, at) < config.train.label_drop
     error = errors_of(state, x0, noise, t, condition, drop, _dropout(config, index, at))
-    if state.noise_levels.adaptive:
+    if state.noise_levels.adaptive and state.noise_levels.uses_losses:
         errors.index_copy_(0, index, error.detach())
     return (state.noise_levels.weight(t) * error).sum() / config.train.batch_size
 
@@ -133,13 +133,16 @@ def errors_of(
     return LOSSES[state.config.train.loss.kind](output.float(), wanted)
 
 
-def _update_noise_levels(state: TrainState, errors: Tensor, at: Tensor) -> None:
+def update_noise_levels(state: TrainState, errors: Tensor, at: Tensor) -> None:
     """Pass the losses of step `at` to the noise levels, the same on every worker."""
-    # Each worker has set its own samples and left those of the others at zero.
-    state.world.all_reduce_(errors)
+    levels = state.noise_levels
     index = torch.arange(len(errors), device=errors.device)
-    t = _timesteps(state, index, at)
-    state.noise_levels.update(Statistics(state.step, t, errors))
+    if levels.uses_losses:
+        # Each worker has set its own samples and left those of the others at zero.
+        state.world.all_reduce_(errors)
+        levels.update(Statistics(state.step, _timesteps(state, index, at), errors))
+    else:  # without an exchange between the workers
+        levels.update(Statistics(state.step, index[:0], errors[:0]))
 
 
 def _timesteps(state: TrainState, index: Tensor, at: Tensor) -> Tensor:

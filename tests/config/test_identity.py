@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -63,6 +64,25 @@ def test_unused_settings_do_not_change_the_run(unused: tuple[str, ...]) -> None:
     there = {**settings_of(*chosen), "train.loss.k": 7.0}  # as in runs that stored every setting
     assert differences(there, settings_of(*unused)) == []
     assert settings_of(*unused) == settings_of(*chosen)
+
+
+def test_recorded_tables_are_identified_by_their_content(tmp_path: Path) -> None:
+    """A moved file is the same run, a changed one is another; a missing one is not compared."""
+    first, moved = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    first.write_bytes(b"tables")
+
+    def of(file: Path) -> dict[str, object]:
+        return settings_of("train.timesteps.adaptive=replay", f"train.timesteps.tables={file}")
+
+    begun = of(first)
+    assert settings_of(f"train.timesteps.tables={first}") == settings_of()
+    first.rename(moved)
+    assert of(moved) == begun and differences(begun, of(first)) == []
+    by_path = {**of(first), "train.timesteps.tables": "elsewhere"}  # as earlier versions did
+    assert differences(by_path, begun) == []
+    moved.write_bytes(b"others")
+    (change,) = differences(begun, of(moved))
+    assert change.startswith("content of train.timesteps.tables: ")
 
 
 def test_methods_that_follow_the_run_depend_on_its_length() -> None:

@@ -21,7 +21,7 @@ from ddpm_core.models.unet import UNet
 from ddpm_core.runtime import device as devices
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling import gather
-from ddpm_core.sampling.freshness import stale
+from ddpm_core.sampling.freshness import recipe_on, stale
 from ddpm_core.sampling.run import sample
 from ddpm_core.storage.workspace import Workspace, snapshot_key
 from ddpm_core.training.init import initial_weights
@@ -126,6 +126,20 @@ def test_auto_compiles_on_gpus_if_it_pays_off(monkeypatch: pytest.MonkeyPatch) -
     assert devices.compiles_sampling(True, CPU, 1) and not devices.compiles_sampling(
         False, GPU, many
     )
+
+
+def test_auto_counts_evaluations_not_updates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Heun's sampler evaluates the network 2 n - 1 times in n updates."""
+    monkeypatch.setattr(devices, "has_compiler", lambda: True)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    given = {"steps": 20, "count": devices.MIN_EVALUATIONS // 39 + 1, "precision": "fp32"}
+    chosen = {}
+    for sampler in ("heun", "dpmpp"):
+        config = make_config(tmp_path, train={"ema": [0.9]}, sample={**given, "sampler": sampler})
+        chosen[sampler] = recipe_on(GPU, config, checkpoint).compiled
+    assert chosen == {"heun": True, "dpmpp": False}
 
 
 def test_gpu_without_a_c_compiler_trains_uncompiled_with_a_hint(

@@ -78,6 +78,19 @@ def test_noisy_goes_from_the_image_to_pure_noise(schedule: str) -> None:
     assert not np.array_equal(dark[0], dark[1])
 
 
+def test_zero_terminal_snr_ends_in_noise_alone(tmp_path: Path) -> None:
+    """The last frame is the same for every image, except for the rounding of colors."""
+    ends = {}
+    for zero in (False, True):
+        for value in (0, 255):
+            images = np.full((1, 16, 16, 1), value, np.uint8)
+            file = tmp_path / f"{zero}-{value}.gif"
+            destroy(images, ["linear"], 50, file, zero_terminal_snr=zero)
+            ends[zero, value] = frames(file)[-1].astype(float)
+    assert np.array_equal(ends[True, 0], ends[True, 255])
+    assert not np.array_equal(ends[False, 0], ends[False, 255])
+
+
 def test_rows_differ_by_their_schedule_alone() -> None:
     """At equal alpha_bar, two schedules give equal images."""
     a, b = make_schedule("cosine", 100), make_schedule("cosine", 200)
@@ -187,3 +200,6 @@ def test_destroy_prepared_shows_every_possible_schedule(
         heights.append(frames(tmp_path / "x.gif")[0].shape[0])
     # With 20 steps only cosine is defined; with more, every schedule has a row.
     assert heights[1] - heights[0] == (len(SCHEDULES) - 1) * (TILE + GAP)
+    process = {"timesteps": 50, "zero_terminal_snr": True}
+    destroy_prepared(validate({"diffusion": process}), workspace, 3, tmp_path / "zero.gif")
+    assert not np.array_equal(frames(tmp_path / "zero.gif")[-1], frames(tmp_path / "x.gif")[-1])
