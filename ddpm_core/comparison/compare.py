@@ -64,7 +64,7 @@ def compare(experiment: Experiment, folder: Path, dry_run: bool = False) -> None
             measured,
             steps,
             spaces.distances,
-            spaces.floor(experiment.samples),
+            {"dpmpp": spaces.floor(experiment.samples), "ddpm": spaces.floor(experiment.by_ddpm)},
             planned=len(list(planned(experiment, steps))),
         )
         for runs in stages(results):
@@ -78,6 +78,7 @@ def compare(experiment: Experiment, folder: Path, dry_run: bool = False) -> None
         warn(problem)
     if not any(outcome.scores for outcome in results.outcomes.values()):
         raise NotFinite("No run has scores. " + results.problems[0])
+    results.complete = True
     report.write(results, workspace)
     _finish_parent(experiment, workspace)
     say(f"Done. Look at {workspace.shown(report.PAGE)}.")

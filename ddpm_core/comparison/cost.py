@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from pydantic import ConfigDict
 
 from ddpm_core.comparison.experiment import PARTS, Experiment
 from ddpm_core.config import Config
-from ddpm_core.config.identity import flat
 from ddpm_core.console import progress
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.diffusion.probed import Probed
@@ -23,6 +22,7 @@ from ddpm_core.runtime.distributed import World, world
 from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.storage.files import Schema
 from ddpm_core.storage.workspace import Workspace, fingerprint
+from ddpm_core.training.identity import identity
 from ddpm_core.training.init import check_data_fits, fresh_network
 from ddpm_core.training.moments import run_moments
 from ddpm_core.training.optim import Execution
@@ -66,7 +66,7 @@ def measured(experiment: Experiment, workspace: Workspace) -> Cost:
     difference. Raises UserError if a method cannot train on the data.
     """
     configs = {name: experiment.config(name, workspace.uri) for name in experiment.methods}
-    settings = {name: _fingerprint(config) for name, config in configs.items()}
+    settings = {name: settings_of_cost(config) for name, config in configs.items()}
     known = workspace.read_model(COST, Cost)
     kept = known.settings if known else {}
     missing = {name for name in configs if kept.get(name) != settings[name]}
@@ -92,11 +92,10 @@ def measured(experiment: Experiment, workspace: Workspace) -> Cost:
     return cost
 
 
-def _fingerprint(config: Config) -> str:
+def settings_of_cost(config: Config) -> str:
     """Return the fingerprint of the settings that the cost of a step depends on."""
-    dump = config.dump()
-    settings = flat({name: dump[name] for name in ("prepare", "model", "diffusion", "train")})
-    irrelevant = ("train.optimizer.lr", "prepare.source", "train.steps", "train.milestone_every")
+    settings = {**identity(config, ""), "image_size": config.prepare.image_size}
+    irrelevant = ("seed", "train.optimizer.lr", "train.optimizer.warmup", "train.steps")
     return fingerprint({name: v for name, v in settings.items() if name not in irrelevant})
 
 
@@ -108,27 +107,35 @@ def device_name(device: torch.device) -> str:
 def measure(
     configs: Mapping[str, Config], workspace: Workspace, data: PackedDataset, world: World
 ) -> dict[str, float]:
-    """Return the seconds of a training step by method: medians over ROUNDS turns of each.
+    """Return the seconds of a training step by method, from ROUNDS turns of each.
 
-    Includes reading the batch and the method's own work, with its probes; excludes compilation,
-    snapshots and the log.
+    Each is the median of the method's share of a round, times the median round: other work on the
+    machine slows all turns of a round. Includes reading the batch and the method's own work with
+    its probes; excludes compilation, snapshots and the log.
     """
     turns = {name: _Turn(config, workspace, data, world) for name, config in configs.items()}
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    probes: dict[str, list[float]] = {name: [] for name in turns}
+    rounds: list[dict[str, float]] = []
     with progress("compare: cost of a step", (ROUNDS + 1) * len(turns), "turns") as advance:
         for turn in turns.values():
             turn.steps(WARMUP)
             advance()
         for _ in range(ROUNDS):
+            rounds.append({})
             for name, turn in turns.items():
-                times[name].append(turn.steps(PER_TURN) / PER_TURN)
-                probes[name].append(turn.probe() if turn.probes else 0.0)
+                rounds[-1][name] = turn.steps(PER_TURN) / PER_TURN + turn.probes * turn.probe()
                 advance()
-    return {
-        name: statistics.median(times[name]) + turn.probes * statistics.median(probes[name])
-        for name, turn in turns.items()
+    return medians(rounds)
+
+
+def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median round times the median share of each name in a round."""
+    totals = [sum(times.values()) for times in rounds]
+    shares = {
+        name: [times[name] / total for times, total in zip(rounds, totals, strict=True)]
+        for name in rounds[0]
     }
+    total = statistics.median(totals)
+    return {name: total * statistics.median(share) for name, share in shares.items()}
 
 
 class _Turn:

@@ -12,19 +12,21 @@ import torch
 from ddpm_core.comparison.experiment import SHARES, Run
 from ddpm_core.comparison.results import (
     Results,
+    floor_row,
     headline,
     spread,
     table,
     to_csv,
     to_markdown,
+    with_error,
 )
-from ddpm_core.comparison.scoring import HIGHER_IS_BETTER, KID
+from ddpm_core.comparison.scoring import HIGHER_IS_BETTER
 from ddpm_core.comparison.verdict import ERRORS, SPACES, Difference
 from ddpm_core.config.durations import in_words
 from ddpm_core.data.dataset import open_dataset
 from ddpm_core.errors import require
 from ddpm_core.evaluation.chart import chart
-from ddpm_core.evaluation.curves import Curve, Line, Reference
+from ddpm_core.evaluation.curves import Curve, Line
 from ddpm_core.evaluation.features import shuffled
 from ddpm_core.evaluation.grids import SIDE, shrink
 from ddpm_core.evaluation.plots import DPI, plot, saved
@@ -49,6 +51,7 @@ NAMES = {
     "precision_in_domain_a": "precision",
     "recall_in_domain_a": "recall",
 }
+LEVELS = ("good", "caution", "unknown", "bad")
 SAMPLERS = {"dpmpp": "DPM-Solver++", "ddpm": "full DDPM sampling"}
 SECONDS, STEPS = "seconds of training", "training step"
 
@@ -71,7 +74,6 @@ def write(results: Results, workspace: Workspace) -> None:
 def curves(results: Results, axis: str) -> Iterator[tuple[str, Curve]]:
     """Yield each score and its curve by DPM-Solver++, with the deviation over seeds."""
     count = results.experiment.samples
-    floor, held_out = results.floor
     for name in results.measures:
         lines = []
         for method in results.experiment.methods:
@@ -83,14 +85,12 @@ def curves(results: Results, axis: str) -> Iterator[tuple[str, Curve]]:
                     points.append((round(share * results.steps[method] * cost, 3), pair[0]))
                     deviations.append(pair[1])
             if points:
-                lines.append(Line(method, points, deviations))
+                dashed = method == results.experiment.baseline
+                lines.append(Line(method, points, deviations, dashed))
         direction = "higher is better" if name in HIGHER_IS_BETTER else "lower is better"
-        # Distances depend on the count, so the value of fewer held-out images is not comparable.
-        same = name in floor and (held_out == count or name == KID)
-        references = [Reference(f"{held_out:,} held-out real images", floor[name])] if same else []
         if lines:
             title = f"{NAMES[name]} ({name}_{count_label(count)})"
-            yield name, Curve(title, direction, lines, references, axis=axis)
+            yield name, Curve(title, direction, lines, axis=axis, close=True)
 
 
 def curve_plots(results: Results) -> dict[str, bytes]:
@@ -167,29 +167,25 @@ def plot_tables(trajectory: torch.Tensor, method: str) -> bytes:
 def _page(results: Results, title: str, images: dict[str, bytes]) -> str:
     """Return report.html. It loads nothing from elsewhere."""
     experiment, findings = results.experiment, results.findings()
-    complete = len(results.outcomes) >= results.planned
-    floor, held_out = results.floor
     values = {
         "title": title,
-        "headline": headline(findings, experiment.baseline, complete),
+        "headline": headline(results, findings),
         "experiment": experiment,
         "budget": in_words(experiment.seconds),
         "results": results,
         "finished": len(results.outcomes),
-        "findings": findings,
+        "findings": sorted(findings, key=lambda f: LEVELS.index(f.level)),
         "arms": experiment.arms,
         "names": NAMES,
         "decides": SAMPLERS[results.sampler],
         "tables": list(_tables(results)),
         "differences": [(f.name, _differences(results, f.contest.differences)) for f in findings],
-        "floor": [number(floor[m]) if m in floor else "" for m in results.measures],
-        "held_out": held_out,
         "charts": [chart(curve) for _, curve in curves(results, SECONDS)],
         "step_charts": [chart(curve) for _, curve in curves(results, STEPS)],
         "grids": _embedded(images, "grids/"),
         "plots": _embedded(images, "tables/"),
         "settings": list(_settings(results)),
-        "errors": number(ERRORS),
+        "errors": f"{ERRORS:g}",
         "spaces": SPACES,
         "chance": chance(len(experiment.seeds)),
     }
@@ -211,7 +207,8 @@ def _tables(results: Results) -> Iterator[tuple[str, list[list[str]]]]:
         experiment = results.experiment
         count = experiment.by_ddpm if sampler == "ddpm" else experiment.samples
         name = f"{count:,} images by {SAMPLERS[sampler]}, after {share:.0%} of the budget"
-        yield name, table(results, share, sampler)
+        rows = [*table(results, share, sampler), *floor_row(results, sampler)]
+        yield name, [[row[0], *row[3:]] for row in rows]
 
 
 def _differences(results: Results, found: dict[str, Difference]) -> list[tuple[str, str]]:
@@ -219,8 +216,7 @@ def _differences(results: Results, found: dict[str, Difference]) -> list[tuple[s
     cells = []
     for name in results.distances:
         d = found.get(name)
-        error = "" if d is None or d.error is None else f" ± {number(d.error)}"
-        text = "" if d is None else f"{number(d.mean)}{error}".replace("-", "−")
+        text = "" if d is None else with_error(d.mean, d.error)
         level = "" if d is None or not d.is_clear else "good" if d.mean < 0 else "bad"
         cells.append((text, level))
     return cells
@@ -235,5 +231,6 @@ def _settings(results: Results) -> Iterator[tuple[str, str]]:
     """Yield the settings of each method, and its cost."""
     for name, method in results.experiment.methods.items():
         settings = ", ".join(f"{k}: {v}" for k, v in method.settings.items()) or "as given for all"
-        cost = 1000 * results.cost.seconds[name]
-        yield name, f"{settings} ({number(cost)} ms per step, {results.steps[name]:,} steps)"
+        cost, rate = 1000 * results.cost.seconds[name], results.rates.get(name)
+        tuned = "" if rate is None else f"; learning rate {rate:g}"
+        yield name, f"{settings}{tuned}; {results.steps[name]:,} steps of {number(cost)} ms"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from ddpm_core.comparison.experiment import SHARES, Experiment, Run
 from ddpm_core.comparison.runs import Outcome, Score
 from ddpm_core.comparison.scoring import KID, PRECISION, RECALL, Scores
 from ddpm_core.comparison.verdict import BySeed, Finding
-from ddpm_core.evaluation.verdict import number
 
 
 @dataclass
@@ -27,8 +27,9 @@ class Results:
     cost: Cost
     steps: dict[str, int]  # by method
     distances: list[str]  # names of the scores that decide
-    floor: tuple[Scores, int]  # scores of held-out images, and how many
+    floors: dict[str, tuple[Scores, int]]  # of held-out images and their count, by sampler
     planned: int  # runs
+    complete: bool = False
     outcomes: dict[Run, Outcome] = field(default_factory=dict)
     rates: dict[str, float | None] = field(default_factory=dict)  # chosen, by method
 
@@ -95,19 +96,26 @@ def spread(scores: Iterable[float]) -> tuple[float, float] | None:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
+def with_error(mean: float, error: float | None) -> str:
+    """Return "4.21 ± 0.13", rounded to two digits of the error; without an error three digits."""
+    scale, digits = (error, 1) if error else (abs(mean), 2)
+    places = max(0, digits - math.floor(math.log10(scale))) if scale else 2
+    text = f"{mean:.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
+    return text.replace("-", "−")
+
+
 def cell(values: Sequence[float]) -> str:
     """Return mean and standard deviation over seeds as a text, "" without values."""
     found = spread(values)
-    if found is None:
-        return ""
-    mean, deviation = found
-    return f"{number(mean)} ± {number(deviation)}" if len(values) > 1 else number(mean)
+    return with_error(found[0], found[1] if len(values) > 1 else None) if found else ""
 
 
-def headline(findings: Sequence[Finding], baseline: str, complete: bool) -> str:
+def headline(results: Results, findings: Sequence[Finding]) -> str:
     """Return which methods win, in one line."""
-    winners = [finding.name for finding in findings if finding.level == "good"]
-    if not complete:
+    baseline = results.experiment.baseline
+    controls = [arm.name for arm in results.experiment.arms.values() if arm.control]
+    winners = [f.name for f in findings if f.level == "good" and f.name not in controls]
+    if not results.complete:
         return "The comparison is not finished yet."
     if not winners:
         return f"No method clearly beats {baseline} at equal training time."
@@ -159,11 +167,17 @@ def table(results: Results, share: float, sampler: str) -> list[list[str]]:
     return rows
 
 
+def floor_row(results: Results, sampler: str) -> list[list[str]]:
+    """Return the row of held-out images below the images by a sampler; [] without any."""
+    scores, count = results.floors[sampler]
+    cells = [with_error(scores[name], None) if name in scores else "" for name in results.measures]
+    return [[f"{count:,} held-out real images", "", "", *cells]] if count else []
+
+
 def to_markdown(results: Results, title: str) -> str:
     """Return results.md: the verdicts, and the scores at the end of the budget."""
     experiment, findings = results.experiment, results.findings()
-    complete = len(results.outcomes) >= results.planned
-    lines = [f"# {title}", "", headline(findings, experiment.baseline, complete), ""]
+    lines = [f"# {title}", "", headline(results, findings), ""]
     lines += ["| method | verdict | |", "|---|---|---|"]
     lines += [f"| {f.name} | {f.word} | {f.detail} |" for f in findings]
     samplers = [("ddpm", experiment.by_ddpm), ("dpmpp", experiment.samples)]
@@ -173,10 +187,6 @@ def to_markdown(results: Results, title: str) -> str:
             lines += ["", f"## After {experiment.budget}, {count:,} images by {sampler}", ""]
             lines += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
             rows = table(results, SHARES[-1], sampler)
-            lines += [f"| {' | '.join(row)} |" for row in rows]
-    scores, count = results.floor
-    if count:
-        held = [number(scores[m]) if m in scores else "" for m in results.measures]
-        lines.append(f"| {count:,} held-out images | | | {' | '.join(held)} |")
+            lines += [f"| {' | '.join(row)} |" for row in [*rows, *floor_row(results, sampler)]]
     lines += ["", f"Mean ± standard deviation over {len(experiment.seeds)} seeds."]
     return "\n".join(lines) + "\n"

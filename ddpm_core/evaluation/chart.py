@@ -52,18 +52,12 @@ class Chart:
 def chart(curve: Curve) -> Chart:
     """Lay out a curve with at least one line.
 
-    The y axis starts at 0, or at the lowest value below 0. Without a fixed limit, positive values
-    that span more than a factor of 20 get a logarithmic axis.
+    The y axis starts at 0, or at the lowest value below 0, or with `close` near the lowest value.
+    Without a fixed limit, positive values that span more than a factor of 20 get a logarithmic
+    axis; with `close`, a factor of 3.
     """
     lines = [*curve.lines, *([curve.equal_count] if curve.equal_count else [])]
-    values, limit = curve.values, curve.limit
-    values += [v + d for line in lines for (_, v), d in _with_deviations(line)]
-    logarithmic = limit is None and is_wide(values)
-    if logarithmic:
-        y_ticks = log_ticks(min(values), max(values))
-    else:
-        lowest = min(values)  # KID may be slightly below 0, which needs no room
-        y_ticks = ticks(lowest if lowest < -0.05 * max(values) else 0.0, limit or max(values))
+    logarithmic, y_ticks = _y_axis(curve)
     scale = math.log if logarithmic else float
     low, high = scale(y_ticks[0]), scale(y_ticks[-1])
     steps = [step for line in lines for step, _ in line.points]
@@ -108,6 +102,17 @@ def chart(curve: Curve) -> Chart:
         description=_describe(curve),
         edges={"left": left, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM},
     )
+
+
+def _y_axis(curve: Curve) -> tuple[bool, list[float]]:
+    """Return whether the y axis is logarithmic, and its ticks."""
+    deviations = [v + d for line in curve.lines for (_, v), d in _with_deviations(line)]
+    values = curve.values + deviations
+    if curve.limit is None and is_wide(values, 3.0 if curve.close else 20.0):
+        return True, log_ticks(min(values), max(values))
+    lowest = min(values)  # KID may be slightly below 0, which needs no room
+    fits = curve.close or lowest < -0.05 * max(values)
+    return False, ticks(lowest if fits else 0.0, curve.limit or max(values))
 
 
 def _with_deviations(line: Line) -> list[tuple[tuple[float, float], float]]:

@@ -47,6 +47,7 @@ class Curve:
     note: str = ""  # what the deviations are
     limit: float | None = None  # the end of the y axis, if it is fixed
     axis: str = "training step"  # what x is
+    close: bool = False  # fit the y axis to the lines, to tell them apart
 
     @property
     def values(self) -> list[float]:
@@ -124,9 +125,9 @@ def _references(rows: Sequence[Row], key: str, suffix: str = "") -> list[Referen
     return [Reference(f"{rows[0].floor_count:,} held-out real images{suffix}", float(floor[key]))]
 
 
-def is_wide(values: Sequence[float]) -> bool:
+def is_wide(values: Sequence[float], factor: float = 20.0) -> bool:
     """Return whether values are positive and so wide apart that a linear axis hides the small."""
-    return min(values) > 0 and max(values) / min(values) > 20
+    return min(values) > 0 and max(values) / min(values) > factor
 
 
 def ticks(low: float, high: float) -> list[float]:

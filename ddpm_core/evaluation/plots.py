@@ -20,7 +20,10 @@ DPI = 120
 MARGINS = {"left": 0.1, "right": 0.98, "top": 0.92, "bottom": 0.11}  # shares of the figure
 DASH = 4  # line widths
 BLUE, ORANGE, GRAY = "#1f5fa8", "#c2541b", "#6b6b6b"
-COLORS = (BLUE, ORANGE, "#2c8a57", "#8a4fbf", "#b8860b", "#0f8b9d", "#c2417c", "#7a5a3a")
+COLORS = (
+    *(BLUE, ORANGE, "#2c8a57", "#8a4fbf", "#b8860b", "#0f8b9d"),
+    *("#c2417c", "#7a5a3a", "#5b6b8c", "#7d8b2b", "#d0402b", "#4b4b4b"),
+)
 
 
 def draw(ranked: Sequence[Row]) -> dict[str, bytes]:
@@ -95,10 +98,12 @@ def _draw_lines(axes: Any, curve: Curve) -> None:
 
 
 def _set_limits(axes: Any, curve: Curve) -> None:
-    """Start the y axis at 0, or below for negative values; make it logarithmic if it is wide."""
+    """Choose the y axis as `chart.chart` does."""
     if curve.limit is not None:
         axes.set_ylim(-0.02, curve.limit + 0.02)
-    elif not is_wide(curve.values):
+    elif not is_wide(curve.values, 3.0 if curve.close else 20.0):
+        if curve.close:
+            return
         axes.set_ylim(bottom=axes.get_ylim()[0] if min(curve.values) < 0 else 0.0)
     else:
         axes.set_yscale("log")
