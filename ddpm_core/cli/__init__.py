@@ -255,7 +255,7 @@ def compare(
     found = load_experiment(experiment, [*(s or ()), *extra])
     from ddpm_core.comparison.compare import compare
 
-    compare(found, w or Path("comparisons") / experiment.stem, dry_run)
+    compare(found, (w or Path("comparisons") / experiment.stem).resolve(), dry_run)
 
 
 @verb

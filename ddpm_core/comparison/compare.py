@@ -10,13 +10,7 @@ import torch
 import typer
 
 from ddpm_core.comparison import cost, report
-from ddpm_core.comparison.experiment import (
-    SHARES,
-    Arm,
-    Experiment,
-    Run,
-    warmup_problems,
-)
+from ddpm_core.comparison.experiment import SHARES, Arm, Experiment, Run, warmup_problems
 from ddpm_core.comparison.results import Results
 from ddpm_core.comparison.runs import Shared, outcomes
 from ddpm_core.comparison.verdict import best_rate
@@ -91,8 +85,7 @@ def stages(results: Results) -> Iterator[list[Run]]:
     its best rate on all seeds; then the controls, which replay recorded tables.
     """
     experiment, steps = results.experiment, results.steps
-    tuning = list(_tuning(experiment, steps))
-    if tuning:
+    if tuning := list(_tuning(experiment, steps)):
         yield tuning
     for name in experiment.methods:
         results.rates[name] = _chosen_rate(results, name)

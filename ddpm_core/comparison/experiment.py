@@ -47,7 +47,6 @@ class Method(Section):
 class Experiment(Section):
     """An experiment file."""
 
-    preset: str | None = None
     params: str | None = None
     data: str | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -58,7 +57,7 @@ class Experiment(Section):
         Field(min_length=1, max_length=1000),
     ]
     samples: Images = 2000
-    ddpm_samples: Annotated[int, Field(ge=0, le=10**8)] | None = None
+    ddpm_samples: Literal[0] | Images | None = None
     dpmpp_steps: Steps = 20
     learning_rates: Rates = ()
     tuning_seeds: Annotated[int, Field(ge=1)] = 1
@@ -96,10 +95,10 @@ class Experiment(Section):
         `changes` are settings by dotted name. Raises UserError that lists all problems.
         """
         given: dict[str, Any] = {}
-        if self.preset:
-            given = yaml_text.read(PRESETS / f"{self.preset}.yaml", "preset", "sections")
         if self.params:
-            given = yaml_text.read(Path(self.params), "params file", "sections such as `train:`")
+            preset = self.params in presets()
+            file = PRESETS / f"{self.params}.yaml" if preset else Path(self.params)
+            given = yaml_text.read(file, "params file", "sections such as `train:`")
         source = {} if self.data is None else {"prepare.source": self.data}
         own = self.methods[method].settings if method else {}
         sampler = {
@@ -194,19 +193,20 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     """
     given = yaml_text.read(path, "experiment file", "fields such as `methods:`")
     problems = [problem for item in overrides if (problem := override(given, item))]
-    methods: dict[str, Any] = {}
+    methods: dict[str, Method] = {}
     listed = given.get("methods")
     for name, fields in (listed if isinstance(listed, dict) else {}).items():
-        problems += [p.below(f"methods.{name}") for p in _invalid_method(name, fields or {})]
-        methods[name] = fields or {}
-    if not problems:
-        given = {**given, **({"methods": methods} if methods else {})}
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
+            expected = "must be letters, digits, dots, - and _, because it names a folder"
+            problems.append(Problem(f"methods.{name}", got(name), expected))
         try:
-            experiment = Experiment.model_validate(given)
+            methods[name] = Method.model_validate(fields or {})
         except ValidationError as error:
-            problems += problems_of(error, Experiment)
-    else:
-        problems += _field_problems({**given, "methods": {}})
+            problems += [p.below(f"methods.{name}") for p in problems_of(error, Method)]
+    try:
+        experiment = Experiment.model_validate({**given, "methods": methods})
+    except ValidationError as error:
+        problems += problems_of(error, Experiment)
     if not problems:
         problems += [*_combinations(experiment), *_settings_problems(experiment)]
     if problems:
@@ -214,32 +214,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     return experiment
 
 
-def _field_problems(given: dict[str, Any]) -> list[Problem]:
-    try:
-        Experiment.model_validate(given)
-    except ValidationError as error:
-        return problems_of(error, Experiment)
-    return []
-
-
-def _invalid_method(name: str, fields: Any) -> list[Problem]:
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
-        expected = "must be letters, digits, dots, - and _, because it names a folder"
-        return [Problem("", got(name), expected)]
-    try:
-        Method.model_validate(fields)
-    except ValidationError as error:
-        return problems_of(error, Method)
-    return []
-
-
 def _combinations(experiment: Experiment) -> Iterator[Problem]:
     """Yield the problems of the file apart from those of the settings."""
-    if experiment.preset and experiment.params:
-        yield Problem("params", got(experiment.params), "must not be used together with preset")
-    if experiment.preset and experiment.preset not in presets():
-        expected = f"must be one of {', '.join(presets())}"
-        yield Problem("preset", got(experiment.preset), expected)
     names = list(experiment.methods)
     if experiment.baseline not in names:
         expected = f"must be one of the methods: {', '.join(names)}"
@@ -248,8 +224,6 @@ def _combinations(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("methods", f"got {len(names)}", "must be at least two")
     if len(set(experiment.seeds)) < len(experiment.seeds):
         yield Problem("seeds", got(list(experiment.seeds)), "must not repeat a seed")
-    if experiment.by_ddpm == 1:
-        yield Problem("ddpm_samples", "got 1", "must be 0 (none) or at least 2")
     try:
         if experiment.seconds <= 0:
             yield Problem("budget", got(experiment.budget), "must be more than 0")

@@ -63,15 +63,15 @@ class Results:
             if (score.share, score.sampler) == (share, sampler)
         }
 
-    def by_seed(self, arm: str, share: float = SHARES[-1], sampler: str = "") -> BySeed:
-        """Return the scores of an arm by seed and name; by default those that decide."""
-        found = self.at(arm, share, sampler or self.sampler)
+    def deciding(self, arm: str) -> BySeed:
+        """Return the scores of an arm at the end of the budget by seed and name."""
+        found = self.at(arm, SHARES[-1], self.sampler)
         return {seed: score.scores for seed, score in found.items()}
 
     def findings(self) -> list[Finding]:
         """Return the verdict on each arm but the baseline."""
         arms, baseline = self.experiment.arms, self.experiment.baseline
-        scores = {name: self.by_seed(name) for name in arms}
+        scores = {name: self.deciding(name) for name in arms}
         return [
             verdict.judge(name, scores, baseline, self._controls(name), self.distances)
             for name in arms
@@ -138,9 +138,7 @@ def to_csv(results: Results) -> str:
         outcome, arm = results.outcomes[run], run.arm
         control_of = arm.method if arm.control else ""
         rate = results.experiment.config(arm.method, "w").train.optimizer.lr
-        chosen = run.seed in results.counted(arm.name) and (
-            run.learning_rate == results.rates[arm.method]
-        )
+        chosen = outcome is results.counted(arm.name).get(run.seed)
         begin = [arm.name, control_of, run.learning_rate or rate, int(chosen), run.seed]
         for s in outcome.scores:
             seconds = f"{s.step * results.cost.seconds[arm.method]:.1f}"

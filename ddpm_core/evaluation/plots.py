@@ -108,6 +108,10 @@ def _set_limits(axes: Any, curve: Curve) -> None:
     else:
         axes.set_yscale("log")
         low, high = axes.get_ylim()
-        marks = [mark for mark in log_ticks(low, high) if low <= mark <= high]
+        marks = log_ticks(low, high)
+        if curve.close:  # few ticks: end the axis at the outer ones
+            axes.set_ylim(marks[0], marks[-1])
+        else:
+            marks = [mark for mark in marks if low <= mark <= high]
         axes.set_yticks(marks, [label(mark) for mark in marks])
         axes.minorticks_off()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,8 +16,10 @@ import torch
 from support.comparison import STEPS, record_cost, write_experiment
 from support.program import ddpm, start, wait_until
 
-from ddpm_core.comparison.cost import measured, medians
-from ddpm_core.comparison.experiment import Arm, Run
+from ddpm_core.comparison.cost import Cost, measured, medians
+from ddpm_core.comparison.experiment import Arm, Run, load
+from ddpm_core.comparison.report import write
+from ddpm_core.comparison.results import Results, with_error
 from ddpm_core.data.dataset import open_dataset
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling.gather import open_samples
@@ -107,9 +110,12 @@ def test_finished_comparison_repeats_no_run(finished: Path) -> None:
     assert "train:" not in output and "Done." in output
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds the workers in /proc")
 def test_killed_workers_resume_to_the_same_results(finished: Path, tmp_path: Path) -> None:
     record_cost(write_experiment(tmp_path))
     folder = tmp_path / "comparisons" / "tiny"
+    for part in ("data", "evaluation"):
+        shutil.copytree(finished / part, folder / part)
     fewer = ["-S", "seeds=[3]", "-S", "methods.variance.controls=[]"]
     program = start(tmp_path, "compare", "tiny.yaml", *fewer, "--workers", "2")
     snapshots = "runs/*/*/seed-3/snapshots/step-*/manifest.json"
@@ -155,3 +161,33 @@ def test_slow_round_does_not_change_the_ratio_of_costs() -> None:
     rounds = [{"a": 1.0, "b": 2.0}, {"a": 10.0, "b": 20.0}, {"a": 1.0, "b": 2.0}]
     assert medians(rounds) == pytest.approx({"a": 1.0, "b": 2.0})
     assert np.isclose(sum(medians(rounds).values()), 3.0)
+
+
+def test_unfinished_comparison_has_a_report_without_verdict(finished: Path, tmp_path: Path) -> None:
+    experiment = load(write_experiment(tmp_path))
+    cost = Cost.model_validate_json((finished / "cost.json").read_text())
+    steps, floors = cost.steps(experiment), {"dpmpp": ({}, 0), "ddpm": ({}, 0)}
+    found = Results(experiment, finished, cost, steps, ["fd_pixel_pca"], floors, planned=7)
+    workspace = Workspace.open(str(tmp_path))
+    (tmp_path / "data").symlink_to(finished / "data")
+    write(found, workspace)
+    page = (tmp_path / "report.html").read_text()
+    assert "not finished yet" in page and "0 of 7 runs" in page
+    assert "requires at least two seeds" in page and "<svg" not in page
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "text"),
+    [
+        (4.2149, 0.1349, "4.21 ± 0.13"),
+        (-0.00105, 0.0204, "−0.001 ± 0.020"),
+        (1234.5, 31.0, "1234 ± 31"),
+        (0.64, None, "0.640"),
+        (3.0, 0.0, "3.00 ± 0.00"),
+        (0.00917, 0.000378, "0.00917 ± 0.00038"),
+    ],
+)
+def test_scores_are_rounded_to_two_digits_of_their_error(
+    mean: float, error: float | None, text: str
+) -> None:
+    assert with_error(mean, error) == text
