@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -61,9 +62,9 @@ def compare(experiment: Experiment, folder: Path, dry_run: bool = False) -> None
             {"dpmpp": spaces.floor(experiment.samples), "ddpm": spaces.floor(experiment.by_ddpm)},
             planned=len(list(planned(experiment, steps))),
         )
-        for runs in stages(results):
+        for runs, by_ddpm in stages(results):
             written = time.monotonic()
-            for run, outcome in outcomes(runs, shared, spaces):
+            for run, outcome in outcomes(runs, replace(shared, by_ddpm=by_ddpm), spaces):
                 results.outcomes[run] = outcome
                 if time.monotonic() - written > REFRESH:
                     report.write(results, workspace)
@@ -78,24 +79,26 @@ def compare(experiment: Experiment, folder: Path, dry_run: bool = False) -> None
     say(f"Done. Look at {workspace.shown(report.PAGE)}.")
 
 
-def stages(results: Results) -> Iterator[list[Run]]:
-    """Yield the runs in three stages; each depends on the outcomes of the one before.
+def stages(results: Results) -> Iterator[tuple[list[Run], int]]:
+    """Yield the runs in three stages, and the number of images by DDPM sampling.
 
-    First all learning rates of methods with several ones, on the first seeds; then each method with
-    its best rate on all seeds; then the controls, which replay recorded tables.
+    Each stage depends on the outcomes of the one before. First all learning rates of methods with
+    several ones, on the first seeds and without DDPM sampling, which takes longest; then each
+    method with its best rate on all seeds; then the controls, which replay recorded tables.
     """
     experiment, steps = results.experiment, results.steps
     if tuning := list(_tuning(experiment, steps)):
-        yield tuning
+        yield tuning, 0
     for name in experiment.methods:
         results.rates[name] = _chosen_rate(results, name)
-    yield [
+    runs = [
         Run(Arm(name, name), results.rates[name], seed, steps[name])
         for seed in experiment.seeds
         for name in experiment.methods
     ]
+    yield runs, experiment.by_ddpm
     if controls := list(_controls(results)):
-        yield controls
+        yield controls, experiment.by_ddpm
 
 
 def _tuning(experiment: Experiment, steps: dict[str, int]) -> Iterator[Run]:
@@ -121,7 +124,7 @@ def _chosen_rate(results: Results, method: str) -> float | None:
         return rates[0]
     final: dict[float | None, dict[int, dict[str, float]]] = {rate: {} for rate in rates}
     for run, outcome in results.outcomes.items():
-        if run.arm.name == method and (scores := outcome.final(results.sampler)):
+        if run.arm.name == method and (scores := outcome.final):
             final[run.learning_rate][run.seed] = scores
     chosen = best_rate(final, results.distances)
     say(f"compare: {method} counts with learning rate {chosen:g}.")
@@ -147,9 +150,9 @@ def described(experiment: Experiment, cost: cost.Cost, steps: dict[str, int]) ->
     runs = list(planned(experiment, steps))
     seconds = len(runs) * experiment.seconds
     timesteps = experiment.config(experiment.baseline, "w").diffusion.timesteps
-    evaluations = len(SHARES) * experiment.samples * experiment.dpmpp_steps
-    evaluations += experiment.by_ddpm * timesteps
-    sampling = len(runs) * evaluations * cost.evaluation
+    evaluations = len(runs) * len(SHARES) * experiment.samples * experiment.dpmpp_steps
+    evaluations += len(experiment.arms) * len(experiment.seeds) * experiment.by_ddpm * timesteps
+    sampling = evaluations * cost.evaluation
     width = max(map(len, experiment.methods))
     lines = [
         f"{name.ljust(width)}  {1000 * cost.seconds[name]:8.1f} ms per step  {steps[name]:>9,} "

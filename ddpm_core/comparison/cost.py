@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from pydantic import ConfigDict
@@ -109,12 +110,12 @@ def measure(
 ) -> dict[str, float]:
     """Return the seconds of a training step by method, from ROUNDS turns of each.
 
-    Each is the median of the method's share of a round, times the median round: other work on the
-    machine slows all turns of a round. Includes reading the batch and the method's own work with
-    its probes; excludes compilation, snapshots and the log.
+    Each is the median of the method's share of a round, times the median round. On a CPU, shares
+    are of processor time, which other work on the machine hardly changes. Includes reading the
+    batch and the method's own work with its probes; excludes compilation, snapshots and the log.
     """
     turns = {name: _Turn(config, workspace, data, world) for name, config in configs.items()}
-    rounds: list[dict[str, float]] = []
+    rounds: list[dict[str, Timed]] = []
     with progress("compare: cost of a step", (ROUNDS + 1) * len(turns), "turns") as advance:
         for turn in turns.values():
             turn.steps(WARMUP)
@@ -122,19 +123,29 @@ def measure(
         for _ in range(ROUNDS):
             rounds.append({})
             for name, turn in turns.items():
-                rounds[-1][name] = turn.steps(PER_TURN) / PER_TURN + turn.probes * turn.probe()
+                steps, probe = turn.steps(PER_TURN), turn.probe()
+                rounds[-1][name] = Timed(
+                    *(s / PER_TURN + turn.probes * p for s, p in zip(steps, probe, strict=True))
+                )
                 advance()
     return medians(rounds)
 
 
-def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median round times the median share of each name in a round."""
-    totals = [sum(times.values()) for times in rounds]
+class Timed(NamedTuple):
+    """The seconds of some work: on the clock, and of the processor (on a GPU also on the clock)."""
+
+    clock: float
+    processor: float
+
+
+def medians(rounds: Sequence[Mapping[str, Timed]]) -> dict[str, float]:
+    """Return the median round by the clock, times the median share of each name."""
+    totals = [sum(timed.processor for timed in times.values()) for times in rounds]
     shares = {
-        name: [times[name] / total for times, total in zip(rounds, totals, strict=True)]
+        name: [times[name].processor / all for times, all in zip(rounds, totals, strict=True)]
         for name in rounds[0]
     }
-    total = statistics.median(totals)
+    total = statistics.median(sum(timed.clock for timed in times.values()) for times in rounds)
     return {name: total * statistics.median(share) for name, share in shares.items()}
 
 
@@ -157,8 +168,8 @@ class _Turn:
             sum(map(levels.probe_due, period)) / PROBE_PERIOD if isinstance(levels, Probed) else 0.0
         )
 
-    def steps(self, count: int) -> float:
-        """Return the seconds of `count` steps."""
+    def steps(self, count: int) -> Timed:
+        """Return the time of `count` steps."""
         state, flag = self._state, torch.zeros((), device=self._state.world.device)
 
         def work() -> None:
@@ -168,9 +179,9 @@ class _Turn:
 
         return _timed(work, state.world.device)
 
-    def probe(self) -> float:
-        """Return the seconds of an evaluation of the probe."""
-        return _timed(self._probe, self._state.world.device) if self._probe else 0.0
+    def probe(self) -> Timed:
+        """Return the time of an evaluation of the probe."""
+        return _timed(self._probe, self._state.world.device) if self._probe else Timed(0.0, 0.0)
 
 
 def time_of_evaluation(config: Config, data: PackedDataset, world: World) -> float:
@@ -188,13 +199,14 @@ def time_of_evaluation(config: Config, data: PackedDataset, world: World) -> flo
         sampler.images(range(size))
 
     work()
-    return _timed(work, world.device) / (EVALUATIONS * size)
+    return _timed(work, world.device).clock / (EVALUATIONS * size)
 
 
-def _timed(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of `work()`, until the device has finished it."""
-    start = time.perf_counter()
+def _timed(work: Callable[[], object], device: torch.device) -> Timed:
+    """Return the time of `work()`, until the device has finished it."""
+    start, processor = time.perf_counter(), time.process_time()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    clock = time.perf_counter() - start
+    return Timed(clock, time.process_time() - processor if device.type == "cpu" else clock)

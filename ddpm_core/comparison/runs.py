@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import yaml
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from ddpm_core.comparison.experiment import SHARES, Experiment, Run
 from ddpm_core.comparison.scoring import Spaces
@@ -29,7 +29,7 @@ from ddpm_core.data.dataset import data_fingerprint
 from ddpm_core.errors import Interrupted, NotFinite
 from ddpm_core.runtime.distributed import world
 from ddpm_core.sampling.freshness import stale as samples_stale
-from ddpm_core.sampling.gather import open_samples
+from ddpm_core.sampling.gather import Samples, open_samples
 from ddpm_core.sampling.run import sample
 from ddpm_core.scores import count_label
 from ddpm_core.storage.files import Schema
@@ -48,10 +48,11 @@ WATCH = 1.0  # seconds between two looks at whether the main process is alive
 
 
 class Score(Schema):
-    """The scores of one checkpoint by one sampler."""
+    """The scores of one checkpoint by one sampler. `key` identifies images and feature spaces."""
 
     model_config = ConfigDict(frozen=True)
 
+    key: str
     share: float  # of the budget
     step: int
     sampler: str  # dpmpp or ddpm
@@ -60,27 +61,29 @@ class Score(Schema):
 
 
 class Outcome(Schema):
-    """The scores of a run, or why it has none. `key` identifies everything that they depend on."""
+    """The scores of a run, or why it has none. `train` is the fingerprint of its training."""
 
     model_config = ConfigDict(frozen=True)
 
-    key: str
-    scores: list[Score]
+    train: str
+    scores: list[Score] = Field(default_factory=list)
     problem: str = ""
 
-    def final(self, sampler: str) -> dict[str, float]:
-        """Return the scores at the end of the budget; {} if there are none."""
-        found = (s.scores for s in self.scores if s.share == SHARES[-1] and s.sampler == sampler)
+    @property
+    def final(self) -> dict[str, float]:
+        """The scores by DPM-Solver++ at the end of the budget; {} if there are none."""
+        found = (s.scores for s in self.scores if s.share == SHARES[-1] and s.sampler == "dpmpp")
         return next(found, {})
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What all runs of a comparison share: its folder, and its run in MLflow, "" if none."""
+    """What the runs of a stage share. `parent` is the comparison's run in MLflow, "" if none."""
 
     experiment: Experiment
     folder: Path
     parent: str = ""
+    by_ddpm: int = 0  # images by full DDPM sampling
 
     def spaces(self) -> Spaces:
         """Open the feature spaces of the scores."""
@@ -131,36 +134,43 @@ def finish(run: Run, shared: Shared, spaces: Spaces) -> Outcome:
     workspace.storage.write(PARAMS, yaml.safe_dump(config.dump(), sort_keys=False).encode())
     identity = train_fingerprint(config, data_fingerprint(workspace))
     known = workspace.read_model(SCORES, Outcome)
-    failed = fingerprint([identity, spaces.fingerprint])
-    if known and known.problem and known.key == failed:
+    if known and known.problem and known.train == identity:
         return known
     try:
         if training_stale(config, workspace):
             arguments = ["train", "-p", str(folder / PARAMS)]
             train(config, os.environ, arguments)
-        sets = _sampled(run, config, shared.experiment.by_ddpm)
+        sets = _sampled(run, config, shared.by_ddpm)
     except NotFinite as error:
-        outcome = Outcome(key=failed, scores=[], problem=str(error))
+        outcome = Outcome(train=identity, problem=str(error))
     else:
-        names = [samples.manifest.samples_fingerprint for *_, samples in sets]
-        key = fingerprint([names, spaces.fingerprint])
-        if known and known.key == key:
-            return known
-        found = []
-        for number, (step, sampler, samples) in enumerate(sets):
-            say(f"compare: scoring {len(samples):,} images of step {step} by {sampler}.")
-            share = SHARES[min(number, len(SHARES) - 1)]
-            scores = spaces.score(samples.shards)
-            found.append(
-                Score(share=share, step=step, sampler=sampler, samples=len(samples), scores=scores)
-            )
-        outcome = Outcome(key=key, scores=found)
+        before = {score.key: score for score in known.scores} if known else {}
+        found = [
+            _scored(step, step / run.steps, sampler, samples, spaces, before)
+            for step, sampler, samples in sets
+        ]
+        outcome = Outcome(train=identity, scores=found)
+        if all(score.key in before for score in found):
+            return outcome
     workspace.write_json(SCORES, outcome.model_dump())
     _track(run, config, workspace, outcome, identity, shared.parent)
     return outcome
 
 
-def _sampled(run: Run, config: Config, by_ddpm: int) -> list[tuple[int, str, Any]]:
+def _scored(
+    step: int, share: float, sampler: str, samples: Samples, spaces: Spaces, known: dict[str, Score]
+) -> Score:
+    """Return the scores of samples: the known ones with the same key, or new ones."""
+    key = fingerprint([samples.manifest.samples_fingerprint, spaces.fingerprint])
+    if key in known:
+        return known[key]
+    count = len(samples)
+    say(f"compare: scoring {count:,} images of step {step} by {sampler}.")
+    scores = spaces.score(samples.shards)
+    return Score(key=key, share=share, step=step, sampler=sampler, samples=count, scores=scores)
+
+
+def _sampled(run: Run, config: Config, by_ddpm: int) -> list[tuple[int, str, Samples]]:
     """Draw what is missing; return (step, sampler, samples) at each share, then by DDPM."""
     workspace = Workspace.open(config.workspace)
     _draw(config, workspace)
