@@ -108,6 +108,10 @@ class Denied(UserError):
     """A server denied access: keys are missing, wrong or without permission."""
 
 
+class NotFinite(UserError):
+    """Training or sampling gave values that are not finite: a learning rate may be too high."""
+
+
 class Corrupt(UserError):
     """A file or folder does not contain what was written: it is damaged, incomplete or forged."""
 

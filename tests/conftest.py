@@ -19,6 +19,7 @@ torch.set_num_threads(1)
 
 # The slowest files. They run first, so that no process is left alone with one at the end.
 LONGEST = (
+    "test_compare",
     "test_kfp",
     "test_faults",
     "test_backend",

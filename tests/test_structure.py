@@ -29,6 +29,8 @@ ALLOWED = {
     "training": BASE
     | {"models", "diffusion", "data", "sampling", "registry", "interop", "tracking"},
     "evaluation": BASE | {"models", "data", "sampling", "tracking"},
+    "comparison": BASE
+    | {"models", "diffusion", "data", "sampling", "training", "evaluation", "tracking"},
     "registry": BASE | {"models", "diffusion", "data", "sampling", "evaluation", "tracking"},
 }
 ALLOWED["cli"] = set(ALLOWED)  # it runs everything, and nothing imports it

@@ -223,6 +223,42 @@ def params(
 
 
 @verb
+def compare(
+    experiment: Annotated[Path, typer.Argument(help="The experiment file.")],
+    w: Annotated[
+        Path | None,
+        typer.Option(
+            "--workspace", "-w", help="Folder of runs and results. Default: comparisons/NAME."
+        ),
+    ] = None,
+    s: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            "-S",
+            metavar="KEY=VALUE",
+            help="Override a field of the file, e.g. -S data=photos/. Repeatable.",
+        ),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Runs side by side.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Measure and print the cost, and exit.")
+    ] = False,
+) -> None:
+    """Compare methods at equal training time, with seeds.
+
+    The results, with a verdict in report.html, are in the folder.
+    """
+    from ddpm_core.comparison.experiment import load as load_experiment
+
+    extra = [] if workers is None else [f"workers={workers}"]
+    found = load_experiment(experiment, [*(s or ()), *extra])
+    from ddpm_core.comparison.compare import compare
+
+    compare(found, (w or Path("comparisons") / experiment.stem).resolve(), dry_run)
+
+
+@verb
 def methods(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Add formula, source and settings.")

@@ -42,7 +42,7 @@ SetOption = Annotated[
 ]
 
 # Commands that can be interrupted without losing finished work.
-RESUMABLE = ("train", "sample", "evaluate", "register", "run")
+RESUMABLE = ("train", "sample", "evaluate", "register", "run", "compare")
 
 
 def load(

@@ -29,6 +29,7 @@ class Path:
     path: str
     dots: list[Dot]
     dashed: bool
+    band: str  # the area of the deviations, "" without any
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,12 @@ class Chart:
 def chart(curve: Curve) -> Chart:
     """Lay out a curve with at least one line.
 
-    The y axis starts at 0, or at the lowest value below 0. Without a fixed limit, positive values
-    that span more than a factor of 20 get a logarithmic axis.
+    The y axis starts at 0, or at the lowest value below 0, or with `close` near the lowest value.
+    Without a fixed limit, positive values that span more than a factor of 20 get a logarithmic
+    axis; with `close`, a factor of 3.
     """
     lines = [*curve.lines, *([curve.equal_count] if curve.equal_count else [])]
-    values, limit = curve.values, curve.limit
-    logarithmic = limit is None and is_wide(values)
-    if logarithmic:
-        y_ticks = log_ticks(min(values), max(values))
-    else:
-        lowest = min(values)  # KID may be slightly below 0, which needs no room
-        y_ticks = ticks(lowest if lowest < -0.05 * max(values) else 0.0, limit or max(values))
+    logarithmic, y_ticks = _y_axis(curve)
     scale = math.log if logarithmic else float
     low, high = scale(y_ticks[0]), scale(y_ticks[-1])
     steps = [step for line in lines for step, _ in line.points]
@@ -78,9 +74,19 @@ def chart(curve: Curve) -> Chart:
         share = max(0.0, (scale(value) - low) / (high - low))
         return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
 
-    def path(line: Line, dashed: bool) -> Path:
-        dots = [Dot(x(s), y(v), f"step {s:,}: {label(v)}") for s, v in line.points]
-        return Path(line.name, "M" + " L".join(f"{d.x} {d.y}" for d in dots), dots, dashed)
+    def path(line: Line) -> Path:
+        several = f"{line.name}, " if len(curve.lines) > 2 else ""
+        dots = [
+            Dot(x(s), y(v), f"{several}{curve.axis.removeprefix('training ')} {s:,.6g}: {label(v)}")
+            for s, v in line.points
+        ]
+        return Path(line.name, _path([(d.x, d.y) for d in dots]), dots, line.dashed, band(line))
+
+    def band(line: Line) -> str:
+        found = _with_deviations(line)
+        upper = [(x(s), y(v + d)) for (s, v), d in found]
+        lower = [(x(s), y(max(v - d, y_ticks[0]))) for (s, v), d in reversed(found)]
+        return _path(upper + lower) if len(found) > 1 else ""
 
     x_ticks = [step for step in ticks(first, last) if first <= step <= last]
     x_ticks = x_ticks if first < last else [float(first)]
@@ -88,8 +94,7 @@ def chart(curve: Curve) -> Chart:
     return Chart(
         title=curve.title,
         remark=curve.direction + (", logarithmic" if logarithmic else ""),
-        # Recall is dashed, so that precision stays visible where both are equal.
-        lines=[path(line, line in curve.lines[1:]) for line in lines],
+        lines=list(map(path, lines)),
         x_ticks=list(zip(map(x, x_ticks), tick_labels(x_ticks), strict=True)),
         y_ticks=list(zip(map(y, y_ticks), y_labels, strict=True)),
         references=[(r.name, y(r.value), label(r.value)) for r in curve.references],
@@ -99,6 +104,26 @@ def chart(curve: Curve) -> Chart:
     )
 
 
+def _y_axis(curve: Curve) -> tuple[bool, list[float]]:
+    """Return whether the y axis is logarithmic, and its ticks."""
+    deviations = [v + d for line in curve.lines for (_, v), d in _with_deviations(line)]
+    values = curve.values + deviations
+    if curve.limit is None and is_wide(values, 3.0 if curve.close else 20.0):
+        return True, log_ticks(min(values), max(values))
+    lowest = min(values)  # KID may be slightly below 0, which needs no room
+    fits = curve.close or lowest < -0.05 * max(values)
+    return False, ticks(lowest if fits else 0.0, curve.limit or max(values))
+
+
+def _with_deviations(line: Line) -> list[tuple[tuple[float, float], float]]:
+    return list(zip(line.points, line.deviations, strict=True)) if line.deviations else []
+
+
+def _path(points: list[tuple[float, float]]) -> str:
+    return "M" + " L".join(f"{x} {y}" for x, y in points)
+
+
 def _describe(curve: Curve) -> str:
     (first, begin), (last, end) = curve.lines[0].points[0], curve.lines[0].points[-1]
-    return f"{curve.title}: {label(begin)} at step {first:,}, {label(end)} at step {last:,}."
+    at = curve.axis.removeprefix("training ")
+    return f"{curve.title}: {label(begin)} at {at} {first:,.6g}, {label(end)} at {at} {last:,.6g}."

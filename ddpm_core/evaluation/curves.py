@@ -18,11 +18,12 @@ _DEVIATIONS = {"kid_mean": ("kid_std", "100 subsets"), "is_mean": ("is_std", "10
 
 @dataclass(frozen=True)
 class Line:
-    """A named line through (step, value), with the deviation of each value if it has one."""
+    """A named line through (x, value), with the deviation of each value if it has one."""
 
     name: str
-    points: list[tuple[int, float]]
+    points: list[tuple[float, float]]
     deviations: list[float] = field(default_factory=list)
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,11 @@ class Curve:
     lines: list[Line] = field(default_factory=list)
     references: list[Reference] = field(default_factory=list)  # one, or one per line
     equal_count: Line | None = None  # scores of as few samples as there are held-out images
-    mark: tuple[int, float] | None = None  # the best checkpoint, on the first line
+    mark: tuple[float, float] | None = None  # the best checkpoint, on the first line
     note: str = ""  # what the deviations are
     limit: float | None = None  # the end of the y axis, if it is fixed
+    axis: str = "training step"  # what x is
+    close: bool = False  # fit the y axis to the lines, to tell them apart
 
     @property
     def values(self) -> list[float]:
@@ -76,7 +79,9 @@ def _score(rows: Sequence[Row], metric: str, key: str, direction: str, best: Row
     equal_count = None
     # The kernel distance is unbiased, so different counts can be compared.
     if references and held_out < count and key != "kid_mean":
-        same = [(row.step, row.at_floor[key]) for row in rows if row.at_floor]
+        same: list[tuple[float, float]] = [
+            (row.step, row.at_floor[key]) for row in rows if row.at_floor
+        ]
         equal_count = Line(f"{held_out:,} samples, as many as held out", same)
     return Curve(
         title=metric_name(metric, rows[0].evidence.space, count),
@@ -93,7 +98,8 @@ def _precision_recall(rows: Sequence[Row]) -> Curve:
     names = ("precision", "recall")
     lines = [
         Line("precision (fidelity)", _points(rows, "precision")),
-        Line("recall (diversity)", _points(rows, "recall")),
+        # Dashed, so that precision stays visible where both are equal.
+        Line("recall (diversity)", _points(rows, "recall"), dashed=True),
     ]
     if not all(line.points for line in lines):
         return Curve("precision and recall", "higher is better")
@@ -108,7 +114,7 @@ def _precision_recall(rows: Sequence[Row]) -> Curve:
     )
 
 
-def _points(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
+def _points(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
     return [(row.step, float(row[key])) for row in rows if row.get(key) is not None]
 
 
@@ -119,9 +125,9 @@ def _references(rows: Sequence[Row], key: str, suffix: str = "") -> list[Referen
     return [Reference(f"{rows[0].floor_count:,} held-out real images{suffix}", float(floor[key]))]
 
 
-def is_wide(values: Sequence[float]) -> bool:
+def is_wide(values: Sequence[float], factor: float = 20.0) -> bool:
     """Return whether values are positive and so wide apart that a linear axis hides the small."""
-    return min(values) > 0 and max(values) / min(values) > 20
+    return min(values) > 0 and max(values) / min(values) > factor
 
 
 def ticks(low: float, high: float) -> list[float]:

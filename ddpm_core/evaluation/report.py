@@ -74,12 +74,17 @@ class Images:
             data = self._workspace.storage.read(f"{FOLDER}/{name}.png")
         except (FileNotFoundError, NotADirectoryError, Corrupt):
             return None
-        try:
-            kind, width, height, data = _compress(data)
-        except Exception:  # Pillow raises many classes for corrupt images
-            return None
-        uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-        return {"uri": uri, "width": width, "height": height}
+        return embedded(data)
+
+
+def embedded(data: bytes) -> dict[str, Any] | None:
+    """Return `uri`, `width` and `height` of a PNG file; None if it is corrupt."""
+    try:
+        kind, width, height, data = _compress(data)
+    except Exception:  # Pillow raises many classes for corrupt images
+        return None
+    uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"uri": uri, "width": width, "height": height}
 
 
 def _compress(data: bytes) -> tuple[str, int, int, bytes]:
@@ -99,16 +104,21 @@ def render(results: Results, images: Images) -> str:
     """Return the page. It loads nothing from elsewhere, and escapes names from other sources."""
     # Mask secrets and escape control characters in every text before it reaches the template.
     results = Results.model_validate(throughout(shown, results.plain()))
+    return str(environment().get_template("report.html.j2").render(_page(results, images)))
+
+
+def environment(*folders: Path) -> Any:
+    """Return a Jinja environment with the templates of this folder, and of `folders`."""
     jinja2 = require("jinja2", "eval")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    found = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*folders, Path(__file__).parent]),
         autoescape=lambda name: name != "report.css",
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"number": verdict.number, "percent": verdict.percent}
-    return str(environment.get_template("report.html.j2").render(_page(results, images)))
+    found.filters |= {"number": verdict.number, "percent": verdict.percent}
+    return found
 
 
 def _page(results: Results, images: Images) -> dict[str, Any]:

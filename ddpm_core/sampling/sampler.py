@@ -19,7 +19,7 @@ from ddpm_core.diffusion.moments import Moments
 from ddpm_core.diffusion.predictions import make_prediction
 from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.diffusion.samplers import SamplerSettings, sample
-from ddpm_core.errors import UserError
+from ddpm_core.errors import NotFinite, UserError
 from ddpm_core.models.execution import prepare_model
 from ddpm_core.models.unet import UNet
 from ddpm_core.rng import Purpose
@@ -115,7 +115,7 @@ class ImageSampler:
                 on_step,
             )
         if bad := int((~finite).sum()):
-            raise UserError(
+            raise NotFinite(
                 f"{bad} of {len(index)} images are not finite, drawn with sample.precision "
                 f"{self._precision} and sample.guidance {self._settings.guidance:g}. Every output "
                 "of the network must be finite. Use sample.precision fp32 and guidance 1; if the "

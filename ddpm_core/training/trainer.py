@@ -14,7 +14,7 @@ import torch
 from ddpm_core.config import Config, Train
 from ddpm_core.console import progress, say, warn
 from ddpm_core.data.dataset import PackedDataset
-from ddpm_core.errors import Interrupted, UserError
+from ddpm_core.errors import Interrupted, NotFinite, UserError
 from ddpm_core.runtime import memory
 from ddpm_core.runtime.device import translate_compile_errors
 from ddpm_core.runtime.distributed import WorkerLost, World
@@ -264,7 +264,7 @@ def newest_snapshot(run: Run) -> int:
 
 
 def fail(run: Run, problem: str) -> NoReturn:
-    """Log the steps before a value that is not finite, save nothing else, and raise UserError."""
+    """Log the steps before a value that is not finite, save nothing else, and raise NotFinite."""
     state = run.state
     bad = int(state.bad_step)
     last = bad - 1 if bad else state.step  # step() stops adding to the totals at the bad step
@@ -281,7 +281,7 @@ def fail(run: Run, problem: str) -> NoReturn:
     )
     if newest and bad == newest + 1 == run.start.step + 1:
         kept = ""  # that snapshot is the likely cause
-    raise UserError(
+    raise NotFinite(
         f"{problem}. {kept}Nothing of the failure was saved. "
         f"{checks.explanation(state, run.start.step, run.start.source)}"
     )

@@ -1,0 +1,212 @@
+"""The cost of a training step of each method, measured in turns, and the steps of a budget.
+
+A run that stopped by the clock would not reproduce. So the cost is measured once and recorded in
+the folder of the comparison, and each run takes the number of steps that fits the budget.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from pydantic import ConfigDict
+
+from ddpm_core.comparison.experiment import PARTS, Experiment
+from ddpm_core.config import Config
+from ddpm_core.console import progress
+from ddpm_core.data.dataset import PackedDataset, open_dataset
+from ddpm_core.diffusion.probed import Probed
+from ddpm_core.runtime.distributed import World, world
+from ddpm_core.sampling.sampler import ImageSampler
+from ddpm_core.storage.files import Schema
+from ddpm_core.storage.workspace import Workspace, fingerprint
+from ddpm_core.training.identity import identity
+from ddpm_core.training.init import check_data_fits, fresh_network
+from ddpm_core.training.moments import run_moments
+from ddpm_core.training.optim import Execution
+from ddpm_core.training.probe import make_probe
+from ddpm_core.training.resume import checkpoint_settings
+from ddpm_core.training.state import TrainState
+from ddpm_core.training.step import next_batch, step
+
+COST = "cost.json"
+WARMUP = 5  # steps before the measurement: memory, compilation
+ROUNDS = 15
+PER_TURN = 4  # steps of a method in each round
+PROBE_PERIOD = 10_000  # steps over which the evaluations of a probe are averaged
+EVALUATIONS = 4  # of the network, to estimate the time of sampling
+
+
+class Cost(Schema):
+    """The content of cost.json: seconds of a step by method, and of one evaluation of an image."""
+
+    model_config = ConfigDict(frozen=True)
+
+    seconds: dict[str, float]
+    settings: dict[str, str]  # fingerprint of the settings that were measured, by method
+    evaluation: float
+    threads: int
+    device: str
+
+    def steps(self, experiment: Experiment) -> dict[str, int]:
+        """Return the number of steps of each method, a multiple of PARTS."""
+        return {
+            name: max(1, int(experiment.seconds / self.seconds[name] / PARTS)) * PARTS
+            for name in experiment.methods
+        }
+
+
+def measured(experiment: Experiment, workspace: Workspace) -> Cost:
+    """Return the recorded costs; measures and records those that are missing.
+
+    Methods that are added later are measured in turns with the baseline, and scaled by the
+    recorded cost of the baseline. So a machine that has become faster or slower since makes no
+    difference. Raises UserError if a method cannot train on the data.
+    """
+    configs = {name: experiment.config(name, workspace.uri) for name in experiment.methods}
+    settings = {name: settings_of_cost(config) for name, config in configs.items()}
+    known = workspace.read_model(COST, Cost)
+    kept = known.settings if known else {}
+    missing = {name for name in configs if kept.get(name) != settings[name]}
+    if known and not missing:
+        return known
+    baseline = experiment.baseline
+    chosen = {name: config for name, config in configs.items() if name in {*missing, baseline}}
+    data = open_dataset(workspace)
+    with world(configs[baseline].device, {}) as here:
+        seconds = measure(chosen, workspace, data, here)
+        evaluation = time_of_evaluation(configs[baseline], data, here)
+    if known and baseline not in missing:
+        factor = known.seconds[baseline] / seconds[baseline]
+        seconds = {**known.seconds, **{name: factor * seconds[name] for name in missing}}
+    cost = Cost(
+        seconds=seconds,
+        settings={**kept, **settings},
+        evaluation=evaluation,
+        threads=torch.get_num_threads(),
+        device=device_name(here.device),
+    )
+    workspace.write_json(COST, cost.model_dump())
+    return cost
+
+
+def settings_of_cost(config: Config) -> str:
+    """Return the fingerprint of the settings that the cost of a step depends on."""
+    settings = {**identity(config, ""), "image_size": config.prepare.image_size}
+    irrelevant = ("seed", "train.optimizer.lr", "train.optimizer.warmup", "train.steps")
+    return fingerprint({name: v for name, v in settings.items() if name not in irrelevant})
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, as in cost.json and reports."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def measure(
+    configs: Mapping[str, Config], workspace: Workspace, data: PackedDataset, world: World
+) -> dict[str, float]:
+    """Return the seconds of a training step by method, from ROUNDS turns of each.
+
+    Each is the median of the method's share of a round, times the median round. On a CPU, shares
+    are of processor time, which other work on the machine hardly changes. Includes reading the
+    batch and the method's own work with its probes; excludes compilation, snapshots and the log.
+    """
+    turns = {name: _Turn(config, workspace, data, world) for name, config in configs.items()}
+    rounds: list[dict[str, Timed]] = []
+    with progress("compare: cost of a step", (ROUNDS + 1) * len(turns), "turns") as advance:
+        for turn in turns.values():
+            turn.steps(WARMUP)
+            advance()
+        for _ in range(ROUNDS):
+            rounds.append({})
+            for name, turn in turns.items():
+                steps, probe = turn.steps(PER_TURN), turn.probe()
+                rounds[-1][name] = Timed(
+                    *(s / PER_TURN + turn.probes * p for s, p in zip(steps, probe, strict=True))
+                )
+                advance()
+    return medians(rounds)
+
+
+class Timed(NamedTuple):
+    """The seconds of some work: on the clock, and of the processor (on a GPU also on the clock)."""
+
+    clock: float
+    processor: float
+
+
+def medians(rounds: Sequence[Mapping[str, Timed]]) -> dict[str, float]:
+    """Return the median round by the clock, times the median share of each name."""
+    totals = [sum(timed.processor for timed in times.values()) for times in rounds]
+    shares = {
+        name: [times[name].processor / all for times, all in zip(rounds, totals, strict=True)]
+        for name in rounds[0]
+    }
+    total = statistics.median(sum(timed.clock for timed in times.values()) for times in rounds)
+    return {name: total * statistics.median(share) for name, share in shares.items()}
+
+
+class _Turn:
+    """A training in progress that takes a few steps at a time."""
+
+    def __init__(
+        self, config: Config, workspace: Workspace, data: PackedDataset, world: World
+    ) -> None:
+        check_data_fits(config, data)
+        model, _ = fresh_network(config, data)
+        moments = run_moments(config, data, world)
+        execution = Execution.choose(config.train, world.device)
+        self._state = TrainState.create(config, world, execution, model, moments)
+        self._data = data
+        self._probe = make_probe(self._state, workspace, data)
+        levels, period = self._state.noise_levels, range(1, PROBE_PERIOD + 1)
+        # Evaluations of the probe per step.
+        self.probes = (
+            sum(map(levels.probe_due, period)) / PROBE_PERIOD if isinstance(levels, Probed) else 0.0
+        )
+
+    def steps(self, count: int) -> Timed:
+        """Return the time of `count` steps."""
+        state, flag = self._state, torch.zeros((), device=self._state.world.device)
+
+        def work() -> None:
+            for _ in range(count):
+                batch = next_batch(state.config, self._data, state.world, state.step)
+                step(state, batch, flag)
+
+        return _timed(work, state.world.device)
+
+    def probe(self) -> Timed:
+        """Return the time of an evaluation of the probe."""
+        return _timed(self._probe, self._state.world.device) if self._probe else Timed(0.0, 0.0)
+
+
+def time_of_evaluation(config: Config, data: PackedDataset, world: World) -> float:
+    """Return the seconds of one evaluation of the network for one image in a batch of samples."""
+    model, _ = fresh_network(config, data)
+    moments = run_moments(config, data, world) if config.diffusion.uses_moments else None
+    settings = config.sample.model_copy(update={"steps": EVALUATIONS, "guide": None})
+    training = checkpoint_settings(config, data).data
+    sampler = ImageSampler(
+        model.to(world.device), training, settings, config.diffusion, moments=moments
+    )
+    size = min(settings.batch_size, settings.count)
+
+    def work() -> None:
+        sampler.images(range(size))
+
+    work()
+    return _timed(work, world.device).clock / (EVALUATIONS * size)
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> Timed:
+    """Return the time of `work()`, until the device has finished it."""
+    start, processor = time.perf_counter(), time.process_time()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    clock = time.perf_counter() - start
+    return Timed(clock, time.process_time() - processor if device.type == "cpu" else clock)
