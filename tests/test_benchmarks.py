@@ -51,6 +51,7 @@ def test_snapshot_benchmark_measures_the_stall(
     assert sum(parameter.numel() for parameter in weights) == pytest.approx(35.7e6, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_overhead_benchmark_measures_every_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

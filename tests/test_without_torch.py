@@ -52,6 +52,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["digits", "images"])
 def test_prepare_gives_the_same_data(tmp_path: Path, source: str) -> None:
     write_classes(tmp_path / "images", ["a", "b"])

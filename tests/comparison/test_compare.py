@@ -50,6 +50,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO((folder / "results.csv").read_text())))
 
 
+@pytest.mark.slow
 def test_every_run_is_scored_at_each_share(finished: Path) -> None:
     found = {}
     for row in rows(finished):
@@ -70,6 +71,7 @@ def test_every_run_is_scored_at_each_share(finished: Path) -> None:
     assert len(found) == 7 and sorted(set(tuned)) == ["0.001", "0.002"]
 
 
+@pytest.mark.slow
 def test_only_the_chosen_learning_rate_has_all_seeds(finished: Path) -> None:
     chosen = {r["learning_rate"] for r in rows(finished) if r["chosen"] == "1"}
     uniform = [r for r in rows(finished) if r["method"] == "uniform"]
@@ -81,6 +83,7 @@ def test_only_the_chosen_learning_rate_has_all_seeds(finished: Path) -> None:
     assert best["learning_rate"] in chosen and seeds == {"3", "4"}
 
 
+@pytest.mark.slow
 def test_report_is_self_contained(finished: Path) -> None:
     page = (finished / "report.html").read_text()
     assert not re.search(r'(?:src|href)="(?!data:)', page)
@@ -89,6 +92,7 @@ def test_report_is_self_contained(finished: Path) -> None:
     assert "| variance | " in (finished / "results.md").read_text()
 
 
+@pytest.mark.slow
 def test_methods_share_weights_batches_and_sampling_noise(finished: Path) -> None:
     experiment = record_cost(write_experiment(finished.parent.parent))
     data = open_dataset(Workspace.open(str(finished)))
@@ -105,6 +109,7 @@ def test_methods_share_weights_batches_and_sampling_noise(finished: Path) -> Non
     assert manifests[0].seed == manifests[1].seed
 
 
+@pytest.mark.slow
 def test_finished_comparison_repeats_no_run(finished: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in finished.rglob("scores.json")}
     output = ddpm(finished.parent.parent, "compare", "tiny.yaml")
@@ -112,6 +117,7 @@ def test_finished_comparison_repeats_no_run(finished: Path) -> None:
     assert "train:" not in output and "Done." in output
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds the workers in /proc")
 def test_killed_workers_resume_to_the_same_results(finished: Path, tmp_path: Path) -> None:
     record_cost(write_experiment(tmp_path))
@@ -133,6 +139,7 @@ def test_killed_workers_resume_to_the_same_results(finished: Path, tmp_path: Pat
     assert rows(folder) == expected
 
 
+@pytest.mark.slow
 def test_dry_run_prints_the_cost_and_trains_nothing(finished: Path, tmp_path: Path) -> None:
     record_cost(write_experiment(tmp_path))
     output = ddpm(tmp_path, "compare", "tiny.yaml", "--dry-run")
@@ -148,6 +155,7 @@ def test_budget_shorter_than_the_warmup_is_refused(tmp_path: Path) -> None:
     assert "4 steps of uniform; must be longer than train.optimizer.warmup, 4 steps" in output
 
 
+@pytest.mark.slow
 def test_cost_is_measured_in_turns_and_kept(finished: Path, tmp_path: Path) -> None:
     experiment = record_cost(write_experiment(tmp_path))
     workspace = Workspace.open(str(tmp_path / "comparisons" / "tiny"))
@@ -168,6 +176,7 @@ def test_slow_round_does_not_change_the_ratio_of_costs() -> None:
     assert medians(rounds) == pytest.approx({"a": 10.0, "b": 20.0})
 
 
+@pytest.mark.slow
 def test_unfinished_comparison_has_a_report_without_verdict(finished: Path, tmp_path: Path) -> None:
     experiment = load(write_experiment(tmp_path))
     cost = Cost.model_validate_json((finished / "cost.json").read_text())

@@ -361,6 +361,7 @@ class Endless(io.RawIOBase):
         return b"0" * count
 
 
+@pytest.mark.slow
 def test_false_sizes_in_archives_do_not_exhaust_memory(tmp_path: Path) -> None:
     """check-data and prepare read all archives in one process."""
     unpacks = f"cannot be unpacked: it unpacks to more than {1000:,} bytes"

@@ -89,6 +89,7 @@ def test_kernel_distance_takes_subsets_that_fit_the_smaller_set() -> None:
     assert abs(mean) < 0.2 and deviation is not None and 0 < deviation < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [100, 1000])
 def test_subsets_of_all_samples_have_no_deviation(count: int) -> None:
     mean, deviation = kernel_distance(gaussian(count, 6, seed=7), gaussian(3000, 6, seed=8))

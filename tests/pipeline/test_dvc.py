@@ -191,6 +191,7 @@ def test_an_experiment_trains_from_scratch_and_is_compared(clone: Repository) ->
     assert "weighting: uniform" in clone.git("diff", "params.yaml")
 
 
+@pytest.mark.slow
 def test_plots_show_tables_and_images(clone: Repository) -> None:
     assert "index.html" in clone.dvc("plots", "diff")
     page = (clone.folder / "dvc_plots/index.html").read_text()
@@ -199,6 +200,7 @@ def test_plots_show_tables_and_images(clone: Repository) -> None:
     assert "Score against training steps" in shown
 
 
+@pytest.mark.slow
 def test_a_fresh_clone_compares_what_was_committed(clone: Repository, tmp_path: Path) -> None:
     clone.git("commit", "--quiet", "--all", "-m", "the experiment")
     fresh = clone.clone(tmp_path / "fresh")
@@ -215,6 +217,7 @@ def test_a_changed_setting_runs_only_its_own_stage(clone: Repository) -> None:
     assert clone.dvc("repro").count("didn't change, skipping") == 5
 
 
+@pytest.mark.slow
 def test_another_clone_restores_all_results_from_the_cache(
     clone: Repository, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def apart(begun: Path) -> tuple[Path, dict[str, Record]]:
     return folder, {verb: ddpm_apart(folder, verb) for verb in ("train", "sample", "evaluate")}
 
 
+@pytest.mark.slow
 def test_model_equals_that_of_the_cpu_up_to_rounding(
     here: Path, apart: tuple[Path, dict[str, Record]], start: Tensors
 ) -> None:
@@ -67,6 +68,7 @@ def test_model_equals_that_of_the_cpu_up_to_rounding(
         assert distance(theirs, ours, begun_with) < 1e-4
 
 
+@pytest.mark.slow
 def test_resumed_equals_uninterrupted_on_a_device(
     begun: Path, apart: tuple[Path, dict[str, Record]]
 ) -> None:
@@ -87,6 +89,7 @@ def test_two_workers_exchange_tensors_of_their_devices(
     assert distance(theirs, ours, start) < 1e-4
 
 
+@pytest.mark.slow
 def test_images_equal_those_of_the_cpu_up_to_rounding(
     here: Path, apart: tuple[Path, dict[str, Record]]
 ) -> None:
@@ -99,6 +102,7 @@ def test_images_equal_those_of_the_cpu_up_to_rounding(
         assert (ours != theirs).mean() < 0.01
 
 
+@pytest.mark.slow
 def test_no_step_waits_for_the_device(apart: tuple[Path, dict[str, Record]]) -> None:
     train, sample, evaluate = apart[1].values()
     assert set(train.waits) <= {
@@ -116,6 +120,7 @@ def test_no_step_waits_for_the_device(apart: tuple[Path, dict[str, Record]]) -> 
     assert all(place.startswith("evaluation/") for place in evaluate.waits)
 
 
+@pytest.mark.slow
 def test_device_without_float64_is_supported(apart: tuple[Path, dict[str, Record]]) -> None:
     """MPS has no float64, and raises an error for it."""
     for record in apart[1].values():

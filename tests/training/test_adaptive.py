@@ -59,6 +59,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_run(tmp_path_factory.mktemp("adaptive"), SETTINGS)
 
 
+@pytest.mark.slow
 def test_probe_and_tables_are_the_same_after_resuming_on_two_workers(prepared: Path) -> None:
     """Held-out images are evaluated at steps 5 and 10, and killing the run is at step 7."""
     one, two = (new_run(prepared, name, SETTINGS) for name in ("one", "two"))
@@ -69,6 +70,7 @@ def test_probe_and_tables_are_the_same_after_resuming_on_two_workers(prepared: P
     assert bits(final(one, 12)) == bits(final(two, 12))
 
 
+@pytest.mark.slow
 def test_noise_levels_that_differ_between_workers_stop_the_run(prepared: Path) -> None:
     folder = new_run(prepared, "astray", SETTINGS)
     said = together(folder, 2, "train", beside=astray, status=1)

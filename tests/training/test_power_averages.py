@@ -62,6 +62,7 @@ def renamed(found: Tensors, file: str) -> Tensors:
     return {n.replace(f"{file}/", "weights/"): array for n, array in of_file(found, file).items()}
 
 
+@pytest.mark.slow
 def test_resumed_run_on_two_workers_has_the_same_averages(trained: Path) -> None:
     folder = new_run(trained, "resumed", SETTINGS)
     ddpm(folder, "train", *settings("train.steps=7"))

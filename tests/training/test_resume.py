@@ -193,6 +193,7 @@ def test_run_stopped_by_a_signal_equals_uninterrupted(
     assert final_weights(prepared / "SIGTERM") == soon
 
 
+@pytest.mark.slow
 def test_log_of_a_resumed_run_equals_uninterrupted(prepared: Path) -> None:
     def curve(name: str) -> list[tuple[float, float, float]]:
         return [(r["step"], r["loss"], r["grad_norm"]) for r in rows(prepared / name)]
