@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,6 +108,7 @@ def render(results: Results, images: Images) -> str:
     return str(environment().get_template("report.html.j2").render(_page(results, images)))
 
 
+@functools.cache  # it keeps compiled templates
 def environment(*folders: Path) -> Any:
     """Return a Jinja environment with the templates of this folder, and of `folders`."""
     jinja2 = require("jinja2", "eval")
