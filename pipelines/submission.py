@@ -20,6 +20,7 @@ from ddpm_core.errors import Unavailable, UserError
 INTERVAL = 5.0  # seconds between two requests for the state of a run
 PROGRESS_INTERVAL = 60.0  # seconds between two requests for the log of the training
 RETRY_FOR = 600.0  # seconds that a server may be unavailable while a run is followed
+UNKNOWN = "RUNTIME_STATE_UNSPECIFIED"  # also of steps omitted after a failure, which have no state
 FINAL = ("SUCCEEDED", "FAILED", "SKIPPED", "CANCELED", "CANCELLED")
 # The names of our steps. KFP also lists drivers, executors, loops and the run itself.
 STEPS = ("prepare", "train", "plan", "sample", "evaluate", "register", "finish")
@@ -98,7 +99,7 @@ class Server:
         tasks = [
             Task(
                 str(one.display_name),
-                str(one.state or "PENDING"),
+                str(one.state or UNKNOWN),
                 tuple(child.pod_name for child in one.child_tasks or () if child.pod_name),
             )
             for one in details or ()
@@ -196,7 +197,7 @@ def changes(known: dict[str, str], tasks: list[Task]) -> Iterable[str]:
     """Yield a line for each step whose states differ from `known`, and update `known`."""
     for step in STEPS:
         states = Counter(task.state.lower() for task in tasks if task.name == step)
-        del states["runtime_state_unspecified"]
+        del states[UNKNOWN.lower()]
         counts = [f"{number} {state}" for state, number in sorted(states.items())]
         text = next(iter(states), "") if states.total() == 1 else ", ".join(counts)
         if text and known.get(step) != text:

@@ -154,8 +154,8 @@ class Handler(BaseHTTPRequestHandler):
 def look(state: str, **steps: str) -> dict[str, Any]:
     """Return a run whose steps have these states, with all the other tasks that KFP lists.
 
-    The states of several tasks of a step are separated by spaces. The pod of a step's attempt is
-    known to its executor only.
+    The states of several tasks of a step are separated by spaces; KFP has none for an OMITTED one.
+    The pod of a step's attempt is known to its executor only.
     """
     tasks = [("ddpm-6d2kx(0)", "RUNNING", []), ("root(0)", "RUNNING", []), ("root", "RUNNING", [])]
     for name, states in steps.items():
@@ -169,7 +169,7 @@ def look(state: str, **steps: str) -> dict[str, Any]:
         {
             "task_id": str(number),
             "display_name": name,
-            "state": one,
+            "state": None if one == "OMITTED" else one,
             "child_tasks": [{"pod_name": pod} for pod in pods],
         }
         for number, (name, one, pods) in enumerate(tasks)
@@ -208,7 +208,7 @@ def test_a_run_is_submitted_and_followed_to_its_end(
         {"status": 503},
         look("RUNNING", prepare="SUCCEEDED", train="RUNNING"),
         look("RUNNING", prepare="SUCCEEDED", train="RUNNING"),
-        look("FAILED", prepare="SUCCEEDED", train="FAILED", finish="SUCCEEDED"),
+        look("FAILED", prepare="SUCCEEDED", train="FAILED", plan="OMITTED", finish="SUCCEEDED"),
     ]
     kfp.logs = {
         "ddpm-6d2kx-prepare-0-pod-0": "prepare: data in /workspace/run are up to date.\n",
