@@ -27,7 +27,7 @@ from ddpm_kube.options import Options, read
 
 CONFIG_MAP = Path("/etc/ddpm/params.yaml")  # where pods mount the ConfigMap ddpm-params
 PASS = "pass"  # the result of `gate` for a checkpoint that may be registered
-MAX_PARTS = 12  # sampling pods; each costs about 45 kB of the 1 MB that Argo stores uncompressed
+MAX_PARTS = 8  # sampling pods; each costs about 59 kB of the 1 MB that Argo stores uncompressed
 
 
 def make_config(

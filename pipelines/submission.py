@@ -18,8 +18,8 @@ from ddpm_core.console import Outage, say
 from ddpm_core.errors import Unavailable, UserError
 
 INTERVAL = 5.0  # seconds between two requests for the state of a run
-PROGRESS_INTERVAL = 60.0  # seconds between two requests for the log of the training
 RETRY_FOR = 600.0  # seconds that a server may be unavailable while a run is followed
+UNKNOWN = "RUNTIME_STATE_UNSPECIFIED"  # also of steps omitted after a failure, which have no state
 FINAL = ("SUCCEEDED", "FAILED", "SKIPPED", "CANCELED", "CANCELLED")
 # The names of our steps. KFP also lists drivers, executors, loops and the run itself.
 STEPS = ("prepare", "train", "plan", "sample", "evaluate", "register", "finish")
@@ -92,21 +92,31 @@ class Server:
         return str(run.run_id)
 
     def state(self, run_id: str) -> tuple[str, list[Task]]:
-        """Return the state of a run, and its tasks."""
+        """Return the state of a run, and its tasks.
+
+        A terminated run is CANCELED. KFP 2.17.0 calls it CANCELING, but FAILED once it has ended.
+        """
         run = self._request(lambda: self._client.get_run(run_id))
         details = run.run_details.task_details if run.run_details else None
         tasks = [
             Task(
                 str(one.display_name),
-                str(one.state or "PENDING"),
+                str(one.state or UNKNOWN),
                 tuple(child.pod_name for child in one.child_tasks or () if child.pod_name),
             )
             for one in details or ()
         ]
-        return str(run.state or "PENDING"), tasks
+        state = str(run.state or "PENDING")
+        if state == "FAILED" and "CANCELING" in {one.state for one in run.state_history or ()}:
+            state = "CANCELED"
+        return state, tasks
 
     def log(self, run_id: str, pod: str) -> str:
-        """Return the log of a pod; empty if there is none."""
+        """Return the log of a pod that has ended; empty if there is none, or none yet.
+
+        KFP 2.17.0 has logs of ended pods only: it asks Kubernetes for one that runs by the name of
+        its Argo node, and without a namespace.
+        """
         path = f"/apis/v1alpha1/runs/{run_id}/nodes/{pod}/log"  # kfp's client has no method for it
         client = self._client._run_api.api_client
         options = {"auth_settings": ["Bearer"], "_return_http_data_only": True}
@@ -117,6 +127,11 @@ class Server:
         except UserError:
             return ""
         return str(response.data.decode(errors="replace"))
+
+    def progress(self, run_id: str) -> str:
+        """Return the command that prints what the launcher of a run's training prints."""
+        pods = f"pipeline/runid={run_id},ddpm.io/uses-api=true"
+        return f"kubectl logs -n {self._namespace} -f -c main -l {pods}"
 
     def link(self, run_id: str) -> str:
         """Return the page of a run in KFP's UI."""
@@ -160,9 +175,9 @@ class Server:
 
 
 def follow(server: Server, run_id: str) -> int:
-    """Print each change of a step and the progress of training, and return the exit status."""
+    """Print each change of a step, and return the exit status."""
     known: dict[str, str] = {}
-    outage, responded_at, progress_at = Outage(), time.monotonic(), 0.0
+    outage, responded_at = Outage(), time.monotonic()
     while True:
         try:
             state, tasks = server.state(run_id)
@@ -176,19 +191,15 @@ def follow(server: Server, run_id: str) -> int:
         responded_at = time.monotonic()
         for line in changes(known, tasks):
             say(line)
+            if line == "train: running":
+                say(f"  {server.progress(run_id)}")
         if state in FINAL:
-            say(f"The run has {state.lower()}. {server.link(run_id)}")
-            if state != "SUCCEEDED":
+            ended = "was terminated" if state.startswith("CANCEL") else f"has {state.lower()}"
+            say(f"The run {ended}. {server.link(run_id)}")
+            if state == "FAILED":
                 for line in causes(server, run_id, tasks):
                     say(line)
             return 0 if state == "SUCCEEDED" else 1
-        if known.get("train") == "running" and responded_at - progress_at > PROGRESS_INTERVAL:
-            progress_at = responded_at
-            running = [task for task in tasks if task.state == "RUNNING"]
-            for line in find_lines(server, run_id, running, "train", PROGRESS)[-1:]:
-                if known.get("progress") != line:
-                    say(line)
-                known["progress"] = line
         time.sleep(INTERVAL)
 
 
@@ -196,7 +207,7 @@ def changes(known: dict[str, str], tasks: list[Task]) -> Iterable[str]:
     """Yield a line for each step whose states differ from `known`, and update `known`."""
     for step in STEPS:
         states = Counter(task.state.lower() for task in tasks if task.name == step)
-        del states["runtime_state_unspecified"]
+        del states[UNKNOWN.lower()]
         counts = [f"{number} {state}" for state, number in sorted(states.items())]
         text = next(iter(states), "") if states.total() == 1 else ", ".join(counts)
         if text and known.get(step) != text:
@@ -208,24 +219,23 @@ def causes(server: Server, run_id: str, tasks: list[Task]) -> Iterable[str]:
     """Yield the error of each failed step from its log; KFP's server has no reason."""
     failed = [task for task in tasks if task.state == "FAILED"]
     for step in [step for step in STEPS if step in {task.name for task in failed}]:
-        yield from find_lines(server, run_id, failed, step, rf"(?!{PROGRESS}).*")[-1:] or [
+        yield from find_errors(server, run_id, failed, step)[-1:] or [
             f"{step}: failed without an error in its log: the pod was lost or killed, or never "
             "started. `kubectl get events` in the namespace of the run shows why."
         ]
 
 
-def find_lines(
-    server: Server, run_id: str, tasks: list[Task], step: str, pattern: str
-) -> list[str]:
-    """Return the messages `STEP: PATTERN` in a log of the step, with their indented lines.
+def find_errors(server: Server, run_id: str, tasks: list[Task], step: str) -> list[str]:
+    """Return the messages `STEP: MESSAGE` in a log of the step, with their indented lines.
 
-    A sampling pod adds its first shard, as in `sample 8:0/2: MESSAGE`. A task's pods are its
-    attempts, or KFP's executors, whose tasks do not name the step.
+    The last message is the error; progress is left out. A sampling pod adds its first shard, as in
+    `sample 8:0/2: MESSAGE`. A task's pods are its attempts, or KFP's executors, whose tasks do not
+    name the step.
     """
     own = [pod for task in tasks if task.name == step for pod in task.pods]
     others = [pod for task in tasks if EXECUTOR.fullmatch(task.name) for pod in task.pods]
     start = rf"^(?:\[[\w-]+\] )?{step}(?: \d+:\d+/\d+)?: "
-    message = re.compile(rf"{start}{pattern}(?:\n[ \t]+.*)*", re.MULTILINE)
+    message = re.compile(rf"{start}(?!{PROGRESS}).*(?:\n[ \t]+.*)*", re.MULTILINE)
     for pod in [*reversed(own), *reversed(others)]:
         if found := message.findall(server.log(run_id, pod)):
             return found

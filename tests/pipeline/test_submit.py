@@ -106,7 +106,7 @@ def test_inputs_that_the_config_map_may_complete_are_sent() -> None:
 class FakeKfp(ThreadingHTTPServer):
     """Serves one run; each request for it takes the next response in `story`.
 
-    `logs` has the log of each pod; another pod is gone.
+    `logs` has the log of each pod that has ended; KFP has none of others.
     """
 
     def __init__(self, story: list[dict[str, Any]]) -> None:
@@ -154,8 +154,8 @@ class Handler(BaseHTTPRequestHandler):
 def look(state: str, **steps: str) -> dict[str, Any]:
     """Return a run whose steps have these states, with all the other tasks that KFP lists.
 
-    The states of several tasks of a step are separated by spaces. The pod of a step's attempt is
-    known to its executor only.
+    The states of several tasks of a step are separated by spaces; KFP has none for an OMITTED one.
+    The pod of a step's attempt is known to its executor only.
     """
     tasks = [("ddpm-6d2kx(0)", "RUNNING", []), ("root(0)", "RUNNING", []), ("root", "RUNNING", [])]
     for name, states in steps.items():
@@ -169,7 +169,7 @@ def look(state: str, **steps: str) -> dict[str, Any]:
         {
             "task_id": str(number),
             "display_name": name,
-            "state": one,
+            "state": None if one == "OMITTED" else one,
             "child_tasks": [{"pod_name": pod} for pod in pods],
         }
         for number, (name, one, pods) in enumerate(tasks)
@@ -180,7 +180,6 @@ def look(state: str, **steps: str) -> dict[str, Any]:
 @pytest.fixture
 def kfp(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKfp]:
     monkeypatch.setattr(submission, "INTERVAL", 0.01)
-    monkeypatch.setattr(submission, "PROGRESS_INTERVAL", 0.0)
     server = FakeKfp([])
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -208,7 +207,7 @@ def test_a_run_is_submitted_and_followed_to_its_end(
         {"status": 503},
         look("RUNNING", prepare="SUCCEEDED", train="RUNNING"),
         look("RUNNING", prepare="SUCCEEDED", train="RUNNING"),
-        look("FAILED", prepare="SUCCEEDED", train="FAILED", finish="SUCCEEDED"),
+        look("FAILED", prepare="SUCCEEDED", train="FAILED", plan="OMITTED", finish="SUCCEEDED"),
     ]
     kfp.logs = {
         "ddpm-6d2kx-prepare-0-pod-0": "prepare: data in /workspace/run are up to date.\n",
@@ -241,7 +240,7 @@ def test_a_run_is_submitted_and_followed_to_its_end(
         f"KFP at {kfp.host} responds again.",
         "prepare: succeeded",
         "train: running",
-        "[worker-0] train: 8/9 steps, 2.0/s, 0 s left",
+        "  kubectl logs -n kubeflow -f -c main -l pipeline/runid=r-1,ddpm.io/uses-api=true",
         "train: failed",
         "finish: succeeded",
         "The run has failed. http://ui:8080/#/runs/details/r-1",
@@ -274,6 +273,23 @@ def test_parts_are_counted_and_a_lost_pod_is_named(
         f"The run has failed. {kfp.host}/#/runs/details/r-1",
         "sample: failed without an error in its log: the pod was lost or killed, or never started. "
         "`kubectl get events` in the namespace of the run shows why.",
+    ]
+
+
+def test_a_terminated_run_is_not_reported_as_failed(
+    kfp: FakeKfp, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """KFP's last state is FAILED for it too, and the pods were killed without an error."""
+    past = [{"state": one} for one in ("PENDING", None, "RUNNING", "CANCELING", "FAILED")]
+    kfp.story[:] = [
+        look("RUNNING", train="RUNNING"),
+        look("FAILED", train="FAILED", finish="SUCCEEDED") | {"state_history": past},
+    ]
+    assert submission.follow(submission.Server(kfp.host, "kubeflow", lambda: None), "r-1") == 1
+    assert capfd.readouterr().err.splitlines()[2:] == [
+        "train: failed",
+        "finish: succeeded",
+        f"The run was terminated. {kfp.host}/#/runs/details/r-1",
     ]
 
 
