@@ -138,13 +138,18 @@ def report(
         "batch": {name: m["batch"] for name, m in measured.items()},
         "rounds": rounds,
         "precision": {"ours": choose_precision("auto", device), "diffusers": precision},
-        "machine": {
-            "processor": processor(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "system": platform.platform(),
-            "threads": torch.get_num_threads(),
-        },
+        "machine": machine(device),
         "versions": versions(),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return the processor, the device, the system and the number of threads."""
+    return {
+        "processor": processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "system": platform.platform(),
+        "threads": torch.get_num_threads(),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,17 @@ PROBE_PERIOD = 10_000  # steps over which the evaluations of a probe are average
 EVALUATIONS = 4  # of the network, to estimate the time of sampling
 
 
+class Timed(NamedTuple):
+    """The seconds of some work: on the clock, and of the processor (on a GPU also on the clock)."""
+
+    clock: float
+    processor: float
+
+
+# Takes a number of steps of a training, and returns the mean time of one.
+TakeSteps = Callable[[int], Timed]
+
+
 class Cost(Schema):
     """The content of cost.json: seconds of a step by method, and of one evaluation of an image."""
 
@@ -59,25 +71,42 @@ class Cost(Schema):
         }
 
 
-def measured(experiment: Experiment, workspace: Workspace) -> Cost:
+@dataclass(frozen=True)
+class Other:
+    """A training by another program: the fingerprint of what it does, and how to begin it."""
+
+    settings: str
+    begin: Callable[[], TakeSteps]
+
+
+def measured(
+    experiment: Experiment, workspace: Workspace, others: Mapping[str, Other] | None = None
+) -> Cost:
     """Return the recorded costs; measures and records those that are missing.
 
-    Methods that are added later are measured in turns with the baseline, and scaled by the
-    recorded cost of the baseline. So a machine that has become faster or slower since makes no
-    difference. Raises UserError if a method cannot train on the data.
+    `others` are measured in the same turns. Methods that are added later are measured in turns with
+    the baseline, and scaled by the recorded cost of the baseline. So a machine that has become
+    faster or slower since makes no difference. Raises UserError if a method cannot train on the
+    data.
     """
     configs = {name: experiment.config(name, workspace.uri) for name in experiment.methods}
     settings = {name: settings_of_cost(config) for name, config in configs.items()}
+    others = others or {}
+    settings |= {name: other.settings for name, other in others.items()}
     known = workspace.read_model(COST, Cost)
     kept = known.settings if known else {}
-    missing = {name for name in configs if kept.get(name) != settings[name]}
+    missing = {name for name in settings if kept.get(name) != settings[name]}
     if known and not missing:
         return known
     baseline = experiment.baseline
     chosen = {name: config for name, config in configs.items() if name in {*missing, baseline}}
     data = open_dataset(workspace)
     with world(configs[baseline].device, {}) as here:
-        seconds = measure(chosen, workspace, data, here)
+        turns: dict[str, TakeSteps] = {
+            name: _Turn(config, workspace, data, here) for name, config in chosen.items()
+        }
+        turns |= {name: other.begin() for name, other in others.items() if name in missing}
+        seconds = measure(turns)
         evaluation = time_of_evaluation(configs[baseline], data, here)
     if known and baseline not in missing:
         factor = known.seconds[baseline] / seconds[baseline]
@@ -105,37 +134,23 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def measure(
-    configs: Mapping[str, Config], workspace: Workspace, data: PackedDataset, world: World
-) -> dict[str, float]:
+def measure(turns: Mapping[str, TakeSteps]) -> dict[str, float]:
     """Return the seconds of a training step by method, from ROUNDS turns of each.
 
     Each is the median of the method's share of a round, times the median round. On a CPU, shares
-    are of processor time, which other work on the machine hardly changes. Includes reading the
-    batch and the method's own work with its probes; excludes compilation, snapshots and the log.
+    are of processor time, which other work on the machine hardly changes.
     """
-    turns = {name: _Turn(config, workspace, data, world) for name, config in configs.items()}
     rounds: list[dict[str, Timed]] = []
     with progress("compare: cost of a step", (ROUNDS + 1) * len(turns), "turns") as advance:
         for turn in turns.values():
-            turn.steps(WARMUP)
+            turn(WARMUP)
             advance()
         for _ in range(ROUNDS):
             rounds.append({})
             for name, turn in turns.items():
-                steps, probe = turn.steps(PER_TURN), turn.probe()
-                rounds[-1][name] = Timed(
-                    *(s / PER_TURN + turn.probes * p for s, p in zip(steps, probe, strict=True))
-                )
+                rounds[-1][name] = turn(PER_TURN)
                 advance()
     return medians(rounds)
-
-
-class Timed(NamedTuple):
-    """The seconds of some work: on the clock, and of the processor (on a GPU also on the clock)."""
-
-    clock: float
-    processor: float
 
 
 def medians(rounds: Sequence[Mapping[str, Timed]]) -> dict[str, float]:
@@ -150,7 +165,11 @@ def medians(rounds: Sequence[Mapping[str, Timed]]) -> dict[str, float]:
 
 
 class _Turn:
-    """A training in progress that takes a few steps at a time."""
+    """A training in progress that takes a few steps at a time.
+
+    The time of a step includes reading the batch and the method's own work with its probes, and
+    excludes compilation, snapshots and the log.
+    """
 
     def __init__(
         self, config: Config, workspace: Workspace, data: PackedDataset, world: World
@@ -164,24 +183,23 @@ class _Turn:
         self._probe = make_probe(self._state, workspace, data)
         levels, period = self._state.noise_levels, range(1, PROBE_PERIOD + 1)
         # Evaluations of the probe per step.
-        self.probes = (
+        self._probes = (
             sum(map(levels.probe_due, period)) / PROBE_PERIOD if isinstance(levels, Probed) else 0.0
         )
 
-    def steps(self, count: int) -> Timed:
-        """Return the time of `count` steps."""
-        state, flag = self._state, torch.zeros((), device=self._state.world.device)
+    def __call__(self, count: int) -> Timed:
+        """Take `count` steps; return the mean time of one, with its share of a probe."""
+        state, device = self._state, self._state.world.device
+        flag = torch.zeros((), device=device)
 
         def work() -> None:
             for _ in range(count):
                 batch = next_batch(state.config, self._data, state.world, state.step)
                 step(state, batch, flag)
 
-        return _timed(work, state.world.device)
-
-    def probe(self) -> Timed:
-        """Return the time of an evaluation of the probe."""
-        return _timed(self._probe, self._state.world.device) if self._probe else Timed(0.0, 0.0)
+        steps = timed(work, device)
+        probe = timed(self._probe, device) if self._probe else Timed(0.0, 0.0)
+        return Timed(*(s / count + self._probes * p for s, p in zip(steps, probe, strict=True)))
 
 
 def time_of_evaluation(config: Config, data: PackedDataset, world: World) -> float:
@@ -199,10 +217,10 @@ def time_of_evaluation(config: Config, data: PackedDataset, world: World) -> flo
         sampler.images(range(size))
 
     work()
-    return _timed(work, world.device).clock / (EVALUATIONS * size)
+    return timed(work, world.device).clock / (EVALUATIONS * size)
 
 
-def _timed(work: Callable[[], object], device: torch.device) -> Timed:
+def timed(work: Callable[[], object], device: torch.device) -> Timed:
     """Return the time of `work()`, until the device has finished it."""
     start, processor = time.perf_counter(), time.process_time()
     work()

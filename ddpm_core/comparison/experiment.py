@@ -114,7 +114,7 @@ class Experiment(Section):
 
     def run_config(self, run: Run, folder: Path) -> Config:
         """Return the settings of a run."""
-        changes: dict[str, Any] = {"seed": run.seed, **_steps(run.steps)}
+        changes: dict[str, Any] = {"seed": run.seed, **_steps(run.steps, run.shares)}
         if run.learning_rate is not None:
             changes["train.optimizer.lr"] = run.learning_rate
         if run.arm.control:
@@ -138,7 +138,8 @@ class Arm:
 class Run:
     """One training: an arm with a learning rate (None: that of the settings) and a seed.
 
-    `tables` is the key of the recorded tables that a control replays, below the folder.
+    `tables` is the key of the recorded tables that a control replays, below the folder. `shares`
+    are those of the steps at which the run is scored.
     """
 
     arm: Arm
@@ -146,6 +147,7 @@ class Run:
     seed: int
     steps: int
     tables: str = ""
+    shares: tuple[float, ...] = SHARES
 
     @property
     def key(self) -> str:
@@ -160,14 +162,17 @@ class Run:
 
     @property
     def scored_steps(self) -> tuple[int, ...]:
-        """The steps of the checkpoints at SHARES of the budget."""
-        return tuple(round(share * self.steps) for share in SHARES)
+        """The steps of the checkpoints that are scored."""
+        return _scored_steps(self.steps, self.shares)
 
 
-def _steps(steps: int) -> dict[str, Any]:
-    scored = [round(share * steps) for share in SHARES]
+def _steps(steps: int, shares: Sequence[float] = SHARES) -> dict[str, Any]:
     part = {"train.steps": steps, "train.milestone_every": steps // PARTS}
-    return {**part, "sample.checkpoints": scored}
+    return {**part, "sample.checkpoints": _scored_steps(steps, shares)}
+
+
+def _scored_steps(steps: int, shares: Sequence[float]) -> tuple[int, ...]:
+    return tuple(round(share * steps) for share in shares)
 
 
 def merged(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,6 +198,15 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     """
     given = yaml_text.read(path, "experiment file", "fields such as `methods:`")
     problems = [problem for item in overrides if (problem := override(given, item))]
+    return checked(given, str(path), problems)
+
+
+def checked(given: dict[str, Any], where: str, problems: Sequence[Problem] = ()) -> Experiment:
+    """Return the experiment with these fields.
+
+    Raises UserError that lists the given problems and those of the fields, in `where`.
+    """
+    problems = list(problems)
     methods: dict[str, Method] = {}
     listed = given.get("methods")
     for name, fields in (listed if isinstance(listed, dict) else {}).items():
@@ -210,7 +224,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     if not problems:
         problems += [*_combinations(experiment), *_settings_problems(experiment)]
     if problems:
-        raise invalid(list(dict.fromkeys(problems)), str(path))
+        raise invalid(list(dict.fromkeys(problems)), where)
     return experiment
 
 
