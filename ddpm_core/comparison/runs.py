@@ -106,7 +106,7 @@ def outcomes(runs: Sequence[Run], shared: Shared, spaces: Spaces) -> Iterator[tu
         shared.experiment.workers,
         multiprocessing.get_context("spawn"),
         _start_worker,
-        (shared, torch.get_num_threads()),
+        (shared, torch.get_num_threads(), os.getpid()),
     )
     try:
         with progress("compare: runs", len(runs), "runs") as advance:
@@ -226,22 +226,25 @@ def _track(
 _worker: dict[str, Any] = {}
 
 
-def _start_worker(shared: Shared, threads: int) -> None:
-    """Prepare a worker: its own session, so that Ctrl-C reaches the main process alone."""
+def _start_worker(shared: Shared, threads: int, main: int) -> None:
+    """Prepare a worker: its own session, so that Ctrl-C reaches the main process alone.
+
+    `main` is that process, which may be gone already.
+    """
     os.setsid()
     signal.signal(signal.SIGTERM, _leave)
     torch.set_num_threads(threads)
-    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
-    _worker.update(shared=shared, spaces=shared.spaces())
+    threading.Thread(target=_leave_with, args=(main,), daemon=True).start()
+    _worker.update(shared=shared, spaces=shared.spaces(), main=main)
 
 
 def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _leave_with(parent: int) -> None:
+def _leave_with(main: int) -> None:
     """End this process as SIGTERM does, after the main process was killed."""
-    while os.getppid() == parent:
+    while os.getppid() == main:
         time.sleep(WATCH)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -257,3 +260,7 @@ def _finish_in_worker(run: Run) -> Outcome:
         return finish(run, shared, _worker["spaces"])
     except Interrupted as stop:
         raise SystemExit(stop.status) from None
+    finally:
+        if os.getppid() != _worker["main"]:
+            # The pool would catch SystemExit, and wait for more work from a process that is gone.
+            os._exit(1)

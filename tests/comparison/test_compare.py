@@ -7,13 +7,13 @@ import io
 import re
 import shutil
 import signal
-import time
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 from support.comparison import STEPS, record_cost, write_experiment
+from support.mlflow_server import wait_until as eventually
 from support.program import ddpm, start, wait_until
 
 from ddpm_core.comparison.cost import Cost, Timed, measured, medians
@@ -44,6 +44,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     record_cost(write_experiment(root))
     ddpm(root, "compare", "tiny.yaml")
     return root / "comparisons" / "tiny"
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -130,9 +137,7 @@ def test_killed_workers_resume_to_the_same_results(finished: Path, tmp_path: Pat
     assert wait_until(lambda: any(folder.glob(snapshots)), program)
     workers = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
     program.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    eventually(lambda: not any(map(is_running, workers)), "the workers end")
     assert not (folder / "results.csv").exists()
     ddpm(tmp_path, "compare", "tiny.yaml", *fewer)
     expected = [r for r in rows(finished) if r["seed"] == "3" and not r["control_of"]]
