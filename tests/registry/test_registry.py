@@ -199,7 +199,6 @@ def test_only_a_better_checkpoint_takes_the_alias(project: Project, rows: list[R
     assert len(project.versions()) == 2
 
 
-@pytest.mark.slow
 def test_a_champion_with_other_evidence_is_scored_like_evaluate(
     project: Project, rows: list[Row], capsys: pytest.CaptureFixture[str]
 ) -> None:
