@@ -23,8 +23,6 @@ from torch.distributed import TCPStore
 from ddpm_core.runtime.distributed import agree_on_name
 from ddpm_core.training.checks import checksum
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
-
 # Each kind of fault, with a seed whose schedule is short.
 CHOSEN = {
     "kill-worker": 3,
@@ -45,7 +43,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
     return Stage(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize("kind", ["kill-worker", *map(slow, list(CHOSEN)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHOSEN)
 def test_disturbed_run_equals_an_undisturbed_one(stage: Stage, kind: str) -> None:
     play(draw(CHOSEN[kind], kind), stage)
 

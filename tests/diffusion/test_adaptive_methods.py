@@ -100,6 +100,7 @@ def test_second_moment_is_uniform_until_all_histories_are_full() -> None:
     assert torch.allclose(levels.probability, levels.base)
 
 
+@pytest.mark.slow
 def test_uncertainty_makes_all_timesteps_contribute_equally() -> None:
     levels = make("uncertainty", weighting="uniform", prediction="x0")
     error = torch.full((T,), 0.5)
@@ -121,6 +122,7 @@ def test_variance_draws_more_where_the_error_is_large() -> None:
     assert float(ratio[-10:].mean()) == pytest.approx(0.8 * 1.0 / 0.75 + 0.2, abs=0.05)
 
 
+@pytest.mark.slow
 def test_wiener_gate_weighs_what_is_worse_than_linear() -> None:
     levels = make("wiener_gate", weighting="uniform", prediction="x0", steps=3000)
     assert isinstance(levels, WienerGate)
@@ -277,6 +279,7 @@ def run_on_a_device(folder: Path, arguments: tuple[str, ...], output: Path) -> N
         assert not RECORD.waits, (method, RECORD.waits)
 
 
+@pytest.mark.slow
 def test_no_method_waits_for_the_device(tmp_path: Path) -> None:
     program = Program(tmp_path / "none", (), run_on_a_device)
     assert (program.ended(), program.returncode) == ("", 0)

@@ -113,6 +113,7 @@ def test_every_sampler_reproduces_a_mixture_with_exact_score(
         assert torch.allclose(members.std(0) / SPREAD, torch.ones(2).double(), atol=0.1)
 
 
+@pytest.mark.slow
 def test_full_chain_reproduces_the_distribution() -> None:
     schedule = make_schedule("cosine", 1000)
     settings = SamplerSettings("ddpm", 1000)

@@ -46,6 +46,7 @@ def test_classifier_is_accurate_on_held_out_digits() -> None:
     assert facts.task == "classes" and facts.outputs == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [(), ("all",)])
 def test_without_classes_it_learns_rotations(classes: tuple[str, ...], tmp_path: Path) -> None:
     images = digits()[0]
@@ -78,6 +79,7 @@ def test_training_steps_depend_on_the_image_count(count: int, steps: int) -> Non
     assert steps_for(count) == steps
 
 
+@pytest.mark.slow
 def test_classifier_trained_on_few_images_ranks_samples(tmp_path: Path) -> None:
     images, labels = digits()
     workspace = workspace_at(tmp_path, images=images[:58], labels=labels[:58], held_out=10)

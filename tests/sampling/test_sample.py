@@ -92,6 +92,7 @@ def test_killed_run_continues_from_its_chunks(trained: Path, images: np.ndarray)
     assert not list(place.glob("parts-*/*"))
 
 
+@pytest.mark.slow
 def test_killed_shard_loses_at_most_one_batch(trained: Path) -> None:
     slow = settings("sample.shards=1", "sample.steps=25", "sample.batch_size=2", "sample.count=20")
     folder = new_workspace(trained, "bounded")
@@ -123,6 +124,7 @@ def test_workers_of_torchrun_draw_the_same_bytes(trained: Path, images: np.ndarr
     assert np.array_equal(sampled(folder), images)
 
 
+@pytest.mark.slow
 def test_repeated_and_concurrent_shards_yield_each_image_once(
     trained: Path, images: np.ndarray
 ) -> None:

@@ -56,6 +56,7 @@ def test_run_whose_first_step_fails_moves_nothing(prepared: Path) -> None:
     assert "up to date" in ddpm(folder, "train", *settings("train.steps=10"))
 
 
+@pytest.mark.slow
 def test_superseded_run_resumes_when_its_settings_return(prepared: Path) -> None:
     undisturbed = new_run(prepared, "undisturbed", TINY)
     ddpm(undisturbed, "train")
@@ -175,6 +176,7 @@ def started(uri: str, identity: dict[str, Any]) -> Workspace:
     return workspace
 
 
+@pytest.mark.slow
 def test_move_can_be_interrupted_at_any_moment(places: Iterator[str], writes: Writes) -> None:
     for number in count():
         uri = next(places)

@@ -63,6 +63,7 @@ def train(prepared: Path, name: str, *arguments: str) -> Tensors:
     return of_file(final(folder, 12))
 
 
+@pytest.mark.slow
 def test_microbatches_change_only_rounding(prepared: Path) -> None:
     start = of_file(at_start(new_run(prepared, "initial", LIVELY)))
     whole = train(prepared, "whole")
@@ -351,6 +352,7 @@ def test_warm_start_uses_the_average_of_another_run(prepared: Path) -> None:
     assert "model.channels is 8 in train.init, 16 in this run" in said
 
 
+@pytest.mark.slow
 def test_steps_skipped_by_fp16_are_counted(prepared: Path) -> None:
     folder = new_run(prepared, "skipped", LIVELY)
     ddpm(folder, "train", "-S", "train.precision=fp16", "-S", "train.steps=4")
