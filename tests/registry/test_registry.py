@@ -216,7 +216,6 @@ def test_a_champion_with_other_evidence_is_scored_like_evaluate(
     assert not differences(Row.model_validate(rescored), champion)
 
 
-@pytest.mark.slow
 def test_a_champion_is_measured_by_the_candidates_metric(store: str, tmp_path: Path) -> None:
     project = Project(tmp_path, "digits-fid-then-kid", store)
     before, after = [project.score(evaluate={"metrics": [metric]}) for metric in ("fid", "kid")]
@@ -556,7 +555,6 @@ def test_a_missing_store_is_reported_and_not_created(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_a_checkpoint_deleted_after_scoring_blocks_nothing(store: str, tmp_path: Path) -> None:
     project = Project(tmp_path, "digits-gone", store)
     rows, config = project.score(), project.config()
