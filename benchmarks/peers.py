@@ -29,7 +29,7 @@ import torch
 
 from benchmarks import ours, theirs
 from benchmarks.networks import NETWORKS, Network, resized
-from ddpm_core.runtime.device import choose_device, choose_precision
+from ddpm_core.runtime.device import choose_device, choose_precision, device_name
 
 Work = Callable[[], None]
 Clock = Callable[[], float]
@@ -147,7 +147,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Return the processor, the device, the system and the number of threads."""
     return {
         "processor": processor(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": device_name(device),
         "system": platform.platform(),
         "threads": torch.get_num_threads(),
     }

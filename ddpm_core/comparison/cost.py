@@ -20,6 +20,7 @@ from ddpm_core.config import Config
 from ddpm_core.console import progress
 from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.diffusion.probed import Probed
+from ddpm_core.runtime.device import device_name
 from ddpm_core.runtime.distributed import World, world
 from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.storage.files import Schema
@@ -127,11 +128,6 @@ def settings_of_cost(config: Config) -> str:
     settings = {**identity(config, ""), "image_size": config.prepare.image_size}
     irrelevant = ("seed", "train.optimizer.lr", "train.optimizer.warmup", "train.steps")
     return fingerprint({name: v for name, v in settings.items() if name not in irrelevant})
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a device, as in cost.json and reports."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def measure(turns: Mapping[str, TakeSteps]) -> dict[str, float]:

@@ -130,16 +130,18 @@ def to_csv(results: Results) -> str:
     at = ["share", "step", "seconds", "sampler", "samples"]
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow([*first, *at, *results.measures, "problem"])
-    order = {name: place for place, name in enumerate(results.experiment.arms)}
+    experiment = results.experiment
+    rates = {n: experiment.config(n, "w").train.optimizer.lr for n in experiment.methods}
+    order = {name: place for place, name in enumerate(experiment.arms)}
     runs = sorted(
         results.outcomes, key=lambda r: (order[r.arm.name], r.learning_rate or 0.0, r.seed)
     )
     for run in runs:
         outcome, arm = results.outcomes[run], run.arm
         control_of = arm.method if arm.control else ""
-        rate = results.experiment.config(arm.method, "w").train.optimizer.lr
         chosen = outcome is results.counted(arm.name).get(run.seed)
-        begin = [arm.name, control_of, run.learning_rate or rate, int(chosen), run.seed]
+        rate = run.learning_rate or rates[arm.method]
+        begin = [arm.name, control_of, rate, int(chosen), run.seed]
         for s in outcome.scores:
             seconds = f"{s.step * results.cost.seconds[arm.method]:.1f}"
             scores = [s.scores.get(name) for name in results.measures]

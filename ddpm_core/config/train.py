@@ -34,12 +34,12 @@ def _average(value: Any) -> float | str:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and 0.0 < value < 1.0:
         return float(value)
-    if (width := width_of(value)) is not None:
-        from ddpm_core.models.averages import WIDTHS  # here, because it imports numpy
+    from ddpm_core.models.averages import WIDTHS  # here, because it imports numpy
 
-        if WIDTHS[0] <= width <= WIDTHS[1]:
-            return f"power:{width}"
-    expected = "must be a decay between 0 and 1, or a width from power:0.01 to power:0.28"
+    low, high = WIDTHS
+    if (width := width_of(value)) is not None and low <= width <= high:
+        return f"power:{width}"
+    expected = f"must be a decay between 0 and 1, or a width from power:{low} to power:{high}"
     raise Invalid([Problem("", got(value), expected)])
 
 

@@ -108,7 +108,7 @@ def _y_axis(curve: Curve) -> tuple[bool, list[float]]:
     """Return whether the y axis is logarithmic, and its ticks."""
     deviations = [v + d for line in curve.lines for (_, v), d in _with_deviations(line)]
     values = curve.values + deviations
-    if curve.limit is None and is_wide(values, 3.0 if curve.close else 20.0):
+    if curve.limit is None and is_wide(values, curve.factor):
         return True, log_ticks(min(values), max(values))
     lowest = min(values)  # KID may be slightly below 0, which needs no room
     fits = curve.close or lowest < -0.05 * max(values)

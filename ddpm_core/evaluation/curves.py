@@ -50,6 +50,11 @@ class Curve:
     close: bool = False  # fit the y axis to the lines, to tell them apart
 
     @property
+    def factor(self) -> float:
+        """Values that span more than this factor get a logarithmic axis."""
+        return 3.0 if self.close else 20.0
+
+    @property
     def values(self) -> list[float]:
         """All values of lines and references."""
         lines = [*self.lines, *([self.equal_count] if self.equal_count else [])]
@@ -125,7 +130,7 @@ def _references(rows: Sequence[Row], key: str, suffix: str = "") -> list[Referen
     return [Reference(f"{rows[0].floor_count:,} held-out real images{suffix}", float(floor[key]))]
 
 
-def is_wide(values: Sequence[float], factor: float = 20.0) -> bool:
+def is_wide(values: Sequence[float], factor: float) -> bool:
     """Return whether values are positive and so wide apart that a linear axis hides the small."""
     return min(values) > 0 and max(values) / min(values) > factor
 

@@ -101,7 +101,7 @@ def _set_limits(axes: Any, curve: Curve) -> None:
     """Choose the y axis as `chart.chart` does."""
     if curve.limit is not None:
         axes.set_ylim(-0.02, curve.limit + 0.02)
-    elif not is_wide(curve.values, 3.0 if curve.close else 20.0):
+    elif not is_wide(curve.values, curve.factor):
         if curve.close:
             return
         axes.set_ylim(bottom=axes.get_ylim()[0] if min(curve.values) < 0 else 0.0)

@@ -25,6 +25,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MIN_EVALUATIONS = 2_000_000
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, for reports and benchmarks."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """Return the device for the setting `device: auto | cpu | mps | cuda[:N]`.
 

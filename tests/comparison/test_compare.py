@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults.attempt import running, until
 from support.comparison import STEPS, record_cost, write_experiment
-from support.mlflow_server import wait_until as eventually
 from support.program import ddpm, start, wait_until
 
 from ddpm_core.comparison.cost import Cost, Timed, measured, medians
@@ -44,13 +44,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     record_cost(write_experiment(root))
     ddpm(root, "compare", "tiny.yaml")
     return root / "comparisons" / "tiny"
-
-
-def is_running(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -137,7 +130,7 @@ def test_killed_workers_resume_to_the_same_results(finished: Path, tmp_path: Pat
     assert wait_until(lambda: any(folder.glob(snapshots)), program)
     workers = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
     program.send_signal(signal.SIGKILL)
-    eventually(lambda: not any(map(is_running, workers)), "the workers end")
+    until(lambda: not any(running(int(pid)) for pid in workers), "the workers end")
     assert not (folder / "results.csv").exists()
     ddpm(tmp_path, "compare", "tiny.yaml", *fewer)
     expected = [r for r in rows(finished) if r["seed"] == "3" and not r["control_of"]]
