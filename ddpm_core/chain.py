@@ -107,7 +107,9 @@ def run(
 
 
 def status(config: Config, workspace: Workspace) -> str:
-    """Return a table of the verbs (up to date, or why not) and a line with the stored steps."""
+    """Return a table of the verbs (up to date, or why not), the stored steps, and held-out loss."""
+    from ddpm_core.tracking.validation import sentence
+
     table = Table("verb", "state")
     blocked = False
     for verb, load_check in CHECKS.items():
@@ -125,6 +127,8 @@ def status(config: Config, workspace: Workspace) -> str:
     with console.capture() as capture:
         console.print(table)
         console.print(f"snapshots: {_listed(snapshots)}; samples: {_listed(samples)}")
+        if found := sentence(config, workspace):
+            console.print(found)
     return f"{heading}\n{capture.get().rstrip()}"
 
 

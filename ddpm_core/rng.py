@@ -43,6 +43,7 @@ class Purpose(StrEnum):
     SAMPLE_CONDITION = "sample condition"
     EVALUATE = "evaluate"
     PROBE = "probe"
+    VALIDATION = "validation"
 
 
 @dataclass(frozen=True)

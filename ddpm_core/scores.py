@@ -221,6 +221,7 @@ class Results(Rows):
     straddling: dict[str, Any] | None = None
     run: dict[str, Any] = Field(default_factory=dict)
     sizes: dict[str, Count | None] = Field(default_factory=dict)  # of the files beside it
+    validation: list[dict[str, float]] = Field(default_factory=list)  # losses by training step
 
 
 def read_rows(workspace: Workspace) -> Rows:

@@ -20,7 +20,7 @@ from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import Interrupted, UserError
 from ddpm_core.storage.workspace import LOG, SNAPSHOTS, Workspace
-from ddpm_core.training.log import read_rows
+from ddpm_core.tracking.rows import read_rows
 from ddpm_kube.cluster import AlreadyExists, Cluster, Location, locate
 from ddpm_kube.diagnose import (
     MAX_EVENT,

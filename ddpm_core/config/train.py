@@ -159,6 +159,9 @@ class Train(Section):
     loss: Loss = Loss()
     timesteps: Timesteps = Timesteps()
     log_every: Steps = Field(20, description="steps between rows of the log")
+    validate_every: Annotated[int, Field(ge=0, le=10**10)] = Field(
+        200, description="steps between measurements of the loss on held-out images; 0: none"
+    )
     grid: Annotated[int, Field(ge=0, le=10**4)] = Field(
         36, description="images in the preview of a milestone"
     )

@@ -7,10 +7,11 @@ reference lines, and the best checkpoint as a mark.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpm_core.scores import Row, best, best_inception, count_label, metric_name
+from ddpm_core.tracking.validation import BINS, key, line, trend
 
 # Deviations, by metric, and what they are taken over.
 _DEVIATIONS = {"kid_mean": ("kid_std", "100 subsets"), "is_mean": ("is_std", "10 splits")}
@@ -69,6 +70,33 @@ def curves(rows: Sequence[Row]) -> dict[str, Curve]:
         "precision_recall": _precision_recall(rows),
         "is": _score(rows, "is", "is_mean", "higher is better", best_inception(rows)),
     }
+
+
+def loss_curves(rows: Sequence[Mapping[str, float]]) -> list[Curve]:
+    """Return the losses on held-out and training images: by step, and by noise level at the end.
+
+    `rows` are those of tracking.validation.measurements; without any there are no curves.
+    """
+    if not rows:
+        return []
+    last, parts = rows[-1], range(1, BINS + 1)
+    average = "ema" if key("held_out", "ema") in last else ""
+    by_step, by_level = [], []
+    for split, name, dashed in (
+        ("held_out", "held-out images", False),
+        ("train", "training images", True),
+    ):
+        by_step.append(Line(name, line(rows, split), dashed=dashed))
+        points = [(float(i), last[key(split, average, i)]) for i in parts]
+        by_level.append(Line(name, points, dashed=dashed))
+    found = trend(rows)
+    mark = (float(found.lowest_step), found.lowest) if found else None
+    axis = f"noise level, from 1 (little noise) to {BINS} (much)"
+    of_step = f"loss at step {last['step']:,.0f} by {axis}"
+    return [
+        Curve("loss", "lower is better", by_step, mark=mark, close=True),
+        Curve(of_step, "lower is better", by_level, axis=axis),
+    ]
 
 
 def _score(rows: Sequence[Row], metric: str, key: str, direction: str, best: Row | None) -> Curve:

@@ -14,11 +14,12 @@ from PIL import Image
 from ddpm_core.errors import Corrupt, UserError, require
 from ddpm_core.evaluation import verdict
 from ddpm_core.evaluation.chart import chart
-from ddpm_core.evaluation.curves import curves
+from ddpm_core.evaluation.curves import curves, loss_curves
 from ddpm_core.evaluation.grids import FOLDER
 from ddpm_core.scores import SPACES, AnyRow, Results, Row, best, is_scored, ranked, read_results
 from ddpm_core.storage.workspace import REPORT, RESULTS, Workspace
 from ddpm_core.text import shown, throughout
+from ddpm_core.tracking.validation import trend
 
 # Facts of a source (see ddpm_core.data.sources): labels of those that are shown, then of those
 # that are folded.
@@ -136,6 +137,8 @@ def _page(results: Results, images: Images) -> dict[str, Any]:
         "rows": results.rows,
         "features": SPACES.get(space, space),
         "charts": [chart(curve) for curve in curves(scored).values() if curve.lines],
+        "losses": [chart(curve) for curve in loss_curves(results.validation)],
+        "learning": _learning(results),
         "grids": _grids(results.rows, scored, row, images),
         "real": images.get("real"),
         **_pairs(results, row, images),
@@ -143,6 +146,12 @@ def _page(results: Results, images: Images) -> dict[str, Any]:
         "sampler": _flat(row.evidence.sampler) if row else [],
         **_source(dict(_flat(results.data.get("source") or {}))),
     }
+
+
+def _learning(results: Results) -> str:
+    """Return what the held-out loss says about longer training; "" if it was not measured."""
+    found = trend(results.validation)
+    return found.sentence([row.step for row in results.rows]) if found else ""
 
 
 def _pairs(results: Results, row: Row | None, images: Images) -> dict[str, Any]:

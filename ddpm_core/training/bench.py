@@ -27,8 +27,8 @@ from ddpm_core.data.prepare import prepare
 from ddpm_core.errors import UserError
 from ddpm_core.runtime.device import choose_device, worker_count
 from ddpm_core.storage.workspace import LOG, RUN, SNAPSHOTS, Workspace
+from ddpm_core.tracking.rows import read_rows
 from ddpm_core.training.launch import same_import_path
-from ddpm_core.training.log import read_rows
 
 DEFAULT_WORKERS = 4  # the largest number measured by default on a machine without a GPU
 OUTPUT_LIMIT = 2000  # characters shown of a failed run's output
@@ -107,6 +107,7 @@ def _settings(config: Config, folder: Path, workers: int, steps: int) -> Config:
         "steps": steps,
         "processes": workers,
         "log_every": steps - steps // 2,
+        "validate_every": 0,
         "snapshot_every": steps,
         "milestone_every": steps,
         "grid": 0,

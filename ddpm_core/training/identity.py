@@ -27,6 +27,7 @@ _IRRELEVANT = {
     "worker_timeout",
     "restarts",
     "log_every",
+    "validate_every",
     "snapshot_every",
     "keep",
     "milestone_every",

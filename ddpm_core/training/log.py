@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ddpm_core.console import Outage
 from ddpm_core.errors import UserError
 from ddpm_core.storage.manifest import sync
 from ddpm_core.storage.staging import staged_file
+from ddpm_core.tracking.rows import read_rows
 
 
 class RunLog:
@@ -84,35 +84,3 @@ def _append(path: Path, data: bytes) -> None:
         except OSError:
             file.truncate(before)
             raise
-
-
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete rows of a log, each step once, in ascending order.
-
-    The last segment of a run that lost its lease may contain steps that its successor logged too.
-    A row with a later step than the row after it is damaged, and is left out.
-    """
-    last, held = -1, None
-    for row in _parsed(path):
-        if row["step"] <= last or (held and held["step"] == row["step"]):
-            continue
-        if held and held["step"] < row["step"]:
-            last = held["step"]
-            yield held
-        held = row
-    if held:
-        yield held
-
-
-def _parsed(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield every line that is a row, in the order of the file."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict) and type(row.get("step")) is int:
-                yield row

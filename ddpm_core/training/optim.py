@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -122,6 +122,18 @@ class Ema:
         torch._foreach_lerp_(averages, weights, 1 - self._decay(step))
         for average, buffer in self._buffers:
             average.copy_(buffer)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the model the averaged weights; afterwards it has its own again, bit for bit."""
+        averages, weights = (list(tensors) for tensors in zip(*self._weights, strict=True))
+        weights = [weight.data for weight in weights]
+        own = [weight.clone() for weight in weights]
+        torch._foreach_copy_(weights, averages)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(weights, own)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Copy averages from a snapshot. Raises KeyError, or ValueError if a shape differs."""

@@ -1,4 +1,4 @@
-"""The loss on fixed images at fixed noise and timesteps, for adaptive methods that compare it."""
+"""The loss on fixed images at fixed noise and timesteps, so that two steps can be compared."""
 
 from __future__ import annotations
 
@@ -29,17 +29,22 @@ class Probe:
     pixels: Tensor  # uint8 (n, H, W, C)
     condition: Tensor | None  # as in step.Batch
     t: Tensor  # int64 (n,)
+    purpose: Purpose  # of the draws of images and noise
 
     @classmethod
     def create(
-        cls, config: Config, levels: Probed, data: PackedDataset, device: torch.device
+        cls,
+        config: Config,
+        t: Tensor,
+        data: PackedDataset,
+        device: torch.device,
+        purpose: Purpose = Purpose.PROBE,
     ) -> Probe:
-        """Draw the images of the probe of a method from `data`, repeating few ones."""
-        t = levels.timesteps.to(device)
-        place = rng.uniform(rng.key(Purpose.PROBE, config.seed), torch.arange(len(data)), ())
+        """Draw an image of `data` for each timestep of t, int64 (n,); few images are repeated."""
+        place = rng.uniform(rng.key(purpose, config.seed), torch.arange(len(data)), ())
         order = np.argsort(place.numpy(), kind="stable")
         chosen = np.resize(order, len(t))
-        return cls(*read_images(config, data, chosen, device), t)
+        return cls(*read_images(config, data, chosen, device), t.to(device), purpose)
 
     @torch.no_grad()
     def losses(self, state: TrainState) -> Tensor:
@@ -59,7 +64,7 @@ class Probe:
     def _losses(self, state: TrainState, rows: Tensor) -> Tensor:
         x0 = to_model(self.pixels[rows])
         # Step 0: the noise of an image is the same at every evaluation.
-        noise = rng.normal(rng.key(Purpose.PROBE, state.config.seed), rows, x0.shape[1:], 0)
+        noise = rng.normal(rng.key(self.purpose, state.config.seed), rows, x0.shape[1:], 0)
         condition = None if self.condition is None else self.condition[rows]
         return errors_of(state, x0, noise, self.t[rows], condition)
 
@@ -89,4 +94,5 @@ def make_probe(
                 "train.timesteps.adaptive: got held_out, but the data has no held-out images. Use "
                 "a prepare.holdout above 0, or another method."
             )
-    return partial(Probe.create(state.config, levels, data, state.world.device).losses, state)
+    probe = Probe.create(state.config, levels.timesteps, data, state.world.device)
+    return partial(probe.losses, state)

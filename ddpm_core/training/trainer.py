@@ -22,6 +22,7 @@ from ddpm_core.runtime.stopping import STOP_STATUS, StopRequest
 from ddpm_core.storage.lease import Lease, hold
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.tracking.tracker import Tracker
+from ddpm_core.tracking.validation import sentence
 from ddpm_core.training import checks, resume, snapshot
 from ddpm_core.training.init import check_data_fits, check_init_stays
 from ddpm_core.training.log import RunLog
@@ -31,6 +32,7 @@ from ddpm_core.training.records import keep_records, preview
 from ddpm_core.training.state import Totals, TrainState, to_contents, widest
 from ddpm_core.training.step import next_batch, step
 from ddpm_core.training.throughput import Throughput
+from ddpm_core.training.validation import Validation, is_due
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Run:
     lease: Lease | None
     row_time: float  # when the last row was logged
     earlier_steps: int  # steps of the coming row that a previous process took
+    validation: Validation | None
     snapshot_time: float = field(init=False)  # when the newest snapshot was taken
     written: int = field(init=False)  # its step
     overdue: bool = False  # `snapshot_every` is a time, and it has passed
@@ -94,12 +97,16 @@ def train(
                 lease.check(patient=True)
                 resume.replace(workspace, start.other_run, settings.identity)
         with keep_records(config, workspace, lease, settings, start.step) as (log, writer):
+            validation = Validation.create(state, workspace, data)
             run = Run(
-                config, world, data, state, start, stop, writer, log, lease, began, earlier_steps
+                *(config, world, data, state, start, stop, writer, log, lease),
+                *(began, earlier_steps, validation),
             )
             with progress("train", config.train.steps, "steps", state.step) as advance:
                 run.advance = advance if world.rank == 0 else run.advance
                 loop(run)
+            if world.rank == 0 and (found := sentence(config, workspace, log.path)):
+                say(f"train: {found}")
 
 
 def take_trial_step(
@@ -177,6 +184,7 @@ def log_row(run: Run) -> None:
         "images_per_second": done * run.config.train.batch_size / (now - run.row_time),
         "world_size": run.world.size,
         **gather_times(run, now),
+        **validate(run),
         "time": time.time(),
     }
     run.row_time, run.earlier_steps = now, 0
@@ -186,6 +194,15 @@ def log_row(run: Run) -> None:
         run.log.append(row)
         run.advance(0, note=f"loss {row['loss']:.4f}")
     state.watch.mark("other")
+
+
+def validate(run: Run) -> dict[str, float]:
+    """Return the held-out losses for a row if they are due since the row before; else {}."""
+    state, train = run.state, run.config.train
+    if run.validation is None:
+        return {}
+    due = is_due(train.validate_every, state.step, state.totals.steps)
+    return run.validation.measure(state) if due or state.step == train.steps else {}
 
 
 def means(run: Run, values: dict[str, float], at: int, steps: int) -> dict[str, float]:

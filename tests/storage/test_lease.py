@@ -14,7 +14,7 @@ from ddpm_core.errors import UserError
 from ddpm_core.storage import lease as leases
 from ddpm_core.storage.lease import LEASE, Lease, Process, hold
 from ddpm_core.storage.workspace import Workspace
-from ddpm_core.training.log import read_rows
+from ddpm_core.tracking.rows import read_rows
 
 
 @pytest.fixture

@@ -31,10 +31,10 @@ from ddpm_core.scores import Row
 from ddpm_core.storage import Tagged
 from ddpm_core.storage.lease import LEASE, read
 from ddpm_core.storage.workspace import LOG, RESULTS, Workspace, samples_key, snapshot_key
+from ddpm_core.tracking.rows import read_rows
 from ddpm_core.tracking.tracker import Log
 from ddpm_core.training import identity, resume, snapshot
 from ddpm_core.training.init import initial_weights, network_config
-from ddpm_core.training.log import read_rows
 from ddpm_core.training.optim import Execution
 from ddpm_core.training.state import TrainState, to_contents
 from support.images import config as image_config

@@ -36,9 +36,10 @@ from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import UNet
 from ddpm_core.runtime.distributed import World
 from ddpm_core.runtime.stopping import LAG, StopRequest
+from ddpm_core.tracking.rows import read_rows
 from ddpm_core.training.dry_run import kept_at_the_end
 from ddpm_core.training.identity import differences, identity
-from ddpm_core.training.log import RunLog, read_rows
+from ddpm_core.training.log import RunLog
 from ddpm_core.training.optim import Ema, Execution, learning_rate
 from ddpm_core.training.snapshot import prunable
 from ddpm_core.training.state import TrainState
