@@ -155,8 +155,8 @@ class Train(Section):
     flip: bool = Field(False, description="mirror half of the images; not for digits")
     augment: Literal["none", "crop", "edm"] = Field(
         "none",
-        description="for few images: random resized crops; or edm, transforms that condition the "
-        "network and do not appear in samples",
+        description="for few images; crop: random resized crops; edm: transforms that condition "
+        "the network and do not appear in samples",
     )
     balance: Literal["none", "classes"] = Field(
         "none", description="classes: draw every class equally often"
