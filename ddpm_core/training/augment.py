@@ -54,21 +54,21 @@ def crop(x0: Tensor, key: Key, index: Tensor, step: Tensor) -> tuple[Tensor, Non
 def edm(x0: Tensor, key: Key, index: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     """Geometric and color transforms whose parameters condition the network, so none leak.
 
-    Each transform is drawn with a chance of 0.12. With n ~ N(0, 1), its parameters are in brackets:
+    Each transform applies with a chance of 0.12. Its parameters are in brackets; n ~ N(0, 1):
 
-        y-flip, of half of those drawn [1]
+        y-flip, in half of the cases [1]
         scaling by 2^(0.2 n) [n]
         rotation by r, uniform in a circle [cos r - 1, sin r]
         anisotropy: 2^(0.2 n) along the uniform direction a, 2^(-0.2 n) across [n cos a, n sin a]
         translation by n / 8 of the width and n' / 8 of the height [n, n']
-        brightness + 0.2 n [n]
+        brightness + 0.2 n, of values in [-1, 1] [n]
         contrast times 2^(0.5 n) [n]
-        inverted luma, of half of those drawn [1]
+        inverted luma, in half of the cases [1]
         rotation of the hue by h, uniform in a circle [cos h - 1, sin h]
         saturation times 2^n [n]
 
-    Parameters of transforms that are not drawn are 0, as all are in sampling; then the image is
-    the same to the last bit. Gray images have no hue and saturation.
+    Parameters of transforms that do not apply are 0, as all are in sampling. If all are 0, the
+    image is the same to the last bit. Gray images have no hue and saturation.
 
     Karras et al. (2022), table 6 (F.2), has the geometric ones. Those of color, with these
     strengths, are from Karras et al. (2020), "Training generative adversarial networks with limited
