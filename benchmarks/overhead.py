@@ -1,12 +1,13 @@
 """Measure what optional parts of a training step cost: python -m benchmarks.overhead --json FILE.
 
-The parts are the adaptive methods of `train.timesteps.adaptive` and a second average of the weights
-(`train.ema`). Steps with and without a part take turns on a CPU; `ratio` is the time with it
-divided by the time without, the median over rounds. That is uncertain by a percent or more, so
-`share` is the time of the part alone, divided by that of a step without it. `probe` is the share of
-the evaluations of fixed images, spread over the steps between them.
+The parts are the adaptive methods of `train.timesteps.adaptive`, a second average of the weights
+(`train.ema`) and the augmentations (`train.augment`). Steps with and without a part take turns on
+a CPU; `ratio` is the time with it divided by the time without, the median over rounds. That is
+uncertain by a percent or more, so `share` is the time of the part alone, divided by that of a step
+without it. `probe` is the share of the evaluations of fixed images, spread over the steps between
+them.
 
-The network is `digits` of benchmarks.networks: 1.6M weights, 16x16, batches of 64.
+The networks are those of benchmarks.networks; `digits` has 1.6M weights, 16x16, batches of 64.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,10 +27,13 @@ import torch
 from benchmarks.networks import NETWORKS, Network
 from benchmarks.ours import images, train_state, train_step
 from benchmarks.peers import CLOCKS, Clock, processor, seconds
+from ddpm_core import rng
 from ddpm_core.diffusion.moments import Moments, principal_components
 from ddpm_core.diffusion.objective import ADAPTIVE_METHODS
 from ddpm_core.diffusion.probed import Kim, Probed
+from ddpm_core.sampling.images import to_model
 from ddpm_core.storage.files import save_tensors
+from ddpm_core.training.augment import AUGMENTATIONS
 from ddpm_core.training.probe import Probe
 from ddpm_core.training.state import TrainState
 from ddpm_core.training.step import update_noise_levels
@@ -72,6 +77,18 @@ def adaptive(network: Network, method: str, tables: Path) -> Part:
     return replace(part, probe=lambda: _observe(state, levels, probe), every=every)
 
 
+def augmentation(network: Network, name: str) -> Part:
+    """Return an augmentation of the images."""
+    state = train_state(_with(network, augment=name))
+    x0, index = to_model(images(network, network.batch)), torch.arange(network.batch)
+    key = rng.key(rng.Purpose.AUGMENT, network.config.seed)
+
+    def alone() -> None:
+        AUGMENTATIONS[name](x0, key, index, torch.full((), state.step, dtype=torch.int64))
+
+    return Part(train_step(network, state), alone)
+
+
 def _observe(state: TrainState, levels: Probed, probe: Probe) -> None:
     levels.observe(2 * levels.every + 1, probe.losses(state))
 
@@ -88,14 +105,27 @@ def _moments(network: Network) -> Moments:
     return principal_components(torch.zeros(shape, dtype=torch.float64), variances.diag())
 
 
-def measure(network: Network, rounds: int, clock: Clock, folder: Path) -> dict[str, Any]:
-    """Return the seconds of a plain step, and the ratio, share and probe of each part."""
+def all_parts(network: Network, folder: Path) -> dict[str, Callable[[], Part]]:
+    """Return what makes each part, by its name."""
     tables = folder / "tables.safetensors"
     recorded = train_state(_with(network, timesteps=_method(network, "variance")))
     save_tensors(recorded.noise_levels.state_dict(), tables)
-    parts = {f"average {AVERAGE}": average(network)}
-    for name in ADAPTIVE_METHODS.keys() - {"none"}:
-        parts[name] = adaptive(network, name, tables)
+    return {
+        f"average {AVERAGE}": partial(average, network),
+        **{f"augment {n}": partial(augmentation, network, n) for n in AUGMENTATIONS if n != "none"},
+        **{n: partial(adaptive, network, n, tables) for n in ADAPTIVE_METHODS if n != "none"},
+    }
+
+
+def measure(
+    network: Network, chosen: str, rounds: int, clock: Clock, folder: Path
+) -> dict[str, Any]:
+    """Return the seconds of a plain step, and the ratio, share and probe of each part.
+
+    `chosen` is the beginning of the names of the parts to measure.
+    """
+    makers = all_parts(network, folder)
+    parts = {name: make() for name, make in makers.items() if name.startswith(chosen)}
     plain = train_step(network)
     plain()
     plains, found = [], {}
@@ -147,14 +177,16 @@ def _pair(
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
+    parser.add_argument("--network", choices=NETWORKS, default="digits")
+    parser.add_argument("--parts", default="", help="those whose names begin so, as in augment")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: on a busy machine")
     given = parser.parse_args(argv)
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as folder:
-        network = NETWORKS["digits"](1)
-        result = measure(network, given.rounds, CLOCKS[given.clock], Path(folder))
+        network, clock = NETWORKS[given.network](1), CLOCKS[given.clock]
+        result = measure(network, given.parts, given.rounds, clock, Path(folder))
     machine = {"processor": processor(), "threads": given.threads, "torch": torch.__version__}
     result |= {"rounds": given.rounds, "clock": given.clock, "machine": machine}
     given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

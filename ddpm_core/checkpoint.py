@@ -46,7 +46,6 @@ WEIGHTS = "model.safetensors"
 MOMENTS = "moments.safetensors"  # of the training images, if the prediction uses them
 GUIDE = "guide.safetensors"  # in a registered model: the weights of its guide (sample.guide)
 
-
 # A text and how many images have it. JSON has no tuples, so a list must be accepted too.
 Caption = Annotated[tuple[InstanceOf[str], Count], Field(strict=False)]
 
@@ -62,6 +61,7 @@ class TrainingData(Schema):
     channels: Literal[1, 3]
     source: dict[str, Any]
     count: Count | None = None  # of the images; earlier versions wrote none
+    balance: Literal["none", "classes"] = "none"  # train.balance
 
 
 class Settings(Schema):

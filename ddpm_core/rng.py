@@ -37,6 +37,8 @@ class Purpose(StrEnum):
     TIMESTEP = "timestep"
     NOISE = "noise"
     FLIP = "flip"
+    AUGMENT = "augment"
+    BALANCE = "balance"
     LABEL_DROP = "label drop"
     DROPOUT = "dropout"
     SAMPLE = "sample"
@@ -133,12 +135,13 @@ def normal(
     return pairs.flatten(1)[:, :elements].reshape(len(sample), *shape)
 
 
-def permutation(key: Key, n: int, epoch: int) -> Tensor:
+def permutation(key: Key, n: int, epoch: int, stream: int = 0) -> Tensor:
     """Draw a random order of 0..n-1, int64 (n,) on the CPU, a different one for each epoch.
 
-    Sorts by 62 random bits per element; elements with equal bits keep their order.
+    `stream` is as in `bits`. Sorts by 62 random bits per element; elements with equal bits keep
+    their order.
     """
-    words = bits(key, torch.zeros(1, dtype=torch.int64), 2 * n, step=epoch).view(n, 2)
+    words = bits(key, torch.zeros(1, dtype=torch.int64), 2 * n, epoch, stream).view(n, 2)
     # 32 + 30 bits: with more, the number would not be a non-negative int64.
     return torch.argsort((words[:, 0] << 30) ^ (words[:, 1] >> 2), stable=True)
 

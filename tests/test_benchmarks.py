@@ -59,7 +59,8 @@ def test_overhead_benchmark_measures_every_part(
     methods = {"none": None, "kim": None, "replay": None}
     monkeypatch.setattr(module, "ADAPTIVE_METHODS", methods)
     result = measured("overhead", tmp_path / "overhead.json", "--rounds", "1")
-    assert result["parts"].keys() == {"average power:0.05", "kim", "replay"}
+    augmentations = {"augment crop", "augment edm"}
+    assert result["parts"].keys() == {"average power:0.05", "kim", "replay"} | augmentations
     assert all(0 < part["share"] < 0.5 for part in result["parts"].values())
     assert result["parts"]["kim"]["probe"] > 0 == result["parts"]["replay"]["probe"]
     assert result["machine"]["threads"] == 1

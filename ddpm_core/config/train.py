@@ -153,6 +153,14 @@ class Train(Section):
         False, description="use the decay (1 + step) / (10 + step) until it reaches that of ema"
     )
     flip: bool = Field(False, description="mirror half of the images; not for digits")
+    augment: Literal["none", "crop", "edm"] = Field(
+        "none",
+        description="for few images; crop: random resized crops; edm: transforms that condition "
+        "the network and do not appear in samples",
+    )
+    balance: Literal["none", "classes"] = Field(
+        "none", description="classes: draw every class equally often"
+    )
     label_drop: Fraction = Field(
         0.1, description="share of images trained without class or text, for guidance"
     )

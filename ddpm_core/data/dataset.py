@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from ddpm_core.storage.files import Count, array_head, must_be_inside
 from ddpm_core.storage.manifest import Manifest
 from ddpm_core.storage.workspace import DATA, Workspace
 from ddpm_core.storage.workspace import fingerprint as fingerprint_of
+
+if TYPE_CHECKING:
+    from ddpm_core.data.order import BalancedOrder
 
 Indices = NDArray[np.int64]
 Split = Literal["train", "holdout"]
@@ -173,6 +176,13 @@ class PackedDataset:
     @cached_property
     def class_counts(self) -> list[int]:
         return list(self.manifest.class_counts_of(self.split))
+
+    @cached_property
+    def balanced(self) -> BalancedOrder:
+        """The order that draws every class equally often."""
+        from ddpm_core.data.order import BalancedOrder  # here, because it imports torch
+
+        return BalancedOrder(self.labels)
 
     @property
     def fingerprint(self) -> str:

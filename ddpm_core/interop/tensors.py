@@ -40,15 +40,24 @@ def to_weights(unet: UNet, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_weights(unet: UNet) -> dict[str, Tensor]:
-    """Return UNet2DModel's tensors for the weights of `unet`, float32 on the CPU."""
+    """Return UNet2DModel's tensors for the weights of `unet`, float32 on the CPU.
+
+    The weights for parameters of `train.augment` are left out: in sampling all of these are 0.
+    """
     tensors, names = {}, _their_tensors(unet)
-    for name, tensor in unet.state_dict().items():
+    for name, tensor in _state(unet).items():
         theirs = names[name]
         joined = name.startswith("time_projection.")
         sizes = unet.time_sizes if joined else [len(tensor) // len(theirs)] * len(theirs)
         for their, part in zip(theirs, torch.split(tensor, sizes), strict=True):
             tensors[their] = part.detach().float().cpu().contiguous()
     return tensors
+
+
+def _state(unet: UNet) -> dict[str, Tensor]:
+    """Return the tensors of a network that sampling uses."""
+    tensors = unet.state_dict().items()
+    return {name: tensor for name, tensor in tensors if not name.startswith("augmentation.")}
 
 
 def _take(left: dict[str, Tensor], name: str) -> Tensor:
@@ -68,7 +77,7 @@ def _old_name(name: str) -> str:
 def _their_tensors(unet: UNet) -> dict[str, list[str]]:
     """Return the names of UNet2DModel's tensors for each tensor of UNet."""
     modules = _their_modules(unet)
-    names = [(name, *name.rpartition(".")) for name in unet.state_dict()]
+    names = [(name, *name.rpartition(".")) for name in _state(unet)]
     return {name: [f"{their}.{kind}" for their in modules[own]] for name, own, _, kind in names}
 
 

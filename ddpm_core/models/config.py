@@ -61,6 +61,7 @@ class UNetConfig:
         attention_head_dim: Channels per head at every level, in place of `heads`.
         attention_up: Levels, from 0, with attention on the way up. None: the same as on the way
             down.
+        augmentation: Number of parameters of an augmentation that condition the network; 0: none.
 
     `downsample_padding` to `attention_head_dim` are fields of diffusers' UNet2DModel.
 
@@ -86,6 +87,7 @@ class UNetConfig:
     norm_num_groups: Size | None = None
     attention_head_dim: Size | None = None
     attention_up: tuple[Index, ...] | None = None
+    augmentation: Index = 0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -46,6 +46,9 @@ class UNet(nn.Module):
         channels = config.channels
         self.time_embedding = TimeEmbedding(channels, config.flip_sin_to_cos, config.freq_shift)
         self.condition = _condition(config)
+        self.augmentation = (
+            Linear(config.augmentation, 4 * channels, bias=False) if config.augmentation else None
+        )
         self.conv_in = Conv2d(config.in_channels, channels, 3, padding=1)
         self.time_sizes: list[int] = []  # the width of each residual block's time vector
         skips = [channels]
@@ -106,6 +109,7 @@ class UNet(nn.Module):
         condition: Tensor | None = None,
         drop: Tensor | None = None,
         dropout: Dropout | None = None,
+        augmentation: Tensor | None = None,
     ) -> Tensor:
         """Return the prediction for noisy images, in the shape and dtype of `x`.
 
@@ -117,12 +121,14 @@ class UNet(nn.Module):
             drop: bool (B,), True where `condition` is ignored.
             dropout: Maps activations and the number of their residual block to activations. None:
                 no dropout.
+            augmentation: float32 (B, config.augmentation), parameters of how the images were
+                changed. None: the images were not changed, as if all were 0.
 
         Raises:
             ValueError: The sizes of `x` or the kind of `condition` do not match the network.
         """
         self._check(x, condition)
-        times = self._times(t, condition, drop)
+        times = self._times(t, condition, drop, augmentation)
         # Down: keep every output, so that the way up at the same resolution can read it.
         h = self.conv_in(x).contiguous(memory_format=self.memory_format)
         skips = [h]
@@ -139,11 +145,19 @@ class UNet(nn.Module):
         output: Tensor = self.conv_out(self.norm_out(h))
         return output.to(x.dtype)
 
-    def _times(self, t: Tensor, condition: Tensor | None, drop: Tensor | None) -> Sequence[Tensor]:
+    def _times(
+        self,
+        t: Tensor,
+        condition: Tensor | None,
+        drop: Tensor | None,
+        augmentation: Tensor | None,
+    ) -> Sequence[Tensor]:
         """Return the time vector of each residual block, (B, time_sizes[number])."""
         embedding = self.time_embedding(t)
         if self.condition is not None:
             embedding = embedding + self.condition(condition, drop, len(t))
+        if self.augmentation is not None and augmentation is not None:
+            embedding = embedding + self.augmentation(augmentation)
         projected: Tensor = self.time_projection(functional.silu(embedding))
         return torch.split(projected, self.time_sizes, dim=1)
 

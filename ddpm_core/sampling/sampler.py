@@ -169,7 +169,7 @@ class Conditions:
         self._table: Tensor | None = None
         if conditioning == "class":
             names = list(data.classes)
-            self._counts = None if settings.classes else data.class_counts
+            self._counts = None if settings.classes else _class_frequencies(data)
             self._table = torch.tensor(_class_numbers(names, settings.classes or tuple(names)))
         elif conditioning == "text":
             texts = settings.prompts or [text for text, _ in data.captions]
@@ -202,6 +202,13 @@ class Conditions:
         edges = torch.cumsum(torch.tensor(self._counts, dtype=torch.float64), 0)
         drawn = rng.uniform(self._key, index, ()).double() * edges[-1]
         return torch.searchsorted(edges, drawn, right=True).clamp(max=len(edges) - 1)
+
+
+def _class_frequencies(data: TrainingData) -> list[int]:
+    """Return how often training drew each class, relative to the others."""
+    if data.balance == "classes":
+        return [min(count, 1) for count in data.class_counts]
+    return data.class_counts
 
 
 def _class_numbers(names: list[str], wanted: Sequence[str]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,11 +23,16 @@ from ddpm_core.models.init import initialise
 from ddpm_core.models.unet import UNet
 from ddpm_core.rng import Purpose
 from ddpm_core.storage.workspace import SNAPSHOTS, Workspace
+from ddpm_core.training.augment import PARAMETERS
 
 _CONDITION = "condition."  # starts the names of all weights that process a class or text
+_AUGMENTATION = "augmentation."  # starts the name of the weights for augmentation parameters
 _CLASS_VECTORS = "condition.embedding.weight"  # (classes + 1, width); the last row: no class
 # Fields of UNetConfig that may differ: the weights mean the same, or the difference is handled.
-_MAY_DIFFER = {"image_size", "dropout", "attention", "conditioning", "classes", *DETAILS}
+_MAY_DIFFER = {
+    *("image_size", "dropout", "attention", "conditioning", "classes", "augmentation"),
+    *DETAILS,
+}
 
 
 class ImageShape(Protocol):
@@ -45,7 +50,8 @@ class ImageShape(Protocol):
 
 def network_config(config: Config, data: ImageShape) -> UNetConfig:
     """Return the network that the settings describe for this data, before `train.init` applies."""
-    return config.model.network(data.image_size, data.channels, len(data.classes))
+    network = config.model.network(data.image_size, data.channels, len(data.classes))
+    return replace(network, augmentation=PARAMETERS.get(config.train.augment, 0))
 
 
 def fresh_network(config: Config, data: ImageShape) -> tuple[UNet, str]:
@@ -101,6 +107,12 @@ def check_data_fits(config: Config, data: PackedDataset) -> None:
             "model.conditioning: got text, but the prepared data has no captions. Set "
             "model.conditioning: none, or add captions.",
             run=("prepare",),
+        )
+    if config.train.balance == "classes" and (found := len(set(data.labels.tolist()))) < 2:
+        raise UserError(
+            f"train.balance: got classes, but the training images have "
+            f"{'one class' if data.classes and found else 'no classes'}. Set train.balance: none, "
+            "or put the images of each class into its own folder."
         )
 
 
@@ -197,8 +209,8 @@ def check_origin(origin: Origin, network: UNetConfig, config: Config) -> str:
 def take_weights(model: UNet, origin: Origin, classes: Sequence[str]) -> str:
     """Copy the weights of an origin that `check_origin` accepts into `model`.
 
-    `classes` are those of the data. Weights for a class or text that the origin does not have keep
-    their values. Returns a note on them, or "".
+    `classes` are those of the data. Weights for a class, text or augmentation that the origin does
+    not have keep their values. Returns a note on them, or "".
     """
     taken = {n: tensor for n, tensor in origin.weights.items() if not n.startswith(_CONDITION)}
     trained, wanted = origin.network.conditioning, model.config.conditioning
@@ -212,6 +224,11 @@ def take_weights(model: UNet, origin: Origin, classes: Sequence[str]) -> str:
         taken[_CLASS_VECTORS], note = _class_vectors(origin, own, classes)
     else:
         taken = origin.weights
+    if model.config.augmentation != origin.network.augmentation:
+        taken = {n: tensor for n, tensor in taken.items() if not n.startswith(_AUGMENTATION)}
+    if model.config.augmentation not in (0, origin.network.augmentation):
+        fresh = "the weights for the parameters of train.augment start from random values"
+        note = f"{note}; {fresh}" if note else fresh
     model.load_state_dict({**model.state_dict(), **taken})
     return note and f"train.init: {note}."
 

@@ -15,6 +15,7 @@ from ddpm_core.diffusion.samplers import SAMPLERS
 from ddpm_core.diffusion.spacings import SPACINGS
 from ddpm_core.diffusion.timestep_samplers import TIMESTEP_SAMPLERS
 from ddpm_core.diffusion.weightings import WEIGHTINGS
+from ddpm_core.training.augment import AUGMENTATIONS
 from ddpm_core.training.optim import OPTIMIZERS, RATE_SCHEDULES
 from ddpm_core.training.reduction import REDUCTIONS
 
@@ -23,6 +24,7 @@ METHODS: dict[str, Mapping[str, Any]] = {
     "diffusion.prediction": PREDICTIONS,
     "train.optimizer.name": OPTIMIZERS,
     "train.optimizer.schedule": RATE_SCHEDULES,
+    "train.augment": AUGMENTATIONS,
     "train.loss.kind": LOSSES,
     "train.loss.weighting": WEIGHTINGS,
     "train.timesteps.sampler": TIMESTEP_SAMPLERS,

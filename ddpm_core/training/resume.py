@@ -40,6 +40,7 @@ from ddpm_core.training.superseded import (
 )
 
 MAX_CAPTIONS = 1000  # saved with a checkpoint, for sampling without the data
+BALANCED = 10**6  # stands for 1 in counts of captions, which are integers
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def checkpoint_settings(config: Config, data: PackedDataset) -> Settings:
     """Return the settings that the checkpoints of a run have in common; their step is 0."""
     captions: list[tuple[str, int]] = []
     if config.model.conditioning == "text":
-        captions = caption_counts(data)[:MAX_CAPTIONS]
+        captions = caption_counts(data, config.train.balance)[:MAX_CAPTIONS]
     training_data = TrainingData(
         fingerprint=data.fingerprint,
         classes=data.classes,
@@ -192,6 +193,7 @@ def checkpoint_settings(config: Config, data: PackedDataset) -> Settings:
         channels=data.manifest.channels,
         count=len(data),
         source=throughout(masked, data.source or {}),
+        balance=config.train.balance,
     )
     return Settings(
         step=0,
@@ -204,13 +206,18 @@ def checkpoint_settings(config: Config, data: PackedDataset) -> Settings:
     )
 
 
-def caption_counts(data: PackedDataset) -> list[tuple[str, int]]:
-    """Return captions and how often they occur, the most frequent first."""
+def caption_counts(data: PackedDataset, balance: str = "none") -> list[tuple[str, int]]:
+    """Return captions and how often they occur, the most frequent first.
+
+    With `train.balance: classes`, all captions of a class together count BALANCED.
+    """
     counts: dict[str, int] = {}
+    weights = [max(1, BALANCED // max(1, n)) for n in data.class_counts]
     if data.captions is not None:
-        for row in data.captions:
+        for row, label in zip(data.captions, data.labels, strict=True):
             text = bytes(row).rstrip(b"\0").decode("utf-8", "replace")
-            counts[text] = counts.get(text, 0) + 1
+            weight = weights[label] if balance == "classes" else 1
+            counts[text] = counts.get(text, 0) + weight
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 

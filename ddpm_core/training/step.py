@@ -25,6 +25,7 @@ from ddpm_core.diffusion.process import q_sample
 from ddpm_core.rng import Purpose
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling.images import to_model
+from ddpm_core.training.augment import AUGMENTATIONS
 from ddpm_core.training.optim import learning_rate
 from ddpm_core.training.reduction import REDUCTIONS
 from ddpm_core.training.state import TrainState
@@ -43,8 +44,11 @@ def next_batch(config: Config, data: PackedDataset, world: World, step: int) -> 
     """Return this worker's share of the batch that follows step number `step`."""
     size, device = config.train.batch_size, world.device
     share = world.share(size)
-    rows = batch_indices(config.seed, len(data), step, size)[share.start : share.stop]
-    pixels, condition = read_images(config, data, rows, device)
+    if config.train.balance == "classes":
+        rows = data.balanced.indices(config.seed, step, size)
+    else:
+        rows = batch_indices(config.seed, len(data), step, size)
+    pixels, condition = read_images(config, data, rows[share.start : share.stop], device)
     return Batch(pixels, condition, torch.arange(share.start, share.stop, device=device))
 
 
@@ -100,13 +104,16 @@ def _loss(state: TrainState, batch: Batch, rows: Tensor, at: Tensor, errors: Ten
     """
     config, index = state.config, batch.index[rows]
     x0 = _flipped(config, to_model(batch.pixels[rows]), index, at)
+    augment = AUGMENTATIONS[config.train.augment]
+    x0, parameters = augment(x0, rng.key(Purpose.AUGMENT, config.seed), index, at)
     t = _timesteps(state, index, at)
     noise = rng.normal(rng.key(Purpose.NOISE, config.seed), index, x0.shape[1:], at)
     condition = None if batch.condition is None else batch.condition[rows]
     drop = None
     if condition is not None:
         drop = _uniform(config, Purpose.LABEL_DROP, index, at) < config.train.label_drop
-    error = errors_of(state, x0, noise, t, condition, drop, _dropout(config, index, at))
+    dropout = _dropout(config, index, at)
+    error = errors_of(state, x0, noise, t, condition, drop, dropout, parameters)
     if state.noise_levels.adaptive and state.noise_levels.uses_losses:
         errors.index_copy_(0, index, error.detach())
     return (state.noise_levels.weight(t) * error).sum() / config.train.batch_size
@@ -120,15 +127,17 @@ def errors_of(
     condition: Tensor | None,
     drop: Tensor | None = None,
     dropout: Any = None,
+    parameters: Tensor | None = None,
 ) -> Tensor:
     """Return the unweighted loss of each image, float32 (b,), for x0 and noise (b, C, H, W).
 
     `drop`, bool (b,), says for which images the network does not see the condition; `dropout` is
-    the network's dropout function.
+    the network's dropout function; `parameters` are those of the augmentation, (b, n).
     """
     alpha_bar = state.alphas_bar[t]
     with state.execution.autocast(state.world.device):
-        output = state.forward(q_sample(x0, noise, alpha_bar), t, condition, drop, dropout)
+        x = q_sample(x0, noise, alpha_bar)
+        output = state.forward(x, t, condition, drop, dropout, parameters)
     wanted = state.prediction.target(x0, noise, alpha_bar)
     return LOSSES[state.config.train.loss.kind](output.float(), wanted)
 

@@ -21,7 +21,10 @@ def settings_of(*overrides: str) -> dict[str, object]:
 
 def test_a_run_older_than_a_setting_stays_up_to_date() -> None:
     now = settings_of()
-    for name in ("train.ema_warmup", "train.optimizer.betas", "diffusion.prediction"):
+    for name in (
+        *("train.ema_warmup", "train.optimizer.betas", "train.augment", "train.balance"),
+        "diffusion.prediction",
+    ):
         before = {key: value for key, value in now.items() if key != name}
         assert differences(before, now) == []
     warm = settings_of("train.ema_warmup=true")

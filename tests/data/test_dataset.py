@@ -13,7 +13,7 @@ import pytest
 from support.images import config, prepared, write_classes
 
 from ddpm_core.data.dataset import PackedArray, open_dataset
-from ddpm_core.data.order import batch_indices
+from ddpm_core.data.order import BalancedOrder, batch_indices
 from ddpm_core.data.prepare import prepare
 from ddpm_core.errors import UserError
 from ddpm_core.storage.workspace import Workspace
@@ -155,3 +155,33 @@ def test_large_batch_contains_several_epochs() -> None:
 def test_steps_are_independent_and_seeds_differ() -> None:
     assert (batch_indices(5, 100, 7, 16) == stream(5, 100, 16, 8)[-16:]).all()
     assert (batch_indices(5, 100, 7, 16) != batch_indices(6, 100, 7, 16)).any()
+
+
+LABELS = np.repeat([3, 0, 1], [40, 1, 9])  # class 2 has no images
+
+
+def balanced(seed: int, batch_size: int, steps: int) -> np.ndarray:
+    order = BalancedOrder(LABELS)
+    return np.concatenate([order.indices(seed, step, batch_size) for step in range(steps)])
+
+
+def test_balanced_order_draws_every_class_equally_often() -> None:
+    drawn = balanced(seed=3, batch_size=8, steps=90)
+    assert np.bincount(LABELS[drawn]).tolist() == [240, 240, 0, 240]
+    rounds = LABELS[drawn].reshape(-1, 3)
+    assert (np.sort(rounds, axis=1) == [0, 1, 3]).all()
+    assert len({tuple(row) for row in rounds}) == 6  # all orders of three classes
+    # Within a class, every image is drawn once before any is drawn again.
+    ones = drawn[LABELS[drawn] == 1][:234].reshape(26, 9)
+    assert (np.sort(ones, axis=1) == np.flatnonzero(LABELS == 1)).all()
+    assert len({tuple(epoch) for epoch in ones}) == 26
+    assert (np.bincount(drawn)[:40] == 6).all()
+
+
+def test_balanced_order_is_a_function_of_seed_and_step() -> None:
+    drawn = balanced(3, 8, 30)
+    assert (balanced(3, 24, 10) == drawn).all()
+    order = BalancedOrder(LABELS)
+    for step in (20, 4, 21):  # in any order of calls
+        assert (order.indices(3, step, 8) == drawn[8 * step : 8 * step + 8]).all()
+    assert (balanced(4, 8, 30) != drawn).any()

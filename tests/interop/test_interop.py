@@ -136,6 +136,14 @@ def test_import_and_export_keep_the_output(tmp_path: Path, their: Any) -> None:
         assert back.config[name] == their.config[name]
 
 
+def test_export_leaves_out_weights_for_augmentation(tmp_path: Path) -> None:
+    own = ours(augmentation=14, attention=(8, 4), multipliers=(1, 2))
+    export_folder(own, "linear", 1000, "noise", tmp_path / "out")
+    back = UNet2DModel.from_pretrained(tmp_path / "out" / "unet").eval()
+    assert difference(own, back) < 1e-4
+    assert import_folder(tmp_path / "out").network.augmentation == 0
+
+
 def test_google_ddpm_cifar10_32_has_the_published_weight_count() -> None:
     down = (PLAIN, ATTENDING, PLAIN, PLAIN)
     widths, given = (128, 256, 256, 256), HO | {"sample_size": 32, "layers_per_block": 2}

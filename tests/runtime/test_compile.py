@@ -47,9 +47,15 @@ def trained(root: Path, *, compiled: bool, steps: int = 4) -> TrainState:
         root,
         prepare={"image_size": 8},
         model=NETWORK,
-        train={"batch_size": 8, "flip": True, "label_drop": 0.3, "optimizer": {"warmup": 0}},
+        train={
+            "batch_size": 8,
+            "flip": True,
+            "augment": "edm",
+            "label_drop": 0.3,
+            "optimizer": {"warmup": 0},
+        },
     )
-    model = UNet(UNetConfig(image_size=8, in_channels=1, classes=10, **NETWORK))
+    model = UNet(UNetConfig(image_size=8, in_channels=1, classes=10, augmentation=14, **NETWORK))
     initial_weights(model, config)
     state = TrainState.create(config, HERE, Execution("fp32", compile=False), model)
     if compiled:  # this backend needs no C++ compiler, which takes a minute

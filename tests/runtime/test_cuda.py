@@ -24,6 +24,7 @@ on_gpu_only = pytest.mark.skipif(GPU == "cpu", reason="takes too much time or me
 SETTINGS = (
     TINY.replace("attention: [8]}", "attention: [8], dropout: 0.2, conditioning: class}")
     .replace("batch_size: 8\n  log", "batch_size: 8\n  precision: fp32\n  compile: false\n  log")
+    .replace("ema: [0.9]", "ema: [0.9]\n  augment: edm")
     .replace("steps: 4}", "steps: 4, precision: fp32, guidance: 2.0}")
 )
 

@@ -27,7 +27,10 @@ from ddpm_core.training import launch as launcher
 
 SETTINGS = (
     TINY.replace("attention: [8]}", "attention: [8], dropout: 0.2, conditioning: class}")
-    .replace("batch_size: 8\n  log", "batch_size: 8\n  precision: fp32\n  flip: true\n  log")
+    .replace(
+        "batch_size: 8\n  log",
+        "batch_size: 8\n  precision: fp32\n  flip: true\n  augment: edm\n  log",
+    )
     .replace("steps: 4}", "steps: 4, precision: fp32, guidance: 2.0}")
 )
 

@@ -16,7 +16,7 @@ from ddpm_core.checkpoint import TrainingData
 from ddpm_core.config import Diffusion, Sample
 from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import UNet
-from ddpm_core.sampling.sampler import ImageSampler, in_halves
+from ddpm_core.sampling.sampler import Conditions, ImageSampler, in_halves
 
 NETWORK = UNetConfig(8, 1, 16, (1, 2), 1, (4,), conditioning="class", classes=3)
 DATA = TrainingData(
@@ -112,3 +112,12 @@ def test_thread_count_is_restored_after_an_error() -> None:
     later.start()
     later.join()
     assert [torch.get_num_threads(), *seen] == [2, 2]
+
+
+@pytest.mark.parametrize(("balance", "counts"), [("none", [1, 0, 3]), ("classes", [1, 0, 1])])
+def test_classes_are_drawn_as_often_as_in_training(balance: str, counts: list[int]) -> None:
+    data = DATA.model_copy(update={"class_counts": [1, 0, 3], "balance": balance})
+    labels = Conditions("class", data, Sample()).labels(range(4000))
+    assert labels is not None
+    shares = np.bincount(labels, minlength=3) / 4000
+    assert shares == pytest.approx(np.array(counts) / sum(counts), abs=0.03)

@@ -19,7 +19,7 @@ from ddpm_core.training.reduction import Exact
 EXACT = (
     TINY.replace("attention: [8]}", "attention: [8], dropout: 0.2, conditioning: class}")
     .replace("batch_size: 8", "batch_size: 7\n  reduction: exact\n  precision: fp32", 1)
-    .replace("ema: [0.9]", "ema: [0.9]\n  flip: true")
+    .replace("ema: [0.9]", "ema: [0.9]\n  flip: true\n  augment: edm\n  balance: classes")
     .replace("grid: 4", "grid: 0")
 )
 

@@ -42,7 +42,7 @@ LONG = (
     .replace("snapshot_every: 4", "snapshot_every: 5")
     .replace("milestone_every: 6", "milestone_every: 30")
     .replace("attention: [8]}", "attention: [8], dropout: 0.1, conditioning: class}")
-    .replace("ema: [0.9]", "ema: [0.9, 0.99]\n  flip: true")
+    .replace("ema: [0.9]", "ema: [0.9, 0.99]\n  flip: true\n  augment: edm\n  balance: classes")
 )
 
 

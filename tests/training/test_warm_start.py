@@ -26,7 +26,7 @@ from ddpm_core.storage.files import read_tensors, save_tensors
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.training.dry_run import describe
 from ddpm_core.training.identity import differences, identity
-from ddpm_core.training.init import initial_weights
+from ddpm_core.training.init import Origin, initial_weights, take_weights
 
 HERE = UNetConfig(8, 1, 8, (1, 2), 1, (4,), conditioning="class", classes=3)
 VECTORS = "condition.embedding.weight"
@@ -95,6 +95,23 @@ def test_warm_start_without_classes_takes_the_rest(other: Checkpoint) -> None:
         "weights are used."
     )
     assert all(torch.equal(tensor, of(other)[name]) for name, tensor in weights.items())
+
+
+def test_warm_start_with_or_without_augmentation(other: Checkpoint) -> None:
+    """Only training uses the weights for its parameters: without `edm` they are dropped."""
+    network, extra = replace(HERE, augmentation=14), "augmentation.weight"
+    weights, told = begun(other, network, CLASSES)
+    assert told == (
+        "train.init: the weights for the parameters of train.augment start from random values."
+    )
+    assert torch.equal(weights.pop(extra), fresh(network)[extra])
+    assert all(torch.equal(tensor, of(other)[name]) for name, tensor in weights.items())
+    origin = Origin(network, {}, {**of(other), extra: torch.ones(32, 14)}, CLASSES)
+    for wanted in (HERE, network):
+        model = UNet(wanted)
+        assert take_weights(model, origin, CLASSES) == ""
+        taken = model.state_dict()
+        assert all(torch.equal(tensor, origin.weights[name]) for name, tensor in taken.items())
 
 
 def test_warm_start_names_network_settings_that_differ(other: Checkpoint) -> None:
