@@ -3,8 +3,8 @@
     python -m benchmarks.speedrun [--data PATH] [--size 16|32] [--budget 10m] [--seeds N]
                                   [--decompose] [--dry-run] [--json FILE]
 
-diffusers trains for the whole budget (reference.py) and is scored at its end. ddpm trains for 5 %
-of the budget, then for 10 %, 15 %, 20 %, 30 %, 50 % and 100 %, until a run has at most the
+diffusers trains for the whole budget (reference.py) and is scored at its end. ddpm trains for 2 %
+of the budget, then for 5 %, 10 %, 15 %, 20 %, 30 %, 50 % and 100 %, until a run has at most the
 distances of diffusers in all feature spaces. The speed-up is the budget divided by the time of
 that run. It is measured for the best static recipe and for everything that won (recipes.py).
 
@@ -20,8 +20,8 @@ snapshots, sampling, and preparing the images and their moments. Both networks h
 structure, batch size and images. Both are scored with the same number of images by DPM-Solver++ in
 20 steps with x0 clipped, each with its own implementation. Scores are means over seeds.
 
-With --decompose, `throughput` is the ratio of the times of a step with diffusers' recipe in ddpm.
-By assumption, this recipe has the scores of diffusers after the same number of steps. Then the
+With --decompose, diffusers' recipe also runs in ddpm. `throughput` is the ratio of the times of a
+step, and `network` the rest of that recipe's speed-up: other initial weights and rounding. Then the
 parametrization, the objective and the rest are changed one after the other. Each factor is the
 ratio of the interpolated times before and after a change; the product is the whole speed-up.
 
@@ -42,7 +42,7 @@ from typing import Any
 from benchmarks import reference
 from benchmarks.networks import Network
 from benchmarks.peers import machine, versions
-from benchmarks.recipes import ALL, CHAIN, COMMON, FACTORS, recipes
+from benchmarks.recipes import ALL, CHAIN, COMMON, FACTORS, THEIR_RECIPE, recipes
 from ddpm_core.comparison.cost import Cost, Other, measured
 from ddpm_core.comparison.experiment import Arm, Experiment, Run, checked, merged
 from ddpm_core.comparison.runs import SCORES, Outcome, Score, Shared, finish
@@ -57,7 +57,7 @@ from ddpm_core.storage.lease import hold
 from ddpm_core.storage.workspace import Workspace, fingerprint
 from ddpm_core.text import counted
 
-SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # of the budget
+SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # of the budget
 DIFFUSERS = "diffusers"
 
 
@@ -105,15 +105,12 @@ def crossing(lags: Mapping[float, float]) -> tuple[float | None, float | None]:
 
 def factors(cost: Cost, ladders: Mapping[str, Ladder]) -> dict[str, float | None]:
     """Return the factors of the interpolated speed-up; None: a recipe does not reach the scores."""
-    shares: dict[str, float | None] = {name: ladders[name].interpolated for name in CHAIN[1:]}
-    shares[CHAIN[0]] = cost.seconds[CHAIN[0]] / cost.seconds[DIFFUSERS]
-    found: dict[str, float | None] = {}
-    before: float | None = 1.0
-    for factor, name in zip(FACTORS, CHAIN, strict=True):
-        share = shares[name]
-        found[factor] = before / share if before and share else None
-        before = share
-    return found
+    step = cost.seconds[THEIR_RECIPE] / cost.seconds[DIFFUSERS]
+    shares = [1.0, step, *(ladders[name].interpolated for name in CHAIN)]
+    return {
+        factor: before / share if before and share else None
+        for factor, before, share in zip(FACTORS, shares, shares[1:], strict=False)
+    }
 
 
 def mean(scores: Sequence[Scores]) -> Scores:
@@ -146,7 +143,7 @@ class Speedrun:
                 f"--budget: got {experiment.budget}, which is {counted(self.steps, 'step')} of "
                 f"diffusers; must be longer than its warm-up of {reference.WARMUP} steps."
             )
-        names = ["static", ALL, *(CHAIN[1:-1] if decompose else ())]
+        names = ["static", ALL, *(CHAIN[:-1] if decompose else ())]
         self.ladders = {name: Ladder() for name in names}
         for share in SHARES:
             part = experiment.model_copy(update={"budget": f"{share * experiment.seconds:f}"})
@@ -232,7 +229,7 @@ class Speedrun:
 
     def _report(self, theirs: Scores, distances: Sequence[str]) -> dict[str, Any]:
         found = {name: ladder.reached for name, ladder in self.ladders.items()}
-        decomposed = all(name in self.ladders for name in CHAIN[1:])
+        decomposed = all(name in self.ladders for name in CHAIN)
         return {
             "speedup": {name: 1 / share if share else None for name, share in found.items()},
             "factors": factors(self.cost, self.ladders) if decomposed else None,

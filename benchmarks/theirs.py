@@ -11,13 +11,17 @@ from diffusers.training_utils import EMAModel
 from torch.nn import functional
 
 from benchmarks.networks import Network
+from ddpm_core.models.config import group_count
 from ddpm_core.runtime.device import autocast
 
 CPU = torch.device("cpu")
 
 
 def unet(network: Network) -> UNet2DModel:
-    """Return the UNet2DModel of the same structure, with 32 groups per norm as in the example."""
+    """Return the UNet2DModel of the same structure, with as many groups per norm as that of ddpm.
+
+    The default of 32 groups would erase the time embedding of levels with 32 channels.
+    """
     model = network.config.model
     sizes = [network.image_size // 2**level for level in range(len(model.multipliers))]
     attends = [size in model.attention for size in sizes]
@@ -30,6 +34,7 @@ def unet(network: Network) -> UNet2DModel:
         down_block_types=tuple("AttnDownBlock2D" if a else "DownBlock2D" for a in attends),
         up_block_types=tuple("AttnUpBlock2D" if a else "UpBlock2D" for a in reversed(attends)),
         attention_head_dim=None,
+        norm_num_groups=group_count(model.channels),
         dropout=model.dropout,
     )
 

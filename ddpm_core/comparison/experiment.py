@@ -33,7 +33,9 @@ Rates = Annotated[
 
 # What a method may set. Everything else is the same for all runs.
 _OF_METHOD = re.compile(r"(model|diffusion|train)\.|sample\.(guid|ema$)")
-_OF_COMPARISON = ("train.steps", "train.milestone_every", "train.processes", "train.grid")
+_OF_COMPARISON = tuple(
+    f"train.{name}" for name in ("steps", "milestone_every", "processes", "grid", "validate_every")
+)
 
 
 class Method(Section):
@@ -107,7 +109,8 @@ class Experiment(Section):
             "count": self.samples,
             "checkpoints": "all",
         }
-        fixed = {"workspace": folder, "sample": sampler, "train.processes": 1, "train.grid": 0}
+        train = {"train.processes": 1, "train.grid": 0, "train.validate_every": 0}
+        fixed = {"workspace": folder, "sample": sampler, **train}
         for settings in (self.settings, source, own, fixed, _steps(PARTS * 1000), changes):
             given = merged(given, settings)
         return validate(given)
