@@ -55,7 +55,7 @@ def test_img2dataset_shards_are_images_with_captions(
     assert (len(data), data.classes) == (12, [])
     assert texts(data.captions)[3:5] == ["image 000000003", "image 000010000"]
     assert data.manifest.ignored == {"parquet": 3, "json": 15}
-    assert len(data.manifest.source["archives_sha256"]) == 64
+    assert len(data.manifest.source["shards_sha256"]) == 64
     assert "Reading 3 archives as one source" in capsys.readouterr().err
     workspace = Workspace.open(str(tmp_path / "workspace"))
     assert stale(config(root), workspace) is None
