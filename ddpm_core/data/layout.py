@@ -53,7 +53,8 @@ def find_layout(listing: Listing) -> Layout:
     found = [rules.meaning(_parent(entry.name)) for entry in listing.images]
     for entry, meaning in zip(listing.images, found, strict=True):
         label = labels.get(names.stem(entry.name)) or entry.class_name
-        layout.classes.append(names.shown(label) if label else meaning.class_name)
+        folder = None if listing.unlabelled else meaning.class_name
+        layout.classes.append(names.shown(label) if label else folder)
         layout.held_out.append(lists.get(entry.name, meaning.held_out))
     _drop_rare_classes(layout)
     _omit_unlabelled_splits(listing, layout, [meaning.split for meaning in found])

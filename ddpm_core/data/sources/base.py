@@ -69,6 +69,7 @@ class Listing:
     notes: list[str] = field(default_factory=list)  # messages for the user
     hidden: set[str] = field(default_factory=set)  # files and folders that were skipped
     columns: set[str] = field(default_factory=set)  # of parquet files
+    unlabelled: bool = False  # folders are not classes
 
 
 def size_problem(size: int) -> str:
@@ -144,6 +145,7 @@ def make_listing(found: Iterable[Item], columns: Columns = FIND) -> Listing:
             listing.batches += [entry] if _CIFAR_BATCH.search(item.name) else []
             listing.shards += [entry] if names.shard_kind(item.name) else []
     listing.images = sorted(images.values(), key=lambda entry: names.to_bytes(entry.name))
+    listing.unlabelled = sidecars.unlabelled
     if sidecars.used:
         listing.images = [
             Entry(entry.name, entry.size, entry.ref, *sidecars.of(entry.name))

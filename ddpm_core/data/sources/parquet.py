@@ -24,8 +24,9 @@ _MARK = b"PAR1"
 # Objects made from the footer take up to 200 times its size.
 FOOTER_SHARE, FOOTER_FLOOR = 8, 2**21  # at most 1 / FOOTER_SHARE of the file + FOOTER_FLOOR bytes
 _BUFFER = 2**20  # bytes read at once
-_BATCH_BYTES, _BATCH_ROWS = 2**27, 256
+_BATCH_BYTES, _BATCH_ROWS = 2**26, 256
 _SHOWN = 20  # columns in a message
+_CONTENT = {"image": "encoded images", "label": "numbers or text", "caption": "text"}
 
 
 class _Chosen(NamedTuple):
@@ -48,14 +49,14 @@ class Parquet:
         """Return the rows as images, with their class and caption. Raises UserError."""
         with self._user_errors(), self._opened() as file:
             chosen, notes = self._choose(file.schema_arrow)
-            count = file.metadata.num_rows
+            count = sum(_group_rows(file))
             if count > entries_limit(self._path):
                 raise Excess(f"has {count:,} rows")
             unpacked, _ = self._page_sizes(file, [chosen.image])
             size = unpacked // max(1, count)
-            facts = self._facts(file, chosen)
+            facts = zip(range(count), self._facts(file, chosen), strict=False)
             return Listing(
-                images=[Entry(f"{row:08d}", size, row, *next(facts)) for row in range(count)],
+                images=[Entry(f"{row:08d}", size, row, *found) for row, found in facts],
                 notes=notes,
                 columns=set(file.schema_arrow.names),
             )
@@ -66,7 +67,8 @@ class Parquet:
         with self._user_errors(), self._opened() as file:
             image = self._choose(file.schema_arrow)[0].image
             for start, columns in self._batches(file, [image], lambda row: row in positions):
-                for row, value in enumerate(columns[0], start):
+                (column,) = columns.values()
+                for row, value in enumerate(column, start):
                     position = positions.get(row)
                     if position is not None:
                         yield position, _payload(entries[position].name, value)
@@ -78,15 +80,16 @@ class Parquet:
             while True:
                 yield None, None
         for start, columns in self._batches(file, paths, lambda row: True):
-            rows = zip(*(column.to_pylist() for column in columns), strict=True)
+            # pyarrow returns columns in the order of the file.
+            rows = zip(*(columns[path].to_pylist() for path in paths), strict=True)
             for row, values in enumerate(rows, start):
                 label = _class(values[0], chosen.names, row) if chosen.label else None
                 yield label, caption_text(values[-1]) if chosen.caption else None
 
     def _batches(
         self, file: Any, paths: Sequence[str], wanted: Callable[[int], bool]
-    ) -> Iterator[tuple[int, list[Any]]]:
-        """Yield the number of the first row, and the columns, of batches of rows.
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the number of the first row, and the columns by name, of batches of rows.
 
         Row groups without a wanted row are skipped.
         """
@@ -94,13 +97,15 @@ class Parquet:
         # No value is larger than its page, but a page may repeat one of its dictionary.
         rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, largest)))
         start, unpacked = 0, 0
-        for group in range(file.num_row_groups):
-            end = start + file.metadata.row_group(group).num_rows
+        for group, count in enumerate(_group_rows(file)):
+            end = start + count
             if any(map(wanted, range(start, end))):
                 for batch in file.iter_batches(rows, [group], list(paths), use_threads=False):
-                    unpacked += batch.nbytes
+                    leaves = map(_leaf, batch.columns)
+                    columns = dict(zip(batch.schema.names, leaves, strict=True))
+                    unpacked += sum(column.nbytes for column in columns.values())
                     self._check_unpacked(unpacked)
-                    yield start, [_leaf(column) for column in batch.columns]
+                    yield start, columns
                     start += batch.num_rows
                 if start != end:
                     raise ValueError(f"row group {group} ends at row {start:,} instead of {end:,}")
@@ -191,8 +196,7 @@ class Parquet:
             return name if name in usable else None
         raise UserError(
             f"prepare.{kind}_column: got {name!r}; must be a column of {self._uri} with "
-            f"{'images' if kind == 'image' else 'text' if kind == 'caption' else 'classes'}. Its "
-            f"columns are {_columns_text(schema)}."
+            f"{_CONTENT[kind]}. Its columns are {_columns_text(schema)}."
         )
 
     @contextmanager
@@ -223,6 +227,14 @@ def is_parquet(path: Path) -> bool:
         return file.read(len(_MARK)) == _MARK
 
 
+def _group_rows(file: Any) -> list[int]:
+    """Return the number of rows in each row group. The total in the footer may be another."""
+    rows = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    if min(rows, default=0) < 0:
+        raise ValueError(f"a row group of {min(rows):,} rows")
+    return rows
+
+
 def _payload(name: str, value: Any) -> Payload:
     content = value.as_py()
     if content is None:
@@ -232,8 +244,12 @@ def _payload(name: str, value: Any) -> Payload:
 
 
 def _leaf(column: Any) -> Any:
-    """Return the only field of a struct, null where the struct is null, or the column itself."""
-    return column.flatten()[0] if _is_struct(column.type) else column
+    """Return a column, or the only field of a struct, as plain values.
+
+    A dictionary's values are repeated for each row, because `nbytes` would count them only once.
+    """
+    values = column.flatten()[0] if _types().is_struct(column.type) else column
+    return values.dictionary_decode() if _types().is_dictionary(values.type) else values
 
 
 def _class(value: Any, class_names: list[Any] | None, row: int) -> str | None:
@@ -254,29 +270,33 @@ def _features(schema: Any) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def _is_struct(kind: Any) -> bool:
-    return bool(require("pyarrow", "parquet").types.is_struct(kind))
+def _types() -> Any:
+    return require("pyarrow", "parquet").types
+
+
+def _plain(kind: Any) -> Any:
+    """Return the type of the values of a dictionary, which pandas writes for categories."""
+    return kind.value_type if _types().is_dictionary(kind) else kind
 
 
 def _is_binary(kind: Any) -> bool:
-    types = require("pyarrow", "parquet").types
-    return bool(types.is_binary(kind) or types.is_large_binary(kind))
+    plain = _plain(kind)
+    return bool(_types().is_binary(plain) or _types().is_large_binary(plain))
 
 
 def _is_image(kind: Any) -> bool:
-    if not _is_struct(kind):
+    if not _types().is_struct(kind):
         return _is_binary(kind)
     return any(field.name == "bytes" and _is_binary(field.type) for field in kind)
 
 
 def _is_text(kind: Any) -> bool:
-    types = require("pyarrow", "parquet").types
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    return bool(types.is_string(kind) or types.is_large_string(kind))
+    plain = _plain(kind)
+    return bool(_types().is_string(plain) or _types().is_large_string(plain))
 
 
 def _is_label(kind: Any) -> bool:
-    return bool(_is_text(kind) or require("pyarrow", "parquet").types.is_integer(kind))
+    return bool(_is_text(kind) or _types().is_integer(_plain(kind)))
 
 
 def _columns_text(schema: Any) -> str:

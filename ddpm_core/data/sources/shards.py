@@ -82,6 +82,7 @@ class Shards:
         found.pickles += [prefix + name for name in listing.pickles]
         found.ignored += listing.ignored
         found.columns |= listing.columns
+        found.unlabelled |= listing.unlabelled
         # Shards of the same kind have the same messages.
         found.notes += [note for note in listing.notes if note not in found.notes]
 

@@ -11,7 +11,7 @@ from ddpm_core.data import names
 LABEL = "label"  # the column or key of the class, unless prepare.label_column names another
 SIDECAR_BYTES = 2**20  # of a .json file beside an image; larger ones are ignored
 LABEL_LIST = "dataset.json"  # the labels of all images, as EDM and StyleGAN write them
-LABEL_LIST_BYTES = 2**28
+LABEL_LIST_BYTES = 2**26  # Python objects take ten times as many
 
 
 class Columns(NamedTuple):
@@ -57,6 +57,7 @@ class Sidecars:
 
     columns: Columns
     used: set[str] = field(default_factory=set)  # names of the files with facts
+    unlabelled: bool = False  # a list says that the images have no classes
     _facts: dict[str, Facts] = field(default_factory=dict)
 
     def read(self, name: str, content: bytes) -> None:
@@ -73,7 +74,9 @@ class Sidecars:
         )
         kept = {image: facts for image, facts in found.items() if facts != Facts()}
         self._facts |= kept
-        self.used |= {name} if kept else set()
+        unlabelled = file == LABEL_LIST and value == {"labels": None}
+        self.unlabelled |= unlabelled
+        self.used |= {name} if kept or unlabelled else set()
 
     def of(self, image: str) -> Facts:
         """Return the facts about an image."""
