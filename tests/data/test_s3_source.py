@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -57,6 +58,12 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
     client, name = boto3.client("s3"), f"data-{uuid.uuid4().hex[:12]}"
     client.create_bucket(Bucket=name)
     return client, name
+
+
+def npy(array: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
 
 
 def upload(client: Any, bucket: str, root: Path, prefix: str) -> None:
@@ -219,13 +226,13 @@ def test_parquet_and_arrays_in_s3_are_read(tmp_path: Path, bucket: tuple[Any, st
         pixels = np.random.default_rng(number).integers(0, 256, (3, 8, 8, 3), np.uint8)
         contents = [encoded(Image.fromarray(array)) for array in pixels]
         write_parquet(tmp_path / f"hub/data/{split}-0.parquet", {"image": images(contents)})
-        np.save(tmp_path / f"{split}.npy", pixels)
-        upload(*bucket, tmp_path / "hub", "hub")
-        upload(*bucket, tmp_path, "arrays")
+        write(tmp_path / f"arrays/{split}.npy", npy(pixels))
+    upload(*bucket, tmp_path / "hub", "hub")
+    upload(*bucket, tmp_path / "arrays", "arrays")
     data = prepared(tmp_path / "a", f"s3://{bucket[1]}/hub", max_rejected=0.0)
     assert (len(data), data.manifest.holdout_count) == (3, 3)
-    for key in ("hub/data/train-0.parquet", "arrays/train.npy"):
-        found = prepared(tmp_path / key, f"s3://{bucket[1]}/{key}", max_rejected=0.0)
+    for name, key in (("b", "hub/data/train-0.parquet"), ("c", "arrays/train.npy")):
+        found = prepared(tmp_path / name, f"s3://{bucket[1]}/{key}", max_rejected=0.0)
         assert np.array_equal(found.images[np.arange(3)], data.images[np.arange(3)])
         assert found.manifest.source["etag"]
 
