@@ -143,6 +143,12 @@ def test_pickled_arrays_are_never_read(tmp_path: Path) -> None:
     assert listing.notes[1].startswith("Ignored arrays: arr_1 (Python objects, which are pickled")
 
 
+def test_npz_with_too_many_arrays_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", *(SAMPLES[:1] for _ in range(101)))
+    with pytest.raises(UserError, match=r"x.npz has 101 arrays; at most 100 are read, too many"):
+        check_data(tmp_path / "x.npz")
+
+
 def test_ambiguous_archives_of_arrays_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x_train=SAMPLES, x_test=SAMPLES)
     with pytest.raises(UserError, match=r"several arrays of images; it contains x_train: uint8"):

@@ -26,6 +26,7 @@ from ddpm_core.errors import UserError
 _NPY = b"\x93NUMPY"
 _ZIP = b"PK\x03\x04"
 _CHANNELS = (1, 3)
+_MOST = 100  # arrays in a file; each is opened for its header
 _SHOWN = 10  # arrays in a message
 
 
@@ -86,6 +87,8 @@ class Arrays:
             return {"": self._head("", self._path.stat().st_size)}
         with zipfile.ZipFile(self._path) as archive:
             sizes = {member.filename: member.file_size for member in archive.infolist()}
+        if len(sizes) > _MOST:
+            raise Excess(f"has {len(sizes):,} arrays; at most {_MOST} are read")
         if sum(sizes.values()) > unpacked_limit(self._path):
             raise Excess(f"unpacks to more than {unpacked_limit(self._path):,} bytes")
         return {name: self._head(name, size) for name, size in sizes.items()}
