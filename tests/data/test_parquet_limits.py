@@ -21,7 +21,7 @@ from support.tables import class_label, images, write_parquet
 
 from ddpm_core.data.check import check_data
 from ddpm_core.data.sources import base, limits, parquet
-from ddpm_core.data.sources.pages import page_sizes
+from ddpm_core.data.sources.pages import page_sizes, row_groups
 from ddpm_core.data.sources.parquet import Parquet
 from ddpm_core.errors import UserError
 
@@ -219,6 +219,23 @@ def test_damage_found_while_reading_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(content[: middle - 4] + b"\xff\xff\xff\x7f" + content[middle:])
     with pytest.raises(UserError, match="The parquet file x is damaged or of an unsupported kind"):
         list(source.read(entries))
+
+
+def test_footer_is_read_as_pyarrow_reads_it(tmp_path: Path) -> None:
+    columns = {"image": images(PICTURES), "label": [0, 1] * 3, "text": list("abcdef")}
+    path = write_parquet(tmp_path / "x.parquet", columns, {}, row_group_size=4)
+    content, expected = path.read_bytes(), pq.read_metadata(path)
+    footer = content[-8 - int.from_bytes(content[-8:-4], "little") : -8]
+    for number, group in enumerate(row_groups(footer)):
+        facts = expected.row_group(number)
+        chunks = [facts.column(leaf) for leaf in range(facts.num_columns)]
+        assert group.rows == facts.num_rows
+        assert group.columns == [
+            (chunk.dictionary_page_offset, chunk.total_compressed_size) for chunk in chunks
+        ]
+    for end in range(len(footer)):
+        with pytest.raises(ValueError, match=r"footer is damaged|unknown type|negative"):
+            row_groups(footer[:end])
 
 
 def seeds() -> list[bytes]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ddpm_core.data.names import one_line
 from ddpm_core.data.sources.base import Entry, Listing, Payload, Rejection, size_problem
 from ddpm_core.data.sources.limits import entries_limit, file_facts, unpacked_limit, user_errors
-from ddpm_core.data.sources.pages import page_sizes
+from ddpm_core.data.sources.pages import RowGroup, page_sizes, row_groups
 from ddpm_core.data.sources.sidecars import FIND, LABEL, Columns, caption_text, class_text
 from ddpm_core.data.sources.unpacking import Excess
 from ddpm_core.errors import UserError, require
@@ -23,6 +23,7 @@ from ddpm_core.errors import UserError, require
 _MARK = b"PAR1"
 # Objects made from the footer take up to 200 times its size.
 FOOTER_SHARE, FOOTER_FLOOR = 8, 2**21  # at most 1 / FOOTER_SHARE of the file + FOOTER_FLOOR bytes
+FOOTER_BYTES = 2**25  # and at most so many
 _BUFFER = 2**20  # bytes read at once
 _BATCH_BYTES, _BATCH_ROWS = 2**26, 256
 _SHOWN = 20  # columns in a message
@@ -38,6 +39,13 @@ class _Chosen(NamedTuple):
     caption: str | None
 
 
+class _Opened(NamedTuple):
+    """A file that pyarrow has opened, and its row groups."""
+
+    reader: Any
+    groups: list[RowGroup]
+
+
 class Parquet:
     """The images of a parquet file."""
 
@@ -48,8 +56,9 @@ class Parquet:
     def listing(self) -> Listing:
         """Return the rows as images, with their class and caption. Raises UserError."""
         with self._user_errors(), self._opened() as file:
-            chosen, notes = self._choose(file.schema_arrow)
-            count = sum(_group_rows(file))
+            schema = file.reader.schema_arrow
+            chosen, notes = self._choose(schema)
+            count = sum(group.rows for group in file.groups)
             if count > entries_limit(self._path):
                 raise Excess(f"has {count:,} rows")
             unpacked, _ = self._page_sizes(file, [chosen.image])
@@ -58,14 +67,14 @@ class Parquet:
             return Listing(
                 images=[Entry(f"{row:08d}", size, row, *found) for row, found in facts],
                 notes=notes,
-                columns=set(file.schema_arrow.names),
+                columns=set(schema.names),
             )
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
         """Yield encoded images in the order of the file."""
         positions = {entry.ref: position for position, entry in enumerate(entries)}
         with self._user_errors(), self._opened() as file:
-            image = self._choose(file.schema_arrow)[0].image
+            image = self._choose(file.reader.schema_arrow)[0].image
             for start, columns in self._batches(file, [image], lambda row: row in positions):
                 (column,) = columns.values()
                 for row, value in enumerate(column, start):
@@ -73,7 +82,7 @@ class Parquet:
                     if position is not None:
                         yield position, _payload(entries[position].name, value)
 
-    def _facts(self, file: Any, chosen: _Chosen) -> Iterator[tuple[str | None, str | None]]:
+    def _facts(self, file: _Opened, chosen: _Chosen) -> Iterator[tuple[str | None, str | None]]:
         """Yield class and caption of each row."""
         paths = [path for path in (chosen.label, chosen.caption) if path]
         if not paths:
@@ -87,7 +96,7 @@ class Parquet:
                 yield label, caption_text(values[-1]) if chosen.caption else None
 
     def _batches(
-        self, file: Any, paths: Sequence[str], wanted: Callable[[int], bool]
+        self, file: _Opened, paths: Sequence[str], wanted: Callable[[int], bool]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the number of the first row, and the columns by name, of batches of rows.
 
@@ -97,10 +106,11 @@ class Parquet:
         # No value is larger than its page, but a page may repeat one of its dictionary.
         rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, largest)))
         start, unpacked = 0, 0
-        for group, count in enumerate(_group_rows(file)):
-            end = start + count
+        for number, group in enumerate(file.groups):
+            end = start + group.rows
             if any(map(wanted, range(start, end))):
-                for batch in file.iter_batches(rows, [group], list(paths), use_threads=False):
+                found = file.reader.iter_batches(rows, [number], list(paths), use_threads=False)
+                for batch in found:
                     leaves = map(_leaf, batch.columns)
                     columns = dict(zip(batch.schema.names, leaves, strict=True))
                     unpacked += sum(column.nbytes for column in columns.values())
@@ -108,21 +118,20 @@ class Parquet:
                     yield start, columns
                     start += batch.num_rows
                 if start != end:
-                    raise ValueError(f"row group {group} ends at row {start:,} instead of {end:,}")
+                    raise ValueError(f"row group {number} ends at row {start:,} instead of {end:,}")
             start = end
 
-    def _page_sizes(self, file: Any, paths: Sequence[str]) -> tuple[int, int]:
+    def _page_sizes(self, file: _Opened, paths: Sequence[str]) -> tuple[int, int]:
         """Return the unpacked bytes of all pages of some columns, and of the largest."""
         total = largest = 0
+        schema = file.reader.schema
+        leaves = [n for n in range(len(schema)) if schema.column(n).path in paths]
         with self._path.open("rb") as raw:
-            for group in range(file.num_row_groups):
-                facts = file.metadata.row_group(group)
-                for chunk in map(facts.column, range(facts.num_columns)):
-                    if chunk.path_in_schema not in paths:
-                        continue
-                    start, before = chunk.data_page_offset, chunk.dictionary_page_offset
-                    start = before if before is not None and 0 < before < start else start
-                    for size in page_sizes(raw, start, chunk.total_compressed_size):
+            for group in file.groups:
+                if len(group.columns) != len(schema):
+                    raise ValueError(f"a row group has {len(group.columns):,} columns")
+                for leaf in leaves:
+                    for size in page_sizes(raw, *group.columns[leaf]):
                         total, largest = total + size, max(largest, size)
                         self._check_unpacked(total)
         return total, largest
@@ -200,22 +209,33 @@ class Parquet:
         )
 
     @contextmanager
-    def _opened(self) -> Iterator[Any]:
+    def _opened(self) -> Iterator[_Opened]:
         """Open the file with pyarrow, unless its footer is too large."""
-        size = self._path.stat().st_size
-        with self._path.open("rb") as raw:
-            raw.seek(max(0, size - 8))
-            end = raw.read(8)
-        footer, limit = int.from_bytes(end[:4], "little"), size // FOOTER_SHARE + FOOTER_FLOOR
-        if not end.endswith(_MARK) or size < 12:
-            raise ValueError("it has no footer, so it is incomplete or encrypted")
-        if footer > limit:
-            raise Excess(f"has a footer of {footer:,} bytes; at most {limit:,} are read")
+        groups = self._groups()
         # Without pre_buffer, and with a buffer, pages are read one by one, not by column.
         with require("pyarrow.parquet", "parquet").ParquetFile(
             self._path, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True
-        ) as file:
-            yield file
+        ) as reader:
+            yield _Opened(reader, groups)
+
+    def _groups(self) -> list[RowGroup]:
+        """Return the row groups of the file. Raises Excess if its footer is too large."""
+        size = self._path.stat().st_size
+        limit = min(FOOTER_BYTES, size // FOOTER_SHARE + FOOTER_FLOOR)
+        with self._path.open("rb") as raw:
+            raw.seek(max(0, size - 8))
+            end = raw.read(8)
+            footer = int.from_bytes(end[:4], "little")
+            if not end.endswith(_MARK) or footer > size - 12:
+                raise ValueError("it has no footer, so it is incomplete or encrypted")
+            if footer > limit:
+                raise Excess(f"has a footer of {footer:,} bytes; at most {limit:,} are read")
+            raw.seek(size - 8 - footer)
+            groups = row_groups(raw.read(footer))
+        # Columns that share bytes could unpack them without end.
+        if sum(length for group in groups for _, length in group.columns) > size:
+            raise ValueError("its columns are larger than the file")
+        return groups
 
     def _user_errors(self) -> AbstractContextManager[None]:
         return user_errors(self._uri, "parquet file", "use image files in a directory")
@@ -225,14 +245,6 @@ def is_parquet(path: Path) -> bool:
     """Return whether a file begins like a parquet file."""
     with path.open("rb") as file:
         return file.read(len(_MARK)) == _MARK
-
-
-def _group_rows(file: Any) -> list[int]:
-    """Return the number of rows in each row group. The total in the footer may be another."""
-    rows = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-    if min(rows, default=0) < 0:
-        raise ValueError(f"a row group of {min(rows):,} rows")
-    return rows
 
 
 def _payload(name: str, value: Any) -> Payload:
