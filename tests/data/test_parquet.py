@@ -79,6 +79,17 @@ def test_shards_have_the_splits_in_their_names(
     assert report.suggested["model"]["conditioning"] == "class"
 
 
+def test_test_split_without_labels_is_left_out(tmp_path: Path) -> None:
+    """As in ImageNet, where the labels of the test split are -1."""
+    splits = {"train": ([0, 1, 0], 0), "validation": ([1, 0], 3), "test": ([-1, -1], 5)}
+    for split, (labels, first) in splits.items():
+        columns = {"image": PICTURES[first : first + len(labels)], "label": labels}
+        path = tmp_path / f"hub/data/{split}-00000-of-00001.parquet"
+        write_parquet(path, columns, {"label": class_label("cat", "dog")})
+    data = prepared(tmp_path, tmp_path / "hub", max_rejected=0.0)
+    assert (len(data), data.manifest.holdout_count, data.classes) == (3, 2, ["cat", "dog"])
+
+
 def test_number_of_shards_does_not_matter(tmp_path: Path) -> None:
     found = set()
     for count in (1, 3, 8):

@@ -238,6 +238,28 @@ def test_footer_is_read_as_pyarrow_reads_it(tmp_path: Path) -> None:
             row_groups(footer[:end])
 
 
+def test_footer_that_aborts_pyarrow_is_an_error(tmp_path: Path) -> None:
+    """`ParquetFile.metadata.row_group(0).column(1)` ends the process for such a file."""
+    path = write_parquet(tmp_path / "x.parquet", {"image": PICTURES, "text": list("abcdef")})
+    content = path.read_bytes()
+    optional, required = b"\x25\x02\x18\x04text", b"\x25\x00\x18\x04text"
+    assert content.count(optional) == 1
+    path.write_bytes(content.replace(optional, required))
+    with pytest.raises(UserError, match="histogram size mismatch"):
+        check_data(path)
+
+
+def test_columns_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", {"image": [bytes(2**20)]}, compression="none")
+    content = path.read_bytes()
+    length = pq.read_metadata(path).row_group(0).column(0).total_compressed_size
+    true, false = varint(2 * length), varint(2 * (2**21 - 1))
+    assert content.count(b"\x16" + true) >= 1 and len(true) == len(false)
+    path.write_bytes(content.replace(b"\x16" + true, b"\x16" + false))
+    with pytest.raises(UserError, match="its columns are larger than the file"):
+        check_data(path)
+
+
 def seeds() -> list[bytes]:
     columns = {"image": images(PICTURES), "label": [0, 1] * 3, "text": list("abcdef")}
     found = []
