@@ -7,7 +7,7 @@
 
 # Lists of requirements alone: other changes of pyproject.toml do not install all again.
 FROM python:3.11-slim AS requirements
-ARG EXTRAS=s3,tracking,eval,dvc,pipeline
+ARG EXTRAS=s3,parquet,tracking,eval,dvc,pipeline
 WORKDIR /build
 COPY pyproject.toml .
 RUN mkdir /opt/ddpm \
@@ -15,8 +15,8 @@ RUN mkdir /opt/ddpm \
     project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
     extras = [project['optional-dependencies'][name] for name in '$EXTRAS'.split(',') if name]; \
     print(*project['dependencies'], *sum(extras, []), sep='\n')" > /opt/ddpm/requirements.txt
-# The light image leaves these out. MLflow requires the last two, but only to log figures and tables.
-RUN printf '%s\n' torch torchvision torch-fidelity matplotlib pyarrow > /opt/ddpm/not-light.txt
+# The light image leaves these out. MLflow requires the last one, but only to log figures.
+RUN printf '%s\n' torch torchvision torch-fidelity matplotlib > /opt/ddpm/not-light.txt
 COPY requirements.lock scripts/install-locked /opt/ddpm/
 
 # Building our own code requires none of the libraries: a change of it rebuilds only this stage.

@@ -15,7 +15,8 @@ class Prepare(Section):
 
     source: str = Field(
         "digits",
-        description="digits, cifar10, dtd, a folder, a zip or tar, s3://... or dvc:REPO#PATH@REV",
+        description="digits, cifar10, dtd, a folder, a zip, tar, parquet, npy or npz file, "
+        "s3://... or dvc:REPO#PATH@REV",
     )
     image_size: Annotated[int, Field(ge=4, le=1024)] = Field(
         16, description="width and height in pixels"
@@ -37,7 +38,14 @@ class Prepare(Section):
     )
     caption: str = Field("a photo of a {class}", description="caption of images without one")
     caption_column: Annotated[str, Field(min_length=1)] = Field(
-        "text", description="column of metadata.csv or key of metadata.jsonl with the captions"
+        "text", description="column or key with the captions: parquet, metadata.csv, .json(l)"
+    )
+    image_column: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="column of parquet files with the images; null: found by its type"
+    )
+    label_column: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="column of parquet files or key of .json files with the class; null: found",
     )
     workers: Auto | Processes = Field(
         "auto", description="processes that decode images; auto: one per CPU core"

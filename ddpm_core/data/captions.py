@@ -29,22 +29,26 @@ SEPARATORS = ",;\t|"
 def read_captions(listing: Listing, column: str, notes: list[str]) -> list[str | None]:
     """Return the caption of each image from the files of the source, or None.
 
-    Captions come from a text beside the image; from metadata.csv or metadata.jsonl, as in Hugging
-    Face's ImageFolder, with the columns "file_name" and `column`; and from captions.jsonl with
-    lines {"file": ..., "caption": ...}. If an image has several, the last of these wins. File names
-    in a list are relative to its folder. Adds messages for the user to `notes`.
+    Captions come from a text beside the image; from the column or key `column` of a parquet or
+    .json file; from metadata.csv or metadata.jsonl, as in Hugging Face's ImageFolder, with the
+    columns "file_name" and `column`; and from captions.jsonl with lines {"file": ..., "caption":
+    ...}. If an image has several, the last of these wins. File names in a list are relative to its
+    folder. Adds messages for the user to `notes`.
 
     Raises:
         UserError: a list or text cannot be read, or no list can have the chosen column.
     """
     lists = {name.rpartition("/")[2] for name in listing.texts} & {*CAPTION_LISTS} - {OUR_LIST}
-    if column != Prepare().caption_column and not lists:
+    images = [composed(entry.name) for entry in listing.images]
+    pairs = zip(images, listing.images, strict=True)
+    stored = {image: entry.caption for image, entry in pairs if entry.caption is not None}
+    if column != Prepare().caption_column and not (lists or stored):
         raise UserError(
             f"prepare.caption_column: got {column!r}, but the source has no metadata.csv or "
-            "metadata.jsonl with columns to choose from. Remove the setting."
+            "metadata.jsonl with columns to choose from, and no .json file or parquet column with "
+            "captions of this name. Remove the setting."
         )
-    images = [composed(entry.name) for entry in listing.images]
-    found = _beside(listing, images)
+    found = _beside(listing, images) | stored
     # Later lists override earlier ones, and texts beside images.
     for file in CAPTION_LISTS:
         lines = _from_lists(listing, file, column, notes)

@@ -78,7 +78,7 @@ def check_data(source: str | Path, settings: Prepare | None = None) -> DataRepor
         tempfile.TemporaryDirectory(prefix="ddpm-check-data-") as scratch,
         open_source(settings, downloads or Path(scratch)) as opened,
     ):
-        recognised, listing = recognise(opened)
+        recognised, listing = recognise(opened, settings)
         require_images(listing, settings)
         layout = find_layout(listing)
         texts = _read_captions(listing, layout, settings)

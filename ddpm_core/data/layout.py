@@ -52,7 +52,9 @@ def find_layout(listing: Listing) -> Layout:
     lists, labels = _file_lists(listing), _labels(listing)
     found = [rules.meaning(_parent(entry.name)) for entry in listing.images]
     for entry, meaning in zip(listing.images, found, strict=True):
-        layout.classes.append(labels.get(names.stem(entry.name)) or meaning.class_name)
+        label = labels.get(names.stem(entry.name)) or entry.class_name
+        folder = None if listing.unlabelled else meaning.class_name
+        layout.classes.append(names.shown(label) if label else folder)
         layout.held_out.append(lists.get(entry.name, meaning.held_out))
     _drop_rare_classes(layout)
     _omit_unlabelled_splits(listing, layout, [meaning.split for meaning in found])
@@ -78,8 +80,8 @@ def _drop_rare_classes(layout: Layout) -> None:
     dropped = sorted({name for name in layout.classes if name is not None})
     if dropped:
         layout.notes.append(
-            "Most training images are in no class folder, so the data have no classes. All images "
-            f"are used, also those in {_first_names(dropped)}."
+            "Most training images have no label and are in no class folder, so the data have no "
+            f"classes. All images are used, also those in {_first_names(dropped)}."
         )
     layout.classes = [None] * len(layout.classes)
 
@@ -112,7 +114,7 @@ def _reject_strays(listing: Listing, layout: Layout) -> None:
     """Reject images without a class if others have one."""
     strays = {row for row, name in enumerate(layout.classes) if name is None}
     if strays and len(strays) < len(layout.classes):
-        reason = "has no class: it is not in a class folder"
+        reason = "has no class: it has no label and is not in a class folder"
         listing.rejected += [Rejection(listing.images[row].name, reason) for row in sorted(strays)]
         rows = [row for row in range(len(listing.images)) if row not in strays]
         select(listing, layout, rows)
@@ -122,7 +124,7 @@ class FolderRules:
     """Which folders of a source are splits and classes, given the number of images in each."""
 
     def __init__(self, listing: Listing, notes: list[str]) -> None:
-        self._archives = {entry.name for entry in listing.archives}
+        self._shards = {entry.name for entry in listing.shards}
         self._meanings: dict[str, FolderMeaning] = {}
         # A path consists of wrappers, a split, more wrappers, a class, and folders in the class.
         # All of them are optional. `outer` and `inner` are the numbers of wrappers.
@@ -174,13 +176,13 @@ class FolderRules:
     def _parts(self, parent: str) -> Parts:
         """Return the folders on a path.
 
-        An archive counts as a folder only if its name contains that of a split, as in
+        A file with many images counts as a folder only if its name contains that of a split, as in
         imagenet-val-0003.tar.
         """
         parts, path = list[str](), ""
         for part in parent.split("/") if parent else ():
             path += part
-            parts += _split_of_archive(part, parts) if path in self._archives else [part]
+            parts += _split_of_shard(part, parts) if path in self._shards else [part]
             path += "/"
         return tuple(parts)
 
@@ -192,12 +194,12 @@ def _parent(name: str) -> str:
     return name.rpartition("/")[0]
 
 
-def _split_of_archive(archive: str, folders: Sequence[str]) -> list[str]:
-    """Return the split in an archive's name, as a list of at most one.
+def _split_of_shard(shard: str, folders: Sequence[str]) -> list[str]:
+    """Return the split in the name of a file with many images, as a list of at most one.
 
     The list is empty if the name contains several, or if a folder on its path is a split.
     """
-    found = {*re.split(r"[^a-z]+", archive.lower())} & {*HELD_OUT}
+    found = {*re.split(r"[^a-z]+", shard.lower())} & {*HELD_OUT}
     inside = any(folder.lower() in HELD_OUT for folder in folders)
     return list(found) if len(found) == 1 and not inside else []
 

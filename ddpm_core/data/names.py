@@ -15,7 +15,13 @@ _IMAGES = (
     "mpo heic heif psd svg tga raw cr2 nef arw dng jxl exr"
 )
 IMAGE_SUFFIXES = frozenset(_IMAGES.split())
-_ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tbz2", ".tar.bz2", ".txz", ".tar.xz")
+# Kinds of files with many images. If a folder has several kinds, the first has the images: beside
+# its archives, img2dataset writes parquet files with their captions.
+SHARDS = {
+    "archive": (".zip", ".tar", ".tgz", ".tar.gz", ".tbz2", ".tar.bz2", ".txz", ".tar.xz"),
+    "parquet file": (".parquet",),
+    "array file": (".npz", ".npy"),
+}
 _CLUTTER = frozenset(
     ["__macosx", "@eadir", "$recycle.bin", "lost+found", "thumbs.db", "ehthumbs.db", "desktop.ini"]
 )
@@ -72,9 +78,10 @@ def stem(name: str) -> str:
     return name[: -len(end) - 1] if end else name
 
 
-def is_archive(name: str) -> bool:
-    """Return whether a name has the extension of a zip or tar archive."""
-    return name.lower().endswith(_ARCHIVES)
+def shard_kind(name: str) -> str:
+    """Return the kind in SHARDS that the extension of a name means, or an empty string."""
+    lower = name.lower()
+    return next((kind for kind, ends in SHARDS.items() if lower.endswith(ends)), "")
 
 
 def is_clutter(name: str) -> bool:

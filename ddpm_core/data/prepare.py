@@ -107,7 +107,7 @@ def stale(config: Config, workspace: Workspace) -> str | None:
 def _write_data(folder: Path, facts: dict[str, Any], opened: Source, config: Config) -> list[str]:
     """Write the files of data/ into `folder` and its facts into `facts`; return messages."""
     settings, size = config.prepare, config.prepare.image_size
-    source, listing = recognise(opened)
+    source, listing = recognise(opened, settings)
     require_images(listing, settings)
     layout = find_layout(listing)
     if settings.classes is not None:

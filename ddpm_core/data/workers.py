@@ -164,7 +164,7 @@ def chunked(payloads: Iterable[tuple[int, Payload]], result_bytes: int) -> Itera
     held = 0
     for position, payload in payloads:
         chunk.append((position, payload))
-        held += len(payload) if isinstance(payload, bytes) else 0
+        held += _bytes_of([(position, payload)])
         if len(chunk) >= limit or held >= CHUNK_BYTES:
             yield chunk
             chunk, held = [], 0
@@ -240,7 +240,9 @@ def _completed(pending: dict[Future[Result], int]) -> Iterator[Result]:
 
 
 def _bytes_of(chunk: Chunk) -> int:
-    return sum(len(payload) for _, payload in chunk if isinstance(payload, bytes))
+    """Return the bytes of a chunk in memory."""
+    arrays = sum(payload.nbytes for _, payload in chunk if isinstance(payload, np.ndarray))
+    return arrays + sum(len(payload) for _, payload in chunk if isinstance(payload, bytes))
 
 
 def _submit(

@@ -21,6 +21,7 @@ import pytest
 from support import mutations
 from support.images import encoded, noise
 
+from ddpm_core.config import Prepare
 from ddpm_core.data.captions import read_captions
 from ddpm_core.data.layout import find_layout
 from ddpm_core.data.sources.archive import open_archive
@@ -72,7 +73,7 @@ PACKERS: list[Callable[[bytes], bytes]] = [bytes, bytes, gzip.compress, bz2.comp
 
 def read(path: Path) -> Counter[str]:
     """Do all that prepare does with an archive except decoding; return counts of content types."""
-    source, listing = recognise(open_archive(path, "x"))
+    source, listing = recognise(open_archive(path, "x"), Prepare())
     find_layout(listing)
     read_captions(listing, "text", [])
     return Counter(type(payload).__name__ for _, payload in source.read(listing.images))

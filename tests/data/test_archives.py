@@ -23,8 +23,7 @@ import pytest
 from support.images import encoded, noise, prepared, rejected, write, write_classes
 
 from ddpm_core.data.check import check_data
-from ddpm_core.data.sources import archive as archives
-from ddpm_core.data.sources import base
+from ddpm_core.data.sources import base, limits
 from ddpm_core.errors import UserError
 
 
@@ -140,7 +139,7 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 def test_archive_that_unpacks_to_far_more_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archives, "BOMB_FLOOR", 2**20)
+    monkeypatch.setattr(limits, "BOMB_FLOOR", 2**20)
     with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for number in range(20):
             archive.writestr(f"{number}.bmp", bytes(2**20))
@@ -404,11 +403,11 @@ def matches(wanted: str | list[list[str]], found: str | list[list[str]]) -> bool
 def test_tar_with_too_many_entries_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archives, "ENTRIES_FLOOR", 100)
+    monkeypatch.setattr(limits, "ENTRIES_FLOOR", 100)
     with tarfile.open(tmp_path / "x.tbz", "w:bz2") as archive:
         for number in range(400):
             add(archive, f"{number}.png", b"")
-    limit = 100 + (tmp_path / "x.tbz").stat().st_size // archives.ENTRY_BYTES
+    limit = 100 + (tmp_path / "x.tbz").stat().st_size // limits.ENTRY_BYTES
     assert 100 < limit < 400
     with pytest.raises(UserError, match=f"has more than {limit} entries, too many"):
         check_data(tmp_path / "x.tbz")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -12,9 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from support.images import config, prepared, rejected, write, write_classes
+from PIL import Image
+from support.images import config, encoded, prepared, rejected, write, write_classes
 from support.s3_server import Gate
+from support.tables import images, write_parquet
 
 from ddpm_core.data.prepare import prepare, stale
 from ddpm_core.data.sources import s3
@@ -54,6 +58,12 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
     client, name = boto3.client("s3"), f"data-{uuid.uuid4().hex[:12]}"
     client.create_bucket(Bucket=name)
     return client, name
+
+
+def npy(array: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
 
 
 def upload(client: Any, bucket: str, root: Path, prefix: str) -> None:
@@ -209,6 +219,22 @@ def test_archives_below_a_prefix_are_one_source(tmp_path: Path, bucket: tuple[An
     upload(*bucket, tmp_path / "packed", "shards")
     data = prepared(tmp_path / "a", f"s3://{bucket[1]}/shards")
     assert data.fingerprint == prepared(tmp_path / "b", root).fingerprint
+
+
+def test_parquet_and_arrays_in_s3_are_read(tmp_path: Path, bucket: tuple[Any, str]) -> None:
+    for number, split in enumerate(("train", "test")):
+        pixels = np.random.default_rng(number).integers(0, 256, (3, 8, 8, 3), np.uint8)
+        contents = [encoded(Image.fromarray(array)) for array in pixels]
+        write_parquet(tmp_path / f"hub/data/{split}-0.parquet", {"image": images(contents)})
+        write(tmp_path / f"arrays/{split}.npy", npy(pixels))
+    upload(*bucket, tmp_path / "hub", "hub")
+    upload(*bucket, tmp_path / "arrays", "arrays")
+    data = prepared(tmp_path / "a", f"s3://{bucket[1]}/hub", max_rejected=0.0)
+    assert (len(data), data.manifest.holdout_count) == (3, 3)
+    for name, key in (("b", "hub/data/train-0.parquet"), ("c", "arrays/train.npy")):
+        found = prepared(tmp_path / name, f"s3://{bucket[1]}/{key}", max_rejected=0.0)
+        assert np.array_equal(found.images[np.arange(3)], data.images[np.arange(3)])
+        assert found.manifest.source["etag"]
 
 
 def test_missing_bucket_or_archive_is_an_error(tmp_path: Path, bucket: tuple[Any, str]) -> None:

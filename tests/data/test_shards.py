@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 from support.images import config, encoded, noise, prepared, rejected, write, write_classes
 
+from ddpm_core.config import Prepare
 from ddpm_core.data.check import check_data
 from ddpm_core.data.prepare import stale
+from ddpm_core.data.sources.folder import Directory
+from ddpm_core.data.sources.open import recognise
 from ddpm_core.errors import UserError
 from ddpm_core.storage.workspace import Workspace
 
@@ -55,7 +58,7 @@ def test_img2dataset_shards_are_images_with_captions(
     assert (len(data), data.classes) == (12, [])
     assert texts(data.captions)[3:5] == ["image 000000003", "image 000010000"]
     assert data.manifest.ignored == {"parquet": 3, "json": 15}
-    assert len(data.manifest.source["archives_sha256"]) == 64
+    assert len(data.manifest.source["shards_sha256"]) == 64
     assert "Reading 3 archives as one source" in capsys.readouterr().err
     workspace = Workspace.open(str(tmp_path / "workspace"))
     assert stale(config(root), workspace) is None
@@ -99,6 +102,14 @@ def test_rejected_image_is_named_with_its_archive(tmp_path: Path) -> None:
     write(root / "00001.tar", (root / "00001.tar").read_bytes()[:2000])
     with pytest.raises(UserError, match=r"The archive .*/raw: 00001\.tar is damaged"):
         prepared(tmp_path, root)
+
+
+def test_shard_removed_while_reading_is_named(tmp_path: Path) -> None:
+    root = img2dataset(tmp_path / "raw")
+    source, listing = recognise(Directory(root, "x"), Prepare())
+    (root / "00001.tar").unlink()
+    with pytest.raises(UserError, match=r"Cannot read x: 00001\.tar: No such file or directory"):
+        list(source.read(listing.images))
 
 
 def test_archives_beside_images_are_ignored(tmp_path: Path) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import stat
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from tarfile import BLOCKSIZE, HeaderError, ReadError, TarFile, TarInfo
-from typing import Any, Self
+from typing import Self
 
 from ddpm_core.data import names
 from ddpm_core.data.sources.base import (
@@ -25,56 +24,48 @@ from ddpm_core.data.sources.base import (
     make_listing,
     size_problem,
 )
+from ddpm_core.data.sources.limits import (
+    entries_limit,
+    file_facts,
+    reason_of,
+    unpacked_limit,
+    user_errors,
+)
+from ddpm_core.data.sources.sidecars import FIND, Columns
 from ddpm_core.data.sources.unpacking import Excess, Unpacked, unpacked_file, zip_content
 from ddpm_core.errors import UserError
-from ddpm_core.storage import sha256_of
-
-# Images are already compressed, so an archive that unpacks to far more than its size is malicious.
-BOMB_RATIO, BOMB_FLOOR = 200, 2**28  # at most BOMB_RATIO x its size + BOMB_FLOOR bytes
-# Even the smallest image takes more than ENTRY_BYTES in an archive, and has a header on top.
-ENTRY_BYTES, ENTRIES_FLOOR = 32, 100_000
 
 _FILE, _FOLDER, _SPARSE = "a file", "a folder", "a sparse file"
 
 
-def open_archive(path: Path, uri: str) -> Zip | Tar:
+def open_archive(path: Path, uri: str, columns: Columns = FIND) -> Zip | Tar:
     """Open a zip or tar archive, recognised by its content. Raises UserError for other files."""
     with _user_errors(uri):
         # The mark of a zip is at its end, which a tar shares if its last file is a zip.
         if _is_tar(path):
-            return Tar(path, uri)
+            return Tar(path, uri, columns)
         if zipfile.is_zipfile(path):
-            return Zip(path, uri)
+            return Zip(path, uri, columns)
     raise UserError(
-        f"prepare.source: {uri} is neither a zip nor a tar archive (plain, gz, bz2 or xz), or it "
-        "is damaged. Use an archive, or the directory that contains the images."
+        f"prepare.source: {uri} is neither a zip nor a tar archive (plain, gz, bz2 or xz), nor a "
+        "parquet file or NumPy array (.npy, .npz), or it is damaged. Use such a file, or the "
+        "directory that contains the images."
     )
-
-
-def archive_facts(path: Path, uri: str) -> dict[str, Any]:
-    """Return the facts that identify an archive. Reads the whole file."""
-    return {"uri": uri, "sha256": sha256_of(path), "state": archive_state(path)}
-
-
-def archive_state(path: Path) -> dict[str, Any]:
-    """Return the facts that change when an archive is written."""
-    facts = path.stat()
-    return {"size": facts.st_size, "modified": facts.st_mtime_ns}
 
 
 class Zip:
     """The images of a zip archive."""
 
-    def __init__(self, path: Path, uri: str) -> None:
-        self.facts = archive_facts(path, uri)
-        self._uri, self._path = uri, path
+    def __init__(self, path: Path, uri: str, columns: Columns = FIND) -> None:
+        self.facts = file_facts(path, uri)
+        self._uri, self._path, self._columns = uri, path, columns
 
     def listing(self) -> Listing:
         """Return the entries of the archive. Raises UserError."""
         with _user_errors(self._uri), zipfile.ZipFile(self._path) as archive:
-            if sum(member.file_size for member in archive.infolist()) > _limit(self._path):
-                raise Excess(f"unpacks to more than {_limit(self._path):,} bytes")
-            return make_listing(_zip_items(archive))
+            if sum(member.file_size for member in archive.infolist()) > unpacked_limit(self._path):
+                raise Excess(f"unpacks to more than {unpacked_limit(self._path):,} bytes")
+            return make_listing(_zip_items(archive), self._columns)
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
         """Yield contents in the order of the file."""
@@ -119,7 +110,7 @@ def _zip_head(archive: zipfile.ZipFile, member: zipfile.ZipInfo, count: int) -> 
     except Excess as error:
         raise Unreadable(f"it {error}, the size in its header") from error
     except Exception as error:  # decompressors raise exceptions of many kinds for damaged data
-        raise Unreadable(_reason(error)) from error
+        raise Unreadable(reason_of(error)) from error
 
 
 def _zip_content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes | Rejection:
@@ -134,14 +125,14 @@ def _zip_content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes | R
 class Tar:
     """The images of a tar archive, which is read once to list it and once for the images."""
 
-    def __init__(self, path: Path, uri: str) -> None:
-        self.facts = archive_facts(path, uri)
-        self._uri, self._path = uri, path
+    def __init__(self, path: Path, uri: str, columns: Columns = FIND) -> None:
+        self.facts = file_facts(path, uri)
+        self._uri, self._path, self._columns = uri, path, columns
 
     def listing(self) -> Listing:
         """Return the entries of the archive. Raises UserError."""
         with _user_errors(self._uri):
-            return make_listing(self._items())
+            return make_listing(self._items(), self._columns)
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
         """Yield contents in the order of the file."""
@@ -158,7 +149,7 @@ class Tar:
 
     def _members(self) -> Iterator[tuple[int, Unpacked, TarInfo]]:
         """Yield each entry's number, the unpacked stream, and its header. Raises Excess."""
-        with unpacked_file(self._path, _limit(self._path)) as stream:
+        with unpacked_file(self._path, unpacked_limit(self._path)) as stream:
             stream.begin_headers()
             archive = TarFile(
                 fileobj=stream,  # type: ignore[arg-type]  # it calls only read, seek and tell
@@ -166,7 +157,7 @@ class Tar:
                 errors="surrogateescape",
                 tarinfo=_Header,
             )
-            ref, limit = 0, ENTRIES_FLOOR + self._path.stat().st_size // ENTRY_BYTES
+            ref, limit = 0, entries_limit(self._path)
             while (member := archive.next()) is not None:
                 yield ref, stream, member
                 # Otherwise memory grows with the archive. Images need no global headers.
@@ -250,39 +241,5 @@ def _plain(name: str) -> str:
     return ("/" if name.startswith("/") else "") + "/".join(parts)
 
 
-def _limit(path: Path) -> int:
-    """Return the number of bytes that an archive may unpack to."""
-    return BOMB_FLOOR + BOMB_RATIO * path.stat().st_size
-
-
-@contextmanager
-def _user_errors(uri: str) -> Iterator[None]:
-    """Turn any exception from reading an archive into a UserError.
-
-    zipfile, tarfile and the decompressors raise exceptions of many kinds for damaged archives.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Excess as error:
-        raise UserError(
-            f"The archive {uri} {error}, too many for an archive of images of its size. If you "
-            "trust it, unpack it yourself and use the directory."
-        ) from error
-    except MemoryError as error:
-        raise UserError(
-            f"Not enough memory to read the archive {uri}. Use a machine or container with more "
-            "memory, or unpack the archive yourself and use the directory."
-        ) from error
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise UserError(f"Cannot read {uri}: {error.strerror}.") from error
-        raise UserError(
-            f"The archive {uri} is damaged or of an unsupported kind: {_reason(error)}. Fetch it "
-            "again, or unpack it and use the directory."
-        ) from error
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+def _user_errors(uri: str) -> AbstractContextManager[None]:
+    return user_errors(uri, "archive", "unpack it and use the directory")

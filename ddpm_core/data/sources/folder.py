@@ -27,6 +27,7 @@ from ddpm_core.data.sources.base import (
     Unreadable,
     make_listing,
 )
+from ddpm_core.data.sources.sidecars import FIND, Columns
 from ddpm_core.errors import UserError
 
 _BROKEN_LINK = "a symbolic link without a target"
@@ -40,8 +41,10 @@ class Directory:
     name any file that this process can read.
     """
 
-    def __init__(self, root: Path, uri: str, excluded: Sequence[str] = ()) -> None:
-        self._root, self._excluded = root.resolve(), excluded
+    def __init__(
+        self, root: Path, uri: str, excluded: Sequence[str] = (), columns: Columns = FIND
+    ) -> None:
+        self._root, self._excluded, self._columns = root.resolve(), excluded, columns
         found = list(_walk(self._root, excluded))
         self.facts: dict[str, Any] = {
             "uri": uri,
@@ -52,7 +55,8 @@ class Directory:
 
     def listing(self) -> Listing:
         """Return the content of the directory. Raises UserError."""
-        return make_listing(item for item, _ in _walk(self._root, self._excluded))
+        found = (item for item, _ in _walk(self._root, self._excluded))
+        return make_listing(found, self._columns)
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
         """Yield paths, in order. The process that decodes an image opens it."""

@@ -12,21 +12,23 @@ from ddpm_core.config import Prepare
 from ddpm_core.config.paths import input_path
 from ddpm_core.data.names import one_line
 from ddpm_core.data.sources import dvc
-from ddpm_core.data.sources.archive import archive_state, open_archive
 from ddpm_core.data.sources.base import Listing, Source
 from ddpm_core.data.sources.cifar import CifarBinary
 from ddpm_core.data.sources.digits import DIGITS_STATE, Digits
 from ddpm_core.data.sources.download import DOWNLOADS, KNOWN, known_archive
+from ddpm_core.data.sources.file import open_file
 from ddpm_core.data.sources.folder import Directory, directory_state
+from ddpm_core.data.sources.limits import file_state
 from ddpm_core.data.sources.s3 import open_s3, s3_state
 from ddpm_core.data.sources.shards import Shards
+from ddpm_core.data.sources.sidecars import FIND, Columns
 from ddpm_core.errors import UserError
 from ddpm_core.storage import sha256_of
 from ddpm_core.storage.staging import remove, staged_folder
 
 ALLOWED = (
-    "digits, cifar10, dtd, a directory, a zip or tar archive, s3://bucket/prefix or "
-    "dvc:REPO#PATH@REV"
+    "digits, cifar10, dtd, a directory, a zip or tar archive, a parquet file, an array (.npy or "
+    ".npz), s3://bucket/prefix or dvc:REPO#PATH@REV"
 )
 _CONVERT = (
     "Convert it, with a program that you trust, to image files in one folder per class, such as "
@@ -45,44 +47,63 @@ def open_source(settings: Prepare, root: Path, excluded: Sequence[str] = ()) -> 
     Raises:
         UserError: the source cannot be read.
     """
-    uri = settings.source
+    uri, columns = settings.source, _columns(settings)
     if uri == "digits":
         yield Digits()
     elif uri in KNOWN:
         path = known_archive(uri, root / DOWNLOADS, settings.download)
-        yield open_archive(path, KNOWN[uri].url)
+        yield open_file(path, KNOWN[uri].url)
     elif uri.startswith(("s3://", "dvc:")):
         with staged_folder(root / "source") as scratch:
             try:
                 if uri.startswith("s3://"):
-                    yield open_s3(uri, scratch, excluded, settings.anonymous)
+                    yield open_s3(uri, scratch, excluded, settings.anonymous, columns)
                 else:
-                    yield _open_dvc(uri, scratch)
+                    yield _open_dvc(uri, scratch, columns)
             finally:
                 remove(scratch)
     else:
-        yield _open_local(_local_path(uri), uri, excluded)
+        yield _open_local(_local_path(uri), uri, excluded, columns)
 
 
-def recognise(source: Source) -> tuple[Source, Listing]:
+def recognise(source: Source, settings: Prepare) -> tuple[Source, Listing]:
     """Return the source and its listing, after a look at the kind of files in it.
 
-    A source of CIFAR-10's binary files becomes a source of their records. A source of archives
-    without images becomes a source of the images in them.
+    A source of CIFAR-10's binary files becomes a source of their records. A source without images
+    but with archives, parquet files or arrays becomes a source of the images in them.
 
     Raises:
-        UserError: the source contains no images but pickled files.
+        UserError: the source contains no images but pickled files, or lacks a column that the
+            settings name.
     """
     listing = source.listing()
-    if listing.archives and not (listing.images or listing.batches):
-        source = Shards(source, listing)
+    if listing.shards and not (listing.images or listing.batches):
+        source = Shards(source, listing, _columns(settings))
         listing = source.listing()
+    _refuse_unused_columns(settings, listing)
     if listing.batches:
         records = CifarBinary(source, listing.batches)
         return records, records.listing()
     if listing.pickles and not listing.images:
         raise UserError(_pickles_refused(source.facts["uri"], listing.pickles))
     return source, listing
+
+
+def _columns(settings: Prepare) -> Columns:
+    return Columns(settings.image_column, settings.label_column, settings.caption_column)
+
+
+def _refuse_unused_columns(settings: Prepare, listing: Listing) -> None:
+    """Raise UserError if a setting names a column, and the source has nothing of that kind."""
+    labelled = any(entry.class_name is not None for entry in listing.images)
+    for name, used in (("image_column", bool(listing.columns)), ("label_column", labelled)):
+        value = getattr(settings, name)
+        if value is not None and not used:
+            kinds = "parquet files" if name == "image_column" else "parquet or .json files"
+            raise UserError(
+                f"prepare.{name}: got {value!r}, but the source has no {kinds} with this column. "
+                "Remove the setting."
+            )
 
 
 def has_changed(settings: Prepare, facts: dict[str, Any], excluded: Sequence[str] = ()) -> bool:
@@ -101,7 +122,7 @@ def has_changed(settings: Prepare, facts: dict[str, Any], excluded: Sequence[str
         return False
     path = input_path(settings.source)
     if path.is_file() and isinstance(before, dict) and now.get("size") == before.get("size"):
-        # An archive that was copied or touched has a new modification time but the same content.
+        # A file that was copied or touched has a new modification time but the same content.
         return sha256_of(path) != facts.get("sha256")
     return True
 
@@ -116,7 +137,7 @@ def _state(settings: Prepare, excluded: Sequence[str]) -> dict[str, Any] | None:
     if uri.startswith("dvc:"):
         return dvc.state(dvc.parse(uri))
     path = _local_path(uri)
-    return directory_state(path, excluded) if path.is_dir() else archive_state(path)
+    return directory_state(path, excluded) if path.is_dir() else file_state(path)
 
 
 def _local_path(uri: str) -> Path:
@@ -141,18 +162,22 @@ def _local_path(uri: str) -> Path:
     return path
 
 
-def _open_local(path: Path, uri: str, excluded: Sequence[str] = ()) -> Source:
-    return Directory(path, uri, excluded) if path.is_dir() else open_archive(path, uri)
+def _open_local(
+    path: Path, uri: str, excluded: Sequence[str] = (), columns: Columns = FIND
+) -> Source:
+    if path.is_dir():
+        return Directory(path, uri, excluded, columns)
+    return open_file(path, uri, columns)
 
 
-def _open_dvc(uri: str, scratch: Path) -> Source:
+def _open_dvc(uri: str, scratch: Path, columns: Columns) -> Source:
     """Fetch a path that DVC tracks into `scratch` and open it."""
     tracked = dvc.parse(uri)
     # Resolve the revision first: a branch or tag could move while its data are fetched.
     commit = dvc.commit(tracked)
     target = scratch / "data"
     dvc.fetch(tracked._replace(rev=commit or tracked.rev), target)
-    source = _open_local(target, uri)
+    source = _open_local(target, uri, columns=columns)
     source.facts.update(revision=commit or tracked.rev, state={"commit": commit})
     return source
 

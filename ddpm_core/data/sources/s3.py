@@ -1,4 +1,4 @@
-"""Images below an s3:// prefix, or in one archive in S3."""
+"""Images below an s3:// prefix, or in one archive, parquet file or array in S3."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_core import console
-from ddpm_core.data.names import is_archive
-from ddpm_core.data.sources.archive import Tar, Zip, open_archive
+from ddpm_core.data.names import shard_kind
 from ddpm_core.data.sources.base import (
     Entry,
     Found,
     Listing,
     Payload,
     Rejection,
+    Source,
     make_listing,
     size_problem,
 )
+from ddpm_core.data.sources.file import open_file
+from ddpm_core.data.sources.sidecars import FIND, Columns
 from ddpm_core.errors import UserError
 from ddpm_core.storage import fetch_whole
 from ddpm_core.storage.base import Refused
@@ -45,17 +47,25 @@ class _Object:
 class Prefix:
     """All objects below a prefix, except those below the URIs in `excluded`."""
 
-    def __init__(self, uri: str, excluded: Sequence[str] = (), anonymous: bool = False) -> None:
+    def __init__(
+        self,
+        uri: str,
+        excluded: Sequence[str] = (),
+        anonymous: bool = False,
+        columns: Columns = FIND,
+    ) -> None:
         self._bucket, key = _bucket(uri, anonymous)
+        self._columns = columns
         self._objects = _objects(self._bucket, key, excluded)
         self.facts: dict[str, Any] = {"uri": uri, "state": _state(self._objects)}
 
     def listing(self) -> Listing:
         """Return the objects; reads the first bytes of those without an image's extension."""
-        return make_listing(
+        found = (
             Found(name, item.size, ref, partial(self._head, item.key))
             for ref, (name, item) in enumerate(self._objects.items())
         )
+        return make_listing(found, self._columns)
 
     def read(self, entries: Sequence[Entry]) -> Iterator[tuple[int, Payload]]:
         """Yield contents in order. Threads fetch some ahead, limited in number and in bytes."""
@@ -89,13 +99,17 @@ class Prefix:
 
 
 def open_s3(
-    uri: str, scratch: Path, excluded: Sequence[str] = (), anonymous: bool = False
-) -> Prefix | Zip | Tar:
-    """Open all objects below a prefix, or fetch the archive that `uri` names into `scratch`."""
-    if not is_archive(split(uri, SETTING)[1]):
-        return Prefix(uri, excluded, anonymous)
+    uri: str,
+    scratch: Path,
+    excluded: Sequence[str] = (),
+    anonymous: bool = False,
+    columns: Columns = FIND,
+) -> Source:
+    """Open all objects below a prefix, or fetch the file that `uri` names into `scratch`."""
+    if not shard_kind(split(uri, SETTING)[1]):
+        return Prefix(uri, excluded, anonymous, columns)
     bucket, key = _bucket(uri, anonymous)
-    client, path = bucket.client, scratch / "archive"
+    client, path = bucket.client, scratch / "file"
     with _user_errors(bucket, key):
         facts = client.head_object(Bucket=bucket.name, Key=key)
 
@@ -108,14 +122,14 @@ def open_s3(
             client.download_file(bucket.name, key, str(path), Callback=advance)
 
     fetch_whole(fetch)
-    archive = open_archive(path, uri)
-    archive.facts["etag"] = facts["ETag"].strip('"')
-    archive.facts["state"] = s3_state(uri, anonymous=anonymous)
-    return archive
+    source = open_file(path, uri, columns)
+    source.facts["etag"] = facts["ETag"].strip('"')
+    source.facts["state"] = s3_state(uri, anonymous=anonymous)
+    return source
 
 
 def s3_state(uri: str, excluded: Sequence[str] = (), anonymous: bool = False) -> dict[str, Any]:
-    """Return facts that change with any object below the prefix, or with the archive."""
+    """Return facts that change with any object below the prefix, or with the file."""
     return _state(_objects(*_bucket(uri, anonymous), excluded))
 
 
@@ -132,14 +146,14 @@ def _state(objects: dict[str, _Object]) -> dict[str, Any]:
 
 
 def _objects(bucket: Bucket, key: str, excluded: Sequence[str]) -> dict[str, _Object]:
-    """Return the objects below a prefix, by their name relative to it, or only the archive.
+    """Return the objects below a prefix, by their name relative to it, or only one file.
 
     A prefix is a folder: `photos` does not include `photos-old/1.jpg`.
     """
     skipped = tuple(
         place.rstrip("/").removeprefix(f"s3://{bucket.name}/") + "/" for place in excluded
     )
-    if is_archive(key):  # a public bucket may allow no listing
+    if shard_kind(key):  # a public bucket may allow no listing
         with _user_errors(bucket, key):
             head = bucket.client.head_object(Bucket=bucket.name, Key=key)
         return {key: _Object(key, head["ETag"], head["ContentLength"])}

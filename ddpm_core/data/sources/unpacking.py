@@ -112,7 +112,7 @@ def zip_content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, count: int) -
         Exception: the decompressor failed on damaged data.
     """
     claimed = member.file_size
-    with _zip_stream(archive, member) as stream:
+    with zip_stream(archive, member) as stream:
         unpacked = Unpacked(stream, claimed)
         content = unpacked.take(min(count, claimed))
         if count < claimed:
@@ -126,7 +126,7 @@ def zip_content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, count: int) -
     return content
 
 
-def _zip_stream(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Stream:
+def zip_stream(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Stream:
     """Open an entry's content. zipfile itself decompresses bzip2 and LZMA without a limit."""
     if member.compress_type not in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
         return archive.open(member)
