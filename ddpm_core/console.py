@@ -27,6 +27,9 @@ from ddpm_core.text import masked, shown
 WIDE = 70  # columns from which on the bar also shows the rate and a note
 PLAIN_INTERVAL = 10.0  # seconds between the first lines in a log file
 
+# The newest warnings that `take_warnings` has not returned yet.
+_warnings: deque[str] = deque(maxlen=10)
+
 _console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
@@ -37,7 +40,16 @@ def say(message: str) -> None:
 
 def warn(message: str) -> None:
     """Print a warning to stderr."""
+    _warnings.append(printable(message))
     _console.print("warning: " + printable(message), markup=False, style="yellow")
+
+
+def take_warnings() -> list[str]:
+    """Return the newest warnings since the last call, at most 10."""
+    found = list(_warnings)
+    for _ in found:
+        _warnings.popleft()
+    return found
 
 
 class _Masked:

@@ -33,6 +33,7 @@ ALLOWED = {
     | {"models", "diffusion", "data", "sampling", "training", "evaluation", "tracking"},
     "registry": BASE | {"models", "diffusion", "data", "sampling", "evaluation", "tracking"},
 }
+ALLOWED["watch"] = BASE | {"evaluation", "tracking"}
 ALLOWED["cli"] = set(ALLOWED)  # it runs everything, and nothing imports it
 # Top-level modules may import BASE; these may import more.
 TOP = {

@@ -174,6 +174,25 @@ def status(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = Non
 
 
 @verb
+def watch(
+    p: ParamsOption = None,
+    w: WorkspaceOption = None,
+    s: SetOption = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0: all addresses.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8088,
+) -> None:
+    """Show a run in the browser while it trains."""
+    config = load(p, w, s, trained=True)
+    require("uvicorn", "tracking")
+    require("jinja2", "eval")
+    from ddpm_core.watch.server import watch
+
+    watch(Workspace.open(config.workspace), host, port)
+
+
+@verb
 def wait(
     verb: Annotated[str, typer.Argument(help="prepare, train, sample, evaluate or register.")],
     p: ParamsOption = None,

@@ -91,10 +91,10 @@ def loss_curves(rows: Sequence[Mapping[str, float]]) -> list[Curve]:
         by_level.append(Line(name, points, dashed=dashed))
     found = trend(rows)
     mark = (float(found.lowest_step), found.lowest) if found else None
-    axis = f"noise level, from 1 (little noise) to {BINS} (much)"
+    axis = f"noise level, 1 (little) to {BINS} (much)"
     of_step = f"loss at step {last['step']:,.0f} by {axis}"
     return [
-        Curve("loss", "lower is better", by_step, mark=mark, close=True),
+        Curve("loss on fixed images", "lower is better", by_step, mark=mark, close=True),
         Curve(of_step, "lower is better", by_level, axis=axis),
     ]
 

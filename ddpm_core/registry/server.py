@@ -10,32 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import socket
-import sys
 import tempfile
 import threading
 from dataclasses import dataclass
-from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ddpm_core.config import Config
 from ddpm_core.console import say, warn
 from ddpm_core.errors import UserError
-from ddpm_core.registry.connection import MAX_CONNECTIONS, Connection
 from ddpm_core.registry.drawing import DrawingQueue, Full, Job
 from ddpm_core.registry.models import Registry, fetch_to, mlflow_errors, row_of
 from ddpm_core.registry.request import rows_of
+from ddpm_core.runtime.http import SingleLength, error_response, listen, run_server
 from ddpm_core.text import masked
 from ddpm_core.tracking.errors import reason
 
@@ -43,7 +35,6 @@ if TYPE_CHECKING:
     from ddpm_core.registry.serving import Served
 
 MAX_BODY = 2**18  # bytes
-GRACE = 20.0  # seconds to finish running requests after SIGTERM
 JSON = "application/json"
 RETRY_AFTER = {"Retry-After": "5"}  # seconds
 
@@ -162,32 +153,8 @@ def serve(config: Config, host: str, port: int, every: float, limits: Limits) ->
     champion = CurrentChampion(config)
     listener = listen(host, port)
     threading.Thread(target=champion.refresh_forever, args=(every,), daemon=True).start()
-    # uvicorn raises the signal again when it is done; an orderly stop must end with status 0.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     say(f"serve: listening on {host}, port {listener.getsockname()[1]}.")
-    protocol: Any = partial(Connection, timeout=limits.timeout)
-    settings = uvicorn.Config(
-        application(champion, limits),
-        http=protocol,
-        ws="none",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        backlog=MAX_CONNECTIONS,  # also how many connections asyncio accepts in one go
-    )
-    _Server(settings).run(sockets=[listener])
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address, IPv4 or IPv6. Raises UserError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        cause = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"Cannot listen on --host {host} --port {port}: {cause}. Choose a different address."
-        ) from error
+    run_server(application(champion, limits), listener, limits.timeout)
 
 
 def application(champion: CurrentChampion, limits: Limits) -> Starlette:
@@ -204,23 +171,6 @@ def application(champion: CurrentChampion, limits: Limits) -> Starlette:
     app.state.limits = limits
     app.state.queue = DrawingQueue(limits.waiting)
     return app
-
-
-class SingleLength:
-    """Rejects requests that state their length twice.
-
-    A proxy and this server could read different lengths, which allows request smuggling.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
-            message = "The request has both Transfer-Encoding and Content-Length. Send one of them."
-            app = error_response(400, "BAD_REQUEST", message, {"Connection": "close"})
-        await app(scope, receive, send)
 
 
 async def health(request: Request) -> Response:
@@ -317,20 +267,3 @@ async def disconnected(request: Request) -> None:
 
 def not_ready(champion: CurrentChampion) -> Response:
     return error_response(503, "TEMPORARILY_UNAVAILABLE", champion.trouble, RETRY_AFTER)
-
-
-def error_response(
-    status: int, code: str, message: str, headers: dict[str, str] | None = None
-) -> Response:
-    """Return an error in MLflow's form: {"error_code": ..., "message": ...}."""
-    return JSONResponse({"error_code": code, "message": message}, status, headers)
-
-
-class _Server(uvicorn.Server):
-    """Ends at a signal, and drops the requests that take longer than GRACE after it."""
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        limit = threading.Timer(GRACE, os._exit, (0,))
-        limit.daemon = True
-        limit.start()
-        super().handle_exit(sig, frame)

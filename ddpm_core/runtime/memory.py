@@ -6,6 +6,7 @@ Nothing here imports torch, since that import can itself fail for lack of memory
 from __future__ import annotations
 
 import errno
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,3 +76,11 @@ def translate_errors(advice: str = _GENERAL) -> Iterator[None]:
         if found := shortage(error):
             raise OutOfMemory(found, advice) from error
         raise
+
+
+def most_used(device: str) -> int:
+    """Return the most bytes that this process has used: on a GPU if `device` is cuda, else RAM."""
+    if device == "cuda":
+        return int(sys.modules["torch"].cuda.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

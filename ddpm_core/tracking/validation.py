@@ -32,9 +32,14 @@ def key(split: str, average: str = "", part: int = 0) -> str:
 
 def measurements(log: Path) -> list[Measurement]:
     """Return the rows of a log.jsonl with a held-out loss, reduced to the losses by `key`."""
+    return of_rows(read_rows(log))
+
+
+def of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Measurement]:
+    """Return those of the rows of a log with a held-out loss, reduced to the losses by `key`."""
     return [
         {name: value for name, value in row.items() if name == "step" or name.startswith("val_")}
-        for row in read_rows(log)
+        for row in rows
         if _is_number(row.get(key("held_out")))
     ]
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from ddpm_core.config import Config, Train
-from ddpm_core.console import progress, say, warn
+from ddpm_core.console import progress, say, take_warnings, warn
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import Interrupted, NotFinite, UserError
 from ddpm_core.runtime import memory
@@ -179,14 +179,18 @@ def log_row(run: Run) -> None:
     if run.lease:
         run.lease.check()
     values, now, done = totals.values(), time.perf_counter(), totals.steps - run.earlier_steps
-    row = {
+    row: dict[str, Any] = {
         **means(run, values, state.step, totals.steps),
         "images_per_second": done * run.config.train.batch_size / (now - run.row_time),
         "world_size": run.world.size,
         **gather_times(run, now),
         **validate(run),
+        "steps": run.config.train.steps,
+        "memory": memory.most_used(run.world.device.type),
         "time": time.time(),
     }
+    if warnings := take_warnings():
+        row["warnings"] = warnings
     run.row_time, run.earlier_steps = now, 0
     state.history = [*state.history, row["loss"]][-100:]
     state.totals = Totals.zero(run.world.device)

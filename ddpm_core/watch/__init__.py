@@ -1,0 +1,1 @@
+"""`ddpm watch`: a live page of a run."""
