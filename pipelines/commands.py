@@ -193,13 +193,22 @@ def make_inputs(
     """Return the pipeline's inputs, named as in its signature."""
     return {
         "workspace": workspace,
-        "params": yaml_text.text(params, "params file") if params else "",
+        "params": without_comments(params) if params else "",
         "overrides": overrides or [],
         "source": source,
         "worst": worst,
         "job": job or {},
         "patience": patience,
     }
+
+
+def without_comments(params: Path) -> str:
+    """Return a params file as JSON, which is YAML too. Raises UserError.
+
+    The explanations of `ddpm params` alone would take nearly all of MAX_INPUTS.
+    """
+    given = yaml_text.read(params, "params file", "sections such as `train:`")
+    return json.dumps(given, indent=1, ensure_ascii=False)
 
 
 def check(inputs: dict[str, Any]) -> None:
@@ -210,8 +219,8 @@ def check(inputs: dict[str, Any]) -> None:
     """
     if len(json.dumps(inputs).encode()) > MAX_INPUTS:
         raise UserError(
-            f"The inputs have more than {MAX_INPUTS:,} bytes, KFP's limit. Remove comments from "
-            "the params file, or put it into the ConfigMap ddpm-params and omit -p."
+            f"The inputs have more than {MAX_INPUTS:,} bytes, KFP's limit. Put the params file "
+            "into the ConfigMap ddpm-params and omit -p."
         )
     names = ("overrides", "workspace", "source", "tracking")
     config = None

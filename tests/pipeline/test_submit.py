@@ -24,6 +24,8 @@ from support.mlflow_server import wait_until
 import commands  # isort: skip
 import submission  # isort: skip
 
+from ddpm_core.config import load as params
+from ddpm_core.config.template import template
 from ddpm_core.errors import UserError
 
 TINY = """
@@ -61,6 +63,16 @@ def test_invalid_inputs_are_refused_before_submission(
     commands.check(inputs)
     with pytest.raises(UserError, match=re.escape(message)):
         commands.check({**inputs, **changed})
+
+
+def test_all_explained_settings_fit_into_the_inputs(tmp_path: Path) -> None:
+    file = tmp_path / "params.yaml"
+    file.write_text(template(None) + "\n# " + 5000 * "#")
+    inputs = commands.make_inputs(file, None, "/workspace/run", "", 0.0)
+    commands.check({**inputs, "backend": "process", "tracking": "http://ddpm-mlflow:5000"})
+    sent = params.load_text(inputs["params"], "sent", ())
+    assert sent == params.load(file, ())
+    assert len(inputs["params"]) < commands.MAX_INPUTS / 2
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 import uvicorn
-from ddpm_core.runtime.connection import MAX_CONNECTIONS, Connection
 from support.mlflow_server import put_store, wait_until
 from support.models import write_checkpoint
 from support.program import Program, start
 from support.served_models import address, ask, get, publish
+
+from ddpm_core.runtime.connection import MAX_CONNECTIONS, Connection
 
 TIMEOUT = 2.0  # of the server, seconds
 WAITING = 2  # requests that may wait
