@@ -22,6 +22,7 @@ from ddpm_core.config.template import excerpt
 from ddpm_core.console import printable, say
 from ddpm_core.data.check import DataReport, inspect
 from ddpm_core.data.names import one_line
+from ddpm_core.data.sources.base import Rejection
 from ddpm_core.errors import UserError
 from ddpm_core.runtime.device import device_name
 from ddpm_core.runtime.distributed import World, world
@@ -38,7 +39,7 @@ LEAST_SHARE = 0.2  # of the time that training must get
 BUSY = 0.3  # share of the processors' time from which on other programs are reported
 _UNKNOWN = Measured(0, 0.0, 0.0, 0.0, 0)
 # Settings in the summary; the file has all of them, with reasons.
-_SHOWN = (
+SHOWN = (
     "prepare.image_size",
     "prepare.resize",
     "model.channels",
@@ -61,19 +62,19 @@ def settings_for(source: str, overrides: Sequence[str], seconds: float | None) -
         UserError: the source has no images that prepare could use, the settings are invalid, or
             the time is too short.
     """
-    given = _given(overrides, source)
-    config = params.load(None, [*overrides, f"prepare.source={source}"])
+    given = _given(overrides)
+    config = params.load(None, overrides)
     facts = look_at(source, config.prepare)
     with world(config.device, {}) as here:
         plan = find_plan(facts, given, here, seconds)
     choices = choose(plan)
-    settings = _nested({key: choice.value for key, choice in choices.items()})
+    settings = nested({key: choice.value for key, choice in choices.items()})
     params.validate(settings)
     reasons = {key: one_line(choice.reason) for key, choice in choices.items()}
     return excerpt(settings, reasons, _about(plan)), _summary(plan, choices)
 
 
-def _given(overrides: Sequence[str], source: str) -> dict[str, Any]:
+def _given(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the settings that the user fixed, by dotted name. Invalid ones are reported later."""
     given: dict[str, Any] = {}
     for item in overrides:
@@ -108,12 +109,13 @@ def _refusal(report: DataReport) -> str:
     )
     lines = [f"ddpm prepare would fail for {report.source}: {' '.join(report.failures)}"]
     lines.append(f"  usable: {counted(report.count, 'image')}" + (f" ({used})" if used else ""))
-    by_reason: dict[str, list[str]] = {}
+    by_kind: dict[str, list[Rejection]] = {}
     for item in report.rejected:
-        by_reason.setdefault(item.reason.partition(": ")[0], []).append(item.name)
-    for reason, named in by_reason.items():
-        examples = ", ".join(named[:3]) + (" ..." if len(named) > 3 else "")
-        lines.append(f"  unusable: {counted(len(named), 'image')}, {reason}: {examples}")
+        by_kind.setdefault(item.reason.partition(": ")[0], []).append(item)
+    for items in by_kind.values():
+        examples = ", ".join(item.name for item in items[:3]) + " ..." * (len(items) > 3)
+        found = counted(len(items), "image")
+        lines.append(f"  unusable: {found} ({examples}): {items[0].reason}")
     lines.append(
         "  Repair or remove these images, or move them to class folders. All of them: "
         f"ddpm check-data {shlex.quote(report.source)}"
@@ -173,7 +175,7 @@ def _measured(plan: Plan, here: World) -> Plan:
     """Return a plan with the measurements of its network."""
     classes = list(plan.facts.classes)
     images = ExpectedImages(plan.size, 1 if plan.facts.gray else 3, classes, "")
-    settings = _nested({key: choice.value for key, choice in choose(plan).items()})
+    settings = nested({key: choice.value for key, choice in choose(plan).items()})
     config: Config = params.validate(settings)
     say(f"init: measuring {plan.network.channels} channels at {plan.size} pixels")
     measured = measure(config, images, here, plan.memory)
@@ -200,7 +202,7 @@ def _check_time(plan: Plan) -> None:
     )
 
 
-def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted name as sections."""
     sections: dict[str, Any] = {}
     for key, value in settings.items():
@@ -230,7 +232,7 @@ def _about(plan: Plan) -> str:
 def _summary(plan: Plan, choices: Mapping[str, Choice]) -> str:
     """Return the main settings with their reasons, and the time of each verb."""
     table = Table("setting", "value", "reason")
-    for key in _SHOWN:
+    for key in SHOWN:
         table.add_row(key, str(choices[key].value), choices[key].reason)
     console = Console(width=110)
     with console.capture() as capture:

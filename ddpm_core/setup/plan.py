@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def available(self) -> float:
-        """Return the time for training."""
+        """Return the time for training, if sampling takes all of its share."""
         if self.time is None:
             return self.network.enough / self.batch * self.measured.step * BESIDE_STEPS
         return (1 - SAMPLING) * (self.time - self.other_seconds)
@@ -124,13 +124,12 @@ class Plan:
     def times(self) -> dict[str, float]:
         """Return the estimated seconds of each verb."""
         checkpoints, count = self.samples
-        drawn = checkpoints * count * self.seconds_of_sample
-        previews = checkpoints * self.grid * self.seconds_of_sample
         scored = checkpoints * count * FEATURES * self.classifier
+        previews = checkpoints * self.grid * self.seconds_of_sample
         return {
             "prepare": self.facts.seconds,
             "train": self.steps * self.measured.step * BESIDE_STEPS + previews,
-            "sample": drawn,
+            "sample": checkpoints * count * self.seconds_of_sample,
             "evaluate": self.other_seconds - self.facts.seconds - START + scored,
             "start and register": START,
         }
@@ -177,7 +176,11 @@ class Plan:
         """Return the steps that the time allows or, without a time, that are enough."""
         if self.time is None or not self.measured.step:
             return self.network.enough / self.batch
-        return self.available / (self.measured.step * BESIDE_STEPS)
+        checkpoints, count = self.samples
+        scored = checkpoints * count * FEATURES * self.classifier
+        drawn = checkpoints * (count + self.grid) * self.seconds_of_sample
+        seconds = self.time - self.other_seconds - drawn - scored
+        return max(1.0, seconds / (self.measured.step * BESIDE_STEPS))
 
     @property
     def most_steps(self) -> int:

@@ -205,7 +205,7 @@ def test_error_for_invalid_caption_names_the_line(tmp_path: Path, line: str) -> 
     with pytest.raises(UserError, match=r"captions\.jsonl, line 2"):
         prepared(tmp_path, root)
     notes = check_data(root).failures
-    assert [note for note in notes if note.startswith("prepare would fail: captions.jsonl, line 2")]
+    assert [note for note in notes if note.startswith("captions.jsonl, line 2")]
 
 
 def test_captions_of_missing_images_are_a_warning(
