@@ -22,7 +22,7 @@ WIDTH = 29  # columns before the comments
 _ABOUT = """\
 # The default settings of `ddpm`: small digits that are legible after minutes on a CPU.
 # Change a value here, or for one run: ddpm run -S train.steps=2000. Missing settings have their
-# defaults. For photographs, start from a preset: ddpm params dtd-10 > params.yaml
+# defaults. For your own images: ddpm init photos/ -o photos.yaml
 """
 
 

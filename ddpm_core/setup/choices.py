@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ddpm_core.config.durations import in_words
+from ddpm_core.data.sources.download import KNOWN
 from ddpm_core.setup.plan import Plan
 from ddpm_core.text import counted
 
@@ -87,7 +88,8 @@ def conditioning(plan: Plan) -> Choice:
     if len(classes) < 2:
         return Choice("none", "there are neither captions nor class folders")
     least, most = min(classes.values()), max(classes.values())
-    found = f"{len(classes)} classes of {least:,} to {most:,} images"
+    counts = f"{least:,} to {most:,}" if least < most else f"{least:,}"
+    found = f"{len(classes)} classes of {counts} images"
     if least < FEWEST_OF_CLASS:
         return Choice("none", f"{found}; class takes at least {FEWEST_OF_CLASS} each")
     return Choice("class", found)
@@ -134,7 +136,7 @@ def learning_rate(plan: Plan) -> Choice:
 
 def warmup(plan: Plan) -> Choice:
     most = 100 if plan.network.channels < 64 else 1000
-    return Choice(max(1, min(most, int(WARMUP * plan.steps))), "at most 5 % of the steps")
+    return Choice(max(1, min(most, int(WARMUP * plan.steps))), "at most 5% of the steps")
 
 
 def schedule(plan: Plan) -> Choice:
@@ -142,7 +144,7 @@ def schedule(plan: Plan) -> Choice:
 
 
 def ema(plan: Plan) -> Choice:
-    return Choice(["power:0.1", "power:0.05"], "over 10 % and 5 % of the run, however short")
+    return Choice(["power:0.1", "power:0.05"], "over 10% and 5% of the run, however short")
 
 
 def flip(plan: Plan) -> Choice:
@@ -152,8 +154,8 @@ def flip(plan: Plan) -> Choice:
         return Choice(False, f"{tested}; true is better if mirrored images are right")
     tested = f"a classifier tells {mirror.share:.0%} of {mirror.images:,} images from mirrored ones"
     if mirror.matters:
-        return Choice(False, f"{tested} (chance: 50 %)")
-    return Choice(True, f"{tested} (chance: 50 %, digits: 91 %)")
+        return Choice(False, f"{tested} (chance: 50%)")
+    return Choice(True, f"{tested} (chance: 50%, digits: 91%)")
 
 
 def log_every(plan: Plan) -> Choice:
@@ -194,6 +196,8 @@ def experiment(plan: Plan) -> Choice:
 
 
 def workspace(plan: Plan) -> Choice:
+    if plan.facts.report.source in KNOWN:
+        return Choice("workspace", "its downloads/ has the archive of these images")
     return Choice(f"runs/{label(plan)}", "where all results are stored")
 
 

@@ -258,6 +258,8 @@ def init_file(source: str, overrides: Sequence[str], time_limit: str | None, out
     to_stdout = str(output) == "-"
     if not to_stdout and output.exists():
         raise UserError(f"{output} already exists. Give a new file (-o), or remove it.")
+    if not to_stdout and not output.parent.is_dir():
+        raise UserError(f"The folder {output.parent} of {output} does not exist.")
     text, summary = settings_for(source, overrides, duration(time_limit) if time_limit else None)
     if to_stdout:
         print(text, end="")

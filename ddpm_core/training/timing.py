@@ -41,6 +41,8 @@ def timed(work: Callable[[], object], device: torch.device) -> Timed:
     work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
     clock = time.perf_counter() - start
     return Timed(clock, time.process_time() - processor if device.type == "cpu" else clock)
 

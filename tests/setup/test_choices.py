@@ -180,6 +180,13 @@ def test_settings_of_the_user_replace_choices() -> None:
     assert found["train.milestone_every"].value == 1000 // given.samples[0]
 
 
+@pytest.mark.parametrize(("source", "name"), [("cifar10", "workspace"), ("photos", "runs/photos")])
+def test_workspace_of_a_known_source_has_its_download(source: str, name: str) -> None:
+    found = report()
+    found.source = source
+    assert chosen("workspace", plan(found)) == name
+
+
 @pytest.mark.parametrize(
     ("source", "name"),
     [

@@ -76,10 +76,14 @@ def test_invalid_settings_are_reported_before_the_images(photos: Path) -> None:
     assert "train.stepz" in output and "check:" not in output
 
 
-def test_existing_file_is_kept(photos: Path) -> None:
+def test_existing_file_is_kept_and_a_missing_folder_reported(photos: Path) -> None:
     Path("params.yaml").write_text("seed: 1\n", encoding="utf-8")
     assert "params.yaml already exists" in init("photos", status=1).output
     assert Path("params.yaml").read_text(encoding="utf-8") == "seed: 1\n"
+    assert (
+        "The folder new of new/params.yaml does not exist"
+        in init("photos", "-o", "new/params.yaml", status=1).output
+    )
 
 
 @pytest.mark.slow
