@@ -22,11 +22,11 @@ from torch.nn import functional
 
 from benchmarks import ours, theirs
 from benchmarks.networks import Network
-from ddpm_core.comparison.cost import Timed, timed
 from ddpm_core.console import progress
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.runtime.device import autocast
 from ddpm_core.sampling.images import Pixels
+from ddpm_core.training.timing import Timed, timed
 
 WARMUP = 500  # steps
 LEARNING_RATE = 1e-4

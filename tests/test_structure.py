@@ -32,6 +32,7 @@ ALLOWED = {
     "comparison": BASE
     | {"models", "diffusion", "data", "sampling", "training", "evaluation", "tracking"},
     "registry": BASE | {"models", "diffusion", "data", "sampling", "evaluation", "tracking"},
+    "setup": BASE | {"data", "evaluation", "training"},
 }
 ALLOWED["watch"] = BASE | {"evaluation", "tracking"}
 ALLOWED["cli"] = set(ALLOWED)  # it runs everything, and nothing imports it

@@ -16,7 +16,7 @@ import typer
 from ddpm_core import __version__
 from ddpm_core.cli import command
 from ddpm_core.cli.command import ParamsOption, SetOption, WorkspaceOption, load
-from ddpm_core.config.template import presets, template
+from ddpm_core.cli.start import check_data, init, params
 from ddpm_core.console import guard
 from ddpm_core.errors import UserError, require
 from ddpm_core.runtime.home import provide_home
@@ -212,33 +212,8 @@ def wait(
     chain.wait(config, verb, duration(limit), duration(interval))
 
 
-@verb
-def check_data(
-    source: Annotated[str, typer.Argument(help="A folder of images, or any other prepare.source.")],
-    s: SetOption = None,
-) -> None:
-    """Report what an image source contains.
-
-    Also reports what is wrong with it, before you prepare it. -S changes how it is read, as in
-    -S prepare.caption_column=prompt.
-    """
-    from ddpm_core.data.check import check_data
-
-    check_data(source, load(None, None, s).prepare)
-
-
-@verb
-def params(
-    preset: Annotated[
-        str | None,
-        typer.Argument(help=f"{', '.join(presets())}. Default: the built-in settings."),
-    ] = None,
-) -> None:
-    """Print a params file with every setting explained.
-
-    To start from a preset: ddpm params dtd-10 > params.yaml
-    """
-    typer.echo(template(preset), nl=False)
+for function in (check_data, init, params):
+    verb(function)
 
 
 @verb

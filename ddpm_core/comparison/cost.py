@@ -7,10 +7,8 @@ the folder of the comparison, and each run takes the number of steps that fits t
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from pydantic import ConfigDict
@@ -22,9 +20,9 @@ from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.diffusion.probed import Probed
 from ddpm_core.runtime.device import device_name
 from ddpm_core.runtime.distributed import World, world
-from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.storage.files import Schema
 from ddpm_core.storage.workspace import Workspace, fingerprint
+from ddpm_core.training import timing
 from ddpm_core.training.identity import identity
 from ddpm_core.training.init import check_data_fits, fresh_network
 from ddpm_core.training.moments import run_moments
@@ -33,20 +31,13 @@ from ddpm_core.training.probe import make_probe
 from ddpm_core.training.resume import checkpoint_settings
 from ddpm_core.training.state import TrainState
 from ddpm_core.training.step import next_batch, step
+from ddpm_core.training.timing import Timed, timed
 
 COST = "cost.json"
 WARMUP = 5  # steps before the measurement: memory, compilation
 ROUNDS = 15
 PER_TURN = 4  # steps of a method in each round
 PROBE_PERIOD = 10_000  # steps over which the evaluations of a probe are averaged
-EVALUATIONS = 4  # of the network, to estimate the time of sampling
-
-
-class Timed(NamedTuple):
-    """The seconds of some work: on the clock, and of the processor (on a GPU also on the clock)."""
-
-    clock: float
-    processor: float
 
 
 # Takes a number of steps of a training, and returns the mean time of one.
@@ -202,25 +193,5 @@ def time_of_evaluation(config: Config, data: PackedDataset, world: World) -> flo
     """Return the seconds of one evaluation of the network for one image in a batch of samples."""
     model, _ = fresh_network(config, data)
     moments = run_moments(config, data, world) if config.diffusion.uses_moments else None
-    settings = config.sample.model_copy(update={"steps": EVALUATIONS, "guide": None})
-    training = checkpoint_settings(config, data).data
-    sampler = ImageSampler(
-        model.to(world.device), training, settings, config.diffusion, moments=moments
-    )
-    size = min(settings.batch_size, settings.count)
-
-    def work() -> None:
-        sampler.images(range(size))
-
-    work()
-    return timed(work, world.device).clock / (EVALUATIONS * size)
-
-
-def timed(work: Callable[[], object], device: torch.device) -> Timed:
-    """Return the time of `work()`, until the device has finished it."""
-    start, processor = time.perf_counter(), time.process_time()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    clock = time.perf_counter() - start
-    return Timed(clock, time.process_time() - processor if device.type == "cpu" else clock)
+    described = checkpoint_settings(config, data).data
+    return timing.time_of_evaluation(config, model, described, world, moments)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -20,7 +22,7 @@ WIDTH = 29  # columns before the comments
 _ABOUT = """\
 # The default settings of `ddpm`: small digits that are legible after minutes on a CPU.
 # Change a value here, or for one run: ddpm run -S train.steps=2000. Missing settings have their
-# defaults. For photographs, start from a preset: ddpm params dtd-10 > params.yaml
+# defaults. For your own images: ddpm init photos/ -o photos.yaml
 """
 
 
@@ -32,13 +34,23 @@ def presets() -> list[str]:
 def template(preset: str | None = None) -> str:
     """Return the text of a params file. Raises UserError if the preset does not exist."""
     if preset is None:
-        return _ABOUT + "\n".join(_lines(Config, _defaults(), {})) + "\n"
+        return _ABOUT + "\n".join(_lines(Config, _defaults())) + "\n"
     if preset not in presets():
         raise UserError(f"Preset {preset!r} does not exist; must be one of {', '.join(presets())}.")
     text = yaml_text.text(PRESETS / f"{preset}.yaml", "preset")
     about = [line for line in text.splitlines(keepends=True) if line.startswith("#")]
     given = yaml_text.parse(text, preset, "sections")
-    return "".join(about) + "\n".join(_lines(Config, _defaults(), given)) + "\n"
+    return "".join(about) + "\n".join(_lines(Config, _filled(_defaults(), given))) + "\n"
+
+
+def excerpt(values: Mapping[str, Any], reasons: Mapping[str, str], about: str) -> str:
+    """Return the text of a params file with some settings only, each with its own comment.
+
+    `values` is nested like a params file; `reasons` has the comments, by dotted name. `about` is
+    the comment at the top, of one or more lines.
+    """
+    head = "".join(f"# {line}\n" for line in about.splitlines())
+    return head + "\n".join(_lines(Config, values, reasons)) + "\n"
 
 
 def _defaults() -> dict[str, Any]:
@@ -47,22 +59,53 @@ def _defaults() -> dict[str, Any]:
     return {**defaults, "model": {**defaults["model"], "attention": "auto"}}
 
 
+def _filled(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults, replaced by the given settings."""
+    return {
+        name: _filled(value, given.get(name, {}))
+        if isinstance(value, dict)
+        else given.get(name, value)
+        for name, value in defaults.items()
+    }
+
+
 def _lines(
-    model: type[BaseModel], defaults: Mapping[str, Any], given: Mapping[str, Any], indent: str = ""
+    model: type[BaseModel],
+    values: Mapping[str, Any],
+    reasons: Mapping[str, str] | None = None,
+    path: tuple[str, ...] = (),
 ) -> Iterable[str]:
-    """Yield the lines of a section and of the sections in it."""
+    """Yield the lines of a section and of the sections in it, in the order of their definition.
+
+    `values` are the settings to show. Their comments are `reasons`, by dotted name, or what they
+    mean.
+    """
+    indent = "  " * len(path)
     for name, field in fields_of(model).items():
-        value = given.get(name, defaults[name])
+        if name not in values:
+            continue
         if section := section_of(field):
             yield from [""] * (not indent)
             yield _commented(f"{indent}{name}:", (section.__doc__ or "").partition("\n")[0])
-            yield from _lines(section, defaults[name], given.get(name, {}), f"{indent}  ")
+            yield from _lines(section, values[name], reasons, (*path, name))
         else:
-            import yaml  # here, because it takes 30 ms that other commands can save
+            dotted = ".".join((*path, name))
+            comment = _meaning(field) if reasons is None else reasons[dotted]
+            yield _commented(f"{indent}{name}: {_yaml(values[name])}", comment)
 
-            shown = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
-            shown = shown.removesuffix("...\n").rstrip()
-            yield _commented(f"{indent}{name}: {shown}", _meaning(field))
+
+def _yaml(value: Any) -> str:
+    """Return a value as YAML in one line, with quotes if a text would be read as another type."""
+    import yaml  # here, because it takes 30 ms that other commands can save
+
+    shown = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
+    shown = shown.removesuffix("...\n").rstrip()
+    if not isinstance(value, str):
+        return shown
+    with suppress(ValueError):
+        if "\n" not in shown and yaml_text.value(f"x: {shown}") == {"x": value}:
+            return shown
+    return json.dumps(value)
 
 
 def _commented(line: str, comment: str) -> str:

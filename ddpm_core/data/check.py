@@ -1,22 +1,20 @@
-"""The verb check-data: report what a source contains, its problems, and settings to start from."""
+"""The verb check-data: report what a source contains, and its problems."""
 
 from __future__ import annotations
 
-import json
+import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.cells import cell_len
 
 from ddpm_core import console
-from ddpm_core.config import Config, Prepare, yaml_text
+from ddpm_core.config import Config, Prepare
 from ddpm_core.data import names
 from ddpm_core.data.captions import add_class_captions, read_captions
 from ddpm_core.data.layout import Layout, find_layout
@@ -25,7 +23,14 @@ from ddpm_core.data.sources.base import Entry, Listing, Rejection, Source
 from ddpm_core.data.sources.download import KNOWN
 from ddpm_core.data.sources.open import open_source, recognise
 from ddpm_core.data.split import untrainable
-from ddpm_core.data.workers import Inspected, chunked, inspect_images, map_chunks, workers_for
+from ddpm_core.data.workers import (
+    SAMPLE_SIZE,
+    Inspected,
+    chunked,
+    inspect_images,
+    map_chunks,
+    workers_for,
+)
 from ddpm_core.errors import UserError
 from ddpm_core.text import counted
 
@@ -38,11 +43,13 @@ _HEADINGS = {"train": "train", "holdout": "held out", "undecided": "images"}
 
 @dataclass(slots=True)
 class DataReport:
-    """What `check_data` found. Counts are of usable images; sizes are pixels of upright images.
+    """What `inspect` found. Counts are of usable images; sizes are pixels of upright images.
 
     `splits` maps train, holdout or undecided (prepare will split them) to counts by class.
-    `sides` maps the lower end of a bin to the number of shorter sides in it. `copies` lists groups
-    of images with the same content. `suggested` are settings for params.yaml.
+    `sides` maps the lower end of a bin to the number of shorter sides in it. `cropped` is the share
+    of the median image that prepare.resize=crop removes. `copies` lists groups of images with the
+    same content. `failures` are the reasons why prepare would fail. `squares` are distinct images
+    of the sample, uint8 (n, 32, 32, 3).
     """
 
     source: str
@@ -52,19 +59,34 @@ class DataReport:
     smallest: tuple[int, int] = (0, 0)
     largest: tuple[int, int] = (0, 0)
     median_side: int = 0
+    cropped: float = 0.0
     far_from_square: int = 0
     stored: dict[str, int] = field(default_factory=dict)
     rejected: list[Rejection] = field(default_factory=list)
     copies: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    suggested: dict[str, Any] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    captioned: bool = False  # every image has its own caption
+    squares: NDArray[np.uint8] = field(
+        default_factory=lambda: np.zeros((0, SAMPLE_SIZE, SAMPLE_SIZE, 3), np.uint8)
+    )
 
 
 def check_data(source: str | Path, settings: Prepare | None = None) -> DataReport:
     """Inspect every image of a source, print a report to stdout, and return it.
 
+    The arguments and errors are those of `inspect`.
+    """
+    report = inspect(source, settings)
+    print(console.printable("\n".join(format_report(report))))
+    return report
+
+
+def inspect(source: str | Path, settings: Prepare | None = None, sample: int = 0) -> DataReport:
+    """Inspect every image of a source, and return a report.
+
     `source` may be anything that prepare.source may be. `settings` are the other settings of
-    prepare.
+    prepare. `sample` is the largest number of images in `squares`, evenly spaced in the source.
 
     Raises:
         UserError: the source cannot be read or contains no images.
@@ -81,34 +103,36 @@ def check_data(source: str | Path, settings: Prepare | None = None) -> DataRepor
         recognised, listing = recognise(opened, settings)
         require_images(listing, settings)
         layout = find_layout(listing)
-        texts = _read_captions(listing, layout, settings)
-        inspected = _inspect_all(recognised, listing.images)
+        failures: list[str] = []
+        texts = _read_captions(listing, layout, settings, failures)
+        inspected = _inspect_all(recognised, listing.images, sample)
     report = build_report(source, listing, layout, inspected)
-    changed = settings.model_dump(mode="json", exclude_defaults=True)
-    report.suggested["prepare"] = changed | report.suggested["prepare"]
-    if report.count and all(texts[item.position] for item in inspected if not item.reason):
-        report.suggested["model"]["conditioning"] = "text"
-    print(console.printable("\n".join(format_report(report))))
+    report.failures += failures
+    used = [item for item in inspected if not item.reason]
+    report.captioned = bool(used) and all(texts[item.position] for item in used)
     return report
 
 
-def _read_captions(listing: Listing, layout: Layout, settings: Prepare) -> list[str | None]:
+def _read_captions(
+    listing: Listing, layout: Layout, settings: Prepare, failures: list[str]
+) -> list[str | None]:
     """Return the captions in the source; add what prepare would report about them to the notes."""
     try:
         texts = read_captions(listing, settings.caption_column, layout.notes)
     except UserError as error:
-        layout.notes.append(f"prepare would fail: {error}")
+        failures.append(str(error))
         return [None] * len(listing.images)
     add_class_captions(texts, layout.classes, settings.caption, layout.notes)
     return texts
 
 
-def _inspect_all(source: Source, entries: Sequence[Entry]) -> list[Inspected]:
+def _inspect_all(source: Source, entries: Sequence[Entry], sample: int) -> list[Inspected]:
     """Inspect all images, in one or several processes; returns them in the order of `entries`."""
     found: list[Inspected] = []
+    every = -(-len(entries) // sample) if sample else 0
     workers = workers_for(entries, "auto")
     with console.progress("check", len(entries), "images") as advance:
-        for done in map_chunks(inspect_images, (), chunked(source.read(entries), 0), workers):
+        for done in map_chunks(inspect_images, (every,), chunked(source.read(entries), 0), workers):
             found += done
             advance(len(done))
     return sorted(found, key=lambda item: item.position)
@@ -131,10 +155,22 @@ def build_report(
     report.splits = _count_splits(layout, used)
     report.copies = _group_copies(listing, used)
     reason = untrainable([layout.held_out[item.position] for item in used])
-    report.notes += [f"prepare would fail: {reason}."] if reason else []
+    report.failures += [f"{reason}."] if reason else []
+    report.failures += _rejected_share(report)
     report.notes += _advice(report, listing)
-    report.suggested = suggest(report)
+    # Copies are left out: tests that compare images with each other would find them too easily.
+    squares = {item.digest: item.square for item in used if item.square is not None}
+    if squares:
+        report.squares = np.stack(list(squares.values()))
     return report
+
+
+def _rejected_share(report: DataReport) -> list[str]:
+    """Return the failure of prepare if too many images are unusable."""
+    share = len(report.rejected) / max(1, report.count + len(report.rejected))
+    if share <= (limit := Prepare().max_rejected):
+        return []
+    return [f"{share:.1%} of the images are unusable, more than prepare.max_rejected={limit:g}."]
 
 
 def _measure(report: DataReport, sizes: NDArray[np.int64]) -> None:
@@ -147,6 +183,7 @@ def _measure(report: DataReport, sizes: NDArray[np.int64]) -> None:
     report.largest = (int(sizes[order[-1], 0]), int(sizes[order[-1], 1]))
     report.median_side = int(np.median(sides))
     report.far_from_square = int((sizes.max(axis=1) > 2 * sides).sum())
+    report.cropped = float(np.median(1 - sides / sizes.max(axis=1)))
 
 
 def _count_splits(layout: Layout, used: Sequence[Inspected]) -> dict[str, dict[str, int]]:
@@ -176,19 +213,13 @@ def class_totals(report: DataReport) -> dict[str, int]:
 
 
 def _advice(report: DataReport, listing: Listing) -> list[str]:
-    """Return messages about imbalance, rejections, shapes and ignored files."""
+    """Return messages about imbalance, shapes and ignored files."""
     advice = []
     totals = class_totals(report)
     if len(totals) > 1 and max(totals.values()) > IMBALANCE * min(totals.values()):
         most, least = max(totals, key=totals.__getitem__), min(totals, key=totals.__getitem__)
         advice.append(
             f"Unbalanced classes: {totals[most]:,} images of {most}, {totals[least]:,} of {least}."
-        )
-    share = len(report.rejected) / max(1, report.count + len(report.rejected))
-    if share > Prepare().max_rejected:
-        advice.append(
-            f"{share:.1%} of the images are unusable: prepare would fail, because this is more "
-            f"than prepare.max_rejected={Prepare().max_rejected:g}."
         )
     if report.far_from_square > report.count / 10:
         advice.append(
@@ -199,23 +230,6 @@ def _advice(report: DataReport, listing: Listing) -> list[str]:
         kinds = ", ".join(f"{n:,} .{kind}" for kind, n in listing.ignored.most_common(5))
         advice.append(f"Ignored files that are not images: {kinds}.")
     return advice
-
-
-def suggest(report: DataReport) -> dict[str, Any]:
-    """Return settings to start from: an image size that most images have, and a network for it."""
-    fitting = [s for s in (16, 32, 64) if report.median_side >= s]
-    size = fitting[-1] if fitting else 16
-    multipliers = {16: [1, 2, 2], 32: [1, 2, 2, 2], 64: [1, 2, 3, 4]}[size]
-    return {
-        "prepare": {"source": report.source, "image_size": size},
-        "model": {
-            "channels": 32 if size == 16 else 64,
-            "multipliers": multipliers,
-            "attention": [8 if size == 16 else 16],
-            "conditioning": "class" if len(class_totals(report)) > 1 else "none",
-        },
-        "train": {"batch_size": max(1, min(64, report.count // 4))},
-    }
 
 
 def format_report(report: DataReport) -> list[str]:
@@ -229,26 +243,14 @@ def format_report(report: DataReport) -> list[str]:
     text += _section("unusable", [f"{r.name}: {r.reason}" for r in report.rejected])
     text += _section("exact copies", [_format_copies(group) for group in report.copies])
     text += [f"note: {note}" for note in report.notes]
-    suggested = [
-        f"  {section}: {{{', '.join(f'{key}: {_yaml(value)}' for key, value in values.items())}}}"
-        for section, values in report.suggested.items()
-    ]
-    return [*map(names.one_line, text), "params to start from:", *suggested]
+    text += [f"prepare would fail: {reason}" for reason in report.failures]
+    text.append(f"To write settings for these images: ddpm init {shlex.quote(report.source)}")
+    return [*map(names.one_line, text)]
 
 
 def _format_copies(group: Sequence[str]) -> str:
     more = f" and {len(group) - _COPIES:,} more" if len(group) > _COPIES else ""
     return " = ".join(group[:_COPIES]) + more
-
-
-def _yaml(value: Any) -> str:
-    """Return a value as YAML, with quotes if a text would be read as another type."""
-    if not isinstance(value, str):
-        return str(value)
-    with suppress(ValueError):
-        if yaml_text.value(f"[{value}]") == [value]:
-            return value
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _class_table(report: DataReport) -> list[str]:

@@ -50,6 +50,8 @@ Result = TypeVar("Result")
 # Pixels that come from no file have the digest of this square. Its size must not change: the
 # demo's digits would be split differently, and have other scores.
 _DIGEST_RULE = SquareRule(16, "squash", _WHITE, 3)
+SAMPLE_SIZE = 32  # pixels
+_SAMPLE_RULE = SquareRule(SAMPLE_SIZE, "crop", _WHITE, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,10 @@ def _fill(pixels: NDArray[np.uint8], rule: SquareRule, payload: Payload) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """The size in pixels, format and content of an image, or the reason why it is unusable."""
+    """The size in pixels, format and content of an image, or the reason why it is unusable.
+
+    `square` is its middle, uint8 (SAMPLE_SIZE, SAMPLE_SIZE, 3), if the image is in the sample.
+    """
 
     position: int
     width: int = 0
@@ -108,27 +113,39 @@ class Inspected:
     stored: str = ""
     digest: bytes = b""
     reason: str = ""
+    square: NDArray[np.uint8] | None = None
 
 
-def inspect_images(chunk: Sequence[tuple[int, Payload]]) -> list[Inspected]:
-    """Decode the images of a chunk, which is the only way to find truncated files."""
-    return [_inspect(position, payload) for position, payload in chunk]
+def inspect_images(every: int, chunk: Sequence[tuple[int, Payload]]) -> list[Inspected]:
+    """Decode the images of a chunk, which is the only way to find truncated files.
+
+    Every `every`-th image of the source is in the sample; 0: none.
+    """
+    return [
+        _inspect(position, payload, bool(every) and position % every == 0)
+        for position, payload in chunk
+    ]
 
 
-def _inspect(position: int, payload: Payload) -> Inspected:
+def _inspect(position: int, payload: Payload, sampled: bool) -> Inspected:
     if isinstance(payload, Rejection):
         return Inspected(position, reason=payload.reason)
     if isinstance(payload, np.ndarray):
         height, width = payload.shape[:2]
         digest = hashlib.sha256(payload.tobytes()).digest()
-        return Inspected(position, width, height, "array", digest)
+        square = _sample(Image.fromarray(payload).convert("RGB")) if sampled else None
+        return Inspected(position, width, height, "array", digest, square=square)
     try:
-        return _inspect_file(position, payload)
+        return _inspect_file(position, payload, sampled)
     except Undecodable as error:
         return Inspected(position, reason=str(error))
 
 
-def _inspect_file(position: int, content: bytes | Path) -> Inspected:
+def _sample(image: Image.Image) -> NDArray[np.uint8]:
+    return np.asarray(make_square(image, _SAMPLE_RULE))
+
+
+def _inspect_file(position: int, content: bytes | Path, sampled: bool) -> Inspected:
     """Return the facts of an encoded image. Raises Undecodable."""
     try:
         image = decode(content, _WHITE)
@@ -139,7 +156,8 @@ def _inspect_file(position: int, content: bytes | Path) -> Inspected:
         if (image.width < image.height) != (size[0] < size[1]):  # rotated by its EXIF orientation
             size = size[::-1]
     digest = hashlib.sha256(repr(size).encode() + image.tobytes()).digest()
-    return Inspected(position, *size, stored, digest)
+    square = _sample(image) if sampled else None
+    return Inspected(position, *size, stored, digest, square=square)
 
 
 def workers_for(entries: Sequence[Entry], workers: int | str) -> int:

@@ -16,7 +16,7 @@ from faults.attempt import running, until
 from support.comparison import STEPS, record_cost, write_experiment
 from support.program import ddpm, start, wait_until
 
-from ddpm_core.comparison.cost import Cost, Timed, measured, medians
+from ddpm_core.comparison.cost import Cost, measured, medians
 from ddpm_core.comparison.experiment import Arm, Run, load
 from ddpm_core.comparison.report import write
 from ddpm_core.comparison.results import Results, with_error
@@ -26,6 +26,7 @@ from ddpm_core.sampling.gather import open_samples
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.training.init import fresh_network
 from ddpm_core.training.step import next_batch
+from ddpm_core.training.timing import Timed
 
 RUNS = {
     "runs/uniform/lr-0.001/seed-3",

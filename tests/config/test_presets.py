@@ -13,10 +13,11 @@ from support.program import ddpm
 
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
-from ddpm_core.config.template import presets, template
-from ddpm_core.models.unet import UNet
+from ddpm_core.config.template import excerpt, presets, template
 from ddpm_core.runtime.device import choose_precision
-from ddpm_core.training.init import network_config
+from ddpm_core.runtime.distributed import world
+from ddpm_core.training.dry_run import ExpectedImages, memory_needed
+from ddpm_core.training.timing import activation_bytes, made_up_batch, made_up_state
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "ddpm_core" / "presets"
@@ -58,6 +59,25 @@ def test_a_printed_params_file_explains_every_setting(preset: str | None, tmp_pa
     for line in file.read_text(encoding="utf-8").splitlines():
         assert not line or line.startswith("#") or line.partition("  # ")[2].strip(), line
     assert set(yaml.safe_load(file.read_text())) == set(Config().dump())
+
+
+NAMES = ["odd, name: x", "p #1", "123", "null", "1e3", "{a}", "new\nline", "caf\u00e9 'x'"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_excerpt_has_the_given_settings_and_reasons(name: str) -> None:
+    values = {"train": {"optimizer": {"lr": 0.5}, "flip": True}, "prepare": {"source": name}}
+    reasons = {"prepare.source": "a", "train.optimizer.lr": "b", "train.flip": "c"}
+    text = excerpt(values, reasons, "first\nsecond")
+    config = params.load_text(text, "excerpt")
+    assert (config.prepare.source, config.train.optimizer.lr, config.train.flip) == (
+        name,
+        0.5,
+        True,
+    )
+    lines = text.splitlines()
+    assert lines[:2] == ["# first", "# second"] and len(lines) == 2 + 2 + 2 * 2 + 2
+    assert [line[-1] for line in lines if line[-3:-1] == "# "] == ["a", "b", "c"]
 
 
 def test_params_yaml_equals_the_printed_template() -> None:
@@ -104,29 +124,51 @@ def test_cifar10_uses_published_precision_and_neighbours() -> None:
     assert config.evaluate.neighbours == 3
 
 
-CLASSES = {"animals10": 10, "cifar10": 0, "digits": 0, "dtd": 47, "dtd-10": 10, "sysu-shape": 5}
-MILLIONS = {"cifar10": 35.7}  # Ho's network
-
-
 @dataclass(frozen=True)
-class Images:
-    """The facts about a data set that a network depends on."""
+class Expected:
+    """A preset's number of classes, and what its training takes in fp32."""
 
-    image_size: int
-    channels: int
-    classes: list[str]
+    classes: int
+    parameters: int
+    gigabytes: float
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_the_network_of_a_preset_runs(path: Path) -> None:
-    config = params.load(path)
-    size, classes = config.prepare.image_size, [str(i) for i in range(CLASSES[path.stem])]
-    channels = 1 if path.stem == "digits" else 3
-    settings = network_config(config, Images(size, channels, classes))
-    network = UNet(settings)
-    condition = torch.zeros(1, dtype=torch.int64) if classes else None
-    with torch.no_grad():
-        output = network(torch.zeros(1, channels, size, size), torch.zeros(1), condition)
-    assert output.shape == (1, channels, size, size) and settings.classes == len(classes)
-    weights = sum(parameter.numel() for parameter in network.parameters()) / 1e6
-    assert round(weights, 1) == MILLIONS.get(path.stem, round(weights, 1))
+EXPECTED = {
+    "animals10": Expected(10, 37_070_339, 47.4),
+    "cifar10": Expected(0, 35_746_307, 14.35),  # Ho's network
+    "digits": Expected(0, 1_112_801, 0.15),
+    "dtd": Expected(47, 49_660_131, 20.4),
+    "dtd-10": Expected(10, 22_083_139, 13.4),
+    "sysu-shape": Expected(5, 57_894_531, 8.57),
+}
+
+
+QUICK = "digits"
+
+
+@pytest.mark.parametrize(
+    "preset", [QUICK, *(pytest.param(p, marks=pytest.mark.slow) for p in EXPECTED if p != QUICK)]
+)
+def test_a_preset_takes_a_step_in_known_memory(
+    preset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two images are trained on; the memory of a full batch is computed from them."""
+    config = params.load(FOLDER / f"{preset}.yaml", ["device=cpu", "train.precision=fp32"])
+    expected = EXPECTED[preset]
+    names = [str(number) for number in range(expected.classes)]
+    images = ExpectedImages(config.prepare.image_size, 1 if preset == "digits" else 3, names, "")
+    with world("cpu", {}) as here:
+        state = made_up_state(config, images, here)
+        before = [weights.detach().clone() for weights in state.parameters]
+        one, two = (made_up_batch(config, images, count, here.device) for count in (1, 2))
+        activations = activation_bytes(state, (one, two))
+    assert state.step == 2 and not int(state.bad_step)
+    # The first steps change few weights: many layers are followed by one that starts at zero.
+    assert not all(map(torch.equal, before, state.parameters))
+    parameters = sum(weights.numel() for weights in state.parameters)
+    fixed = memory_needed(config, parameters, 1)[0]
+    gigabytes = (fixed + activations * config.train.batch_size) / 1e9
+    with capsys.disabled():
+        print(f" {preset}: {parameters:,} parameters, {gigabytes:.2f} GB ", end="")
+    assert parameters == expected.parameters
+    assert gigabytes == pytest.approx(expected.gigabytes, rel=0.05)

@@ -136,7 +136,7 @@ def test_captions_in_other_encodings_are_counted_in_the_error(
     )
     with pytest.raises(UserError, match=error):
         prepared(tmp_path, root)
-    assert re.search(f"prepare would fail: {error}", " ".join(check_data(root).notes))
+    assert re.search(error, " ".join(check_data(root).failures))
 
 
 def test_txt_file_has_priority_over_caption_file(tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_error_for_invalid_caption_names_the_line(tmp_path: Path, line: str) -> 
     write(root / "captions.jsonl", f"{good}\n{line}\n")
     with pytest.raises(UserError, match=r"captions\.jsonl, line 2"):
         prepared(tmp_path, root)
-    notes = check_data(root).notes
-    assert [note for note in notes if note.startswith("prepare would fail: captions.jsonl, line 2")]
+    notes = check_data(root).failures
+    assert [note for note in notes if note.startswith("captions.jsonl, line 2")]
 
 
 def test_captions_of_missing_images_are_a_warning(

@@ -66,7 +66,7 @@ def test_img2dataset_shards_are_images_with_captions(
     for shard in ("00001", "00002"):
         shutil.unpack_archive(root / f"{shard}.tar", tmp_path / "unpacked")
     assert prepared(tmp_path / "b", tmp_path / "unpacked").fingerprint == data.fingerprint
-    assert check_data(root).suggested["model"]["conditioning"] == "text"
+    assert check_data(root).captioned
     write(root / "00002.tar", b"")
     assert stale(config(root), workspace) == "the source has changed since it was prepared"
 

@@ -1,0 +1,1 @@
+"""`ddpm init`: settings that fit the images, this machine and the time."""
