@@ -31,7 +31,8 @@ ALLOWED = {
     "evaluation": BASE | {"models", "data", "sampling", "tracking"},
     "comparison": BASE
     | {"models", "diffusion", "data", "sampling", "training", "evaluation", "tracking"},
-    "registry": BASE | {"models", "diffusion", "data", "sampling", "evaluation", "tracking"},
+    "registry": BASE
+    | {"models", "diffusion", "data", "sampling", "evaluation", "interop", "tracking"},
 }
 ALLOWED["cli"] = set(ALLOWED)  # it runs everything, and nothing imports it
 # Top-level modules may import BASE; these may import more.
