@@ -271,8 +271,7 @@ class Tracker:
     def _send(self) -> None:
         """Send all rows and entries that exist now."""
         run = self._run = self._run or self._open()
-        if self._system:
-            self._system.ensure(run.run_id)
+        self._measure(run.run_id)
         while True:
             rows, end = self._log.peek()
             run.rows(rows)
@@ -293,6 +292,17 @@ class Tracker:
                         f"Skipped an invalid {name!r} entry for MLflow ({_describe(error)})."
                     )
             self._queue.popleft()
+
+    def _measure(self, run_id: str) -> None:
+        """Start or restart the system metrics; an error of this machine turns them off."""
+        try:
+            if system := self._system:
+                system.ensure(run_id)
+        except Exception as error:
+            if is_transient(error):
+                raise
+            self._system = None
+            console.warn(f"Turned off tracking.system_metrics ({_describe(error)}).")
 
     def _open(self) -> MlflowRun:
         """Return the workspace's MLflow run, and note its ID in run.json."""

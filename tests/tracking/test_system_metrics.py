@@ -6,12 +6,14 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from support.mlflow_server import put_store, wait_until
 
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
 from ddpm_core.storage.workspace import LOG, RUN, Workspace
+from ddpm_core.tracking import system
 from ddpm_core.tracking.client import connect
 from ddpm_core.tracking.tracker import Tracker
 
@@ -76,3 +78,35 @@ def test_missing_package_turns_system_metrics_off(
     Tracker.open(config(workspace), workspace, "same", log=workspace.path(LOG)).close()
     said = capsys.readouterr().err
     assert "tracking.system_metrics is off." in said and "'ddpm-core[tracking]'" in said
+
+
+def test_machine_without_counters_is_tracked_without_them(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(psutil, "net_io_counters", lambda: None)  # as without a network
+    tracker = Tracker.open(config(workspace), workspace, "same", log=workspace.path(LOG))
+    tracker.metrics(1, {"fid": 3.0})
+    wait_until(lambda: tracker._system is None, "they are turned off")
+    tracker.close()
+    assert "Turned off tracking.system_metrics (AttributeError" in capsys.readouterr().err
+    run = connect(config(workspace).tracking.uri).get_run(
+        workspace.read_json(RUN)["mlflow"]["run_id"]
+    )
+    assert run.data.metrics == {"fid": 3.0}
+
+
+def test_measuring_that_ended_starts_again(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow's thread ends when the server fails once."""
+    monkeypatch.setattr(system, "RESTART", 0.0)
+    tracker = Tracker.open(config(workspace), workspace, "same", log=workspace.path(LOG))
+    wait_until(lambda: steps(workspace), "metrics arrive")
+    assert tracker._system
+    tracker._system._monitor._shutdown_event.set()
+    wait_until(lambda: not is_measured(), "the thread ends")
+    before = len(steps(workspace))
+    wait_until(lambda: len(steps(workspace)) > before, "metrics arrive again")
+    tracker.close()
+    found = steps(workspace)
+    assert found == list(range(len(found)))
