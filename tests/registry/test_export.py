@@ -244,6 +244,7 @@ def test_export_does_not_overwrite_a_folder(tmp_path: Path) -> None:
 # Registered versions
 
 
+@pytest.mark.slow
 def test_version_stores_the_folder_that_export_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
