@@ -193,6 +193,10 @@ def _check_paths(spec: JobSpec) -> Iterator[Problem]:
         lost = f"{config.tracking.uri} would be lost with the pod"
         hint = 'set the http:// address of an MLflow server, or "" for none'
         yield Problem("tracking.uri", lost, hint=hint)
+    events = config.tracking.tensorboard
+    if events and not _is_below(events, *writable):
+        hint = "use a folder on a writable volume, or null for none"
+        yield Problem("tracking.tensorboard", f"{events} would be lost with the pod", hint=hint)
 
 
 def _check_secrets(spec: JobSpec) -> Iterator[Problem]:

@@ -31,10 +31,11 @@ ALLOWED = {
     "evaluation": BASE | {"models", "data", "sampling", "tracking"},
     "comparison": BASE
     | {"models", "diffusion", "data", "sampling", "training", "evaluation", "tracking"},
-    "registry": BASE | {"models", "diffusion", "data", "sampling", "evaluation", "tracking"},
+    "registry": BASE
+    | {"models", "diffusion", "data", "sampling", "evaluation", "interop", "tracking"},
     "setup": BASE | {"data", "evaluation", "training"},
+    "watch": BASE | {"evaluation", "tracking"},
 }
-ALLOWED["watch"] = BASE | {"evaluation", "tracking"}
 ALLOWED["cli"] = set(ALLOWED)  # it runs everything, and nothing imports it
 # Top-level modules may import BASE; these may import more.
 TOP = {

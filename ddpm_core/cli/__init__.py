@@ -313,18 +313,20 @@ def import_diffusers(
 
 
 @verb
-def export_diffusers(
+def export(
     output: Annotated[Path, typer.Argument(help="The folder to write.")],
     p: ParamsOption = None,
     w: WorkspaceOption = None,
     s: SetOption = None,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest.")] = None,
+    kind: Annotated[str, typer.Option("--format", help="Or safetensors, onnx.")] = "diffusers",
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the best.")] = None,
+    model: Annotated[str | None, typer.Option(help="Or a version: models:/ddpm@champion.")] = None,
 ) -> None:
-    """Convert a checkpoint to a diffusers pipeline."""
+    """Write a model for other programs, with its card."""
     config = load(p, w, s, trained=True)
-    from ddpm_core.interop.checkpoints import export_checkpoint
+    from ddpm_core.registry.export import export
 
-    typer.echo(export_checkpoint(config, Workspace.open(config.workspace), step, output))
+    typer.echo(export(config, output, kind, model, step))
 
 
 @functools.partial(command.verb, to=bench)
@@ -339,9 +341,7 @@ def scaling(
             help="Highest number of workers. Default: all GPUs, or up to 4 cores without a GPU.",
         ),
     ] = None,
-    steps: Annotated[
-        int, typer.Option(help="Steps per measurement; the first half is warm-up.")
-    ] = 30,
+    steps: Annotated[int, typer.Option(help="Steps to measure; the first half is warm-up.")] = 30,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the numbers to this file.")
     ] = None,

@@ -135,6 +135,7 @@ class Config(Section):
             "train.init": self.train.init or "",
             "train.timesteps.tables": self.train.timesteps.tables or "",
             "evaluate.inception_weights": self.evaluate.inception_weights or "",
+            "tracking.tensorboard": self.tracking.tensorboard or "",
             "tracking.uri": self.tracking.uri.removeprefix("sqlite:///").removeprefix("file://"),
         }
         for name, path in paths.items():

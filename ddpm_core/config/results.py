@@ -228,7 +228,7 @@ class Register(Section):
 
 
 class Tracking(Section):
-    """The MLflow server or database."""
+    """The MLflow server or database, and TensorBoard."""
 
     uri: str = Field(
         "sqlite:///mlflow.db", description="an MLflow tracking URI; empty: no tracking"
@@ -236,6 +236,19 @@ class Tracking(Section):
     experiment: Annotated[str, Field(min_length=1, max_length=NAME - len(EXTRACTORS))] = Field(
         "ddpm", description="MLflow experiment of the runs"
     )
+    system_metrics: bool = Field(
+        False, description="log the use of CPU, memory, disk, network and GPU to MLflow in training"
+    )
+    tensorboard: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="a folder for TensorBoard: training rows, scores, grids; null: none"
+    )
+
+    @model_validator(mode="after")
+    def _check_folder(self) -> Self:
+        if "://" in (self.tensorboard or ""):
+            given = got(self.tensorboard)
+            raise Invalid([Problem("tensorboard", given, "must be a local folder, or null")])
+        return self
 
     @field_validator("uri")
     @classmethod

@@ -48,6 +48,7 @@ from ddpm_core.storage.workspace import (
     step_name,
 )
 from ddpm_core.text import counted
+from ddpm_core.tracking import tensorboard
 from ddpm_core.tracking.tracker import Tracker
 
 ROWS = f"{EVALUATION}/rows"
@@ -108,6 +109,7 @@ def _evaluated(config: Config, workspace: Workspace) -> list[AnyRow]:
         tracker = open_tracker(config, workspace, new[-1])
         send(tracker, workspace)
         tracker.close()
+    send_events(config, workspace, bool(new))
     if not any(map(is_scored, rows)):
         raise UserError(f"No checkpoint could be scored. Step {rows[0].step}: {rows[0].problem}")
     return rows
@@ -314,3 +316,16 @@ def send(tracker: Tracker, workspace: Workspace) -> None:
 def _measurement(evidence: Evidence) -> dict[str, Any]:
     """Return the evidence that all scores of one curve have in common."""
     return {name: evidence[name] for name in (*SAME, "seed")}
+
+
+def send_events(config: Config, workspace: Workspace, new: bool) -> None:
+    """Write the scores for TensorBoard. Without `new` ones, only if their files are missing."""
+    if config.tracking.tensorboard is None:
+        return
+    results = read_rows(workspace)
+    by_training: dict[str, list[Row]] = {}
+    for row in sorted(filter(is_scored, results.rows), key=lambda row: row.step):
+        by_training.setdefault(row.evidence.train, []).append(row)
+    for training, rows in by_training.items():
+        scored = [(_measurement(row.evidence), (row.step, named_metrics(row))) for row in rows]
+        tensorboard.write_scores(tensorboard.folder_of(config, workspace, training), scored, new)

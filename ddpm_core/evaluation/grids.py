@@ -21,6 +21,14 @@ def write_samples(workspace: Workspace, step: int, images: Pixels) -> None:
     _write(workspace, f"grid-{step:08d}", grid(shrink(images[: SIDE * SIDE]), SIDE))
 
 
+def read_samples(workspace: Workspace, step: int) -> bytes | None:
+    """Return the PNG that `write_samples` wrote for a step, or None."""
+    try:
+        return workspace.storage.read(f"{FOLDER}/grid-{step:08d}.png")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def write_real(workspace: Workspace, train: PackedDataset) -> None:
     """Write a grid of 36 training images, to compare the samples with."""
     images = train.take(shuffled(len(train), SIDE * SIDE))

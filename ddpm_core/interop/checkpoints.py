@@ -1,4 +1,4 @@
-"""Convert folders of diffusers to checkpoints of ddpm, and back."""
+"""Convert folders of diffusers to checkpoints of ddpm."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ddpm_core import __version__
-from ddpm_core.checkpoint import SETTINGS, WEIGHTS, open_checkpoint, with_earlier
-from ddpm_core.config import Config
+from ddpm_core.checkpoint import SETTINGS, WEIGHTS
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
-from ddpm_core.interop.diffusers import Imported, export_folder, import_folder
-from ddpm_core.interop.scheduler import from_diffusion
+from ddpm_core.interop.diffusers import Imported, import_folder
 from ddpm_core.storage import LocalStorage
 from ddpm_core.storage.files import save_tensors
-from ddpm_core.storage.workspace import SNAPSHOTS, Workspace, fingerprint
+from ddpm_core.storage.workspace import fingerprint
 
 _REQUIRED = ("schedule", "timesteps", "prediction")  # settings of `diffusion` that weights imply
 
@@ -101,23 +97,3 @@ def _diffusion(found: Imported, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{found.diffusion[name]}. Omit the option, or correct the scheduler."
             )
     return {**given, **found.diffusion}
-
-
-def export_checkpoint(config: Config, workspace: Workspace, step: int | None, output: Path) -> str:
-    """Write a checkpoint of the workspace as a folder for diffusers.DDPMPipeline.
-
-    Returns a message for the user. Raises UserError if there is no checkpoint of `step` (default:
-    the newest), or diffusers cannot represent its network.
-    """
-    steps = workspace.steps(SNAPSHOTS)
-    if not steps:
-        raise UserError(f"{workspace.uri} has no checkpoint to export.", run=("train",))
-    checkpoint = open_checkpoint(workspace, steps[-1] if step is None else step)
-    ema = config.sample.ema
-    checkpoint = with_earlier(workspace, checkpoint, ema, fetch=True)
-    model = checkpoint.load(ema, torch.device("cpu"))
-    diffusion = checkpoint.params.diffusion
-    from_diffusion(diffusion, config.sample.variance)  # raises if diffusers has no such process
-    process = diffusion.schedule, diffusion.timesteps, diffusion.prediction
-    notes = export_folder(model, *process, output, config.sample.variance)
-    return "\n".join([f"Exported step {checkpoint.step} to {output}.", *notes])

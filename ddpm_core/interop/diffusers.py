@@ -8,9 +8,7 @@ read can run code.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ddpm_core.checkpoint import outline
+from ddpm_core.config import Diffusion
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.interop import scheduler, tensors, unet2d
 from ddpm_core.models.config import UNetConfig
@@ -190,45 +189,35 @@ def _weights_file(part: Path) -> Path:
     raise UserError(f"{part / WEIGHTS} is missing. Copy the weights into the folder.")
 
 
+def refusal(network: UNetConfig, diffusion: Diffusion, variance: str = "auto") -> str:
+    """Return why diffusers cannot represent a network and its process, or "" if it can."""
+    try:
+        unet2d.from_unet(UNet(network, device="meta"))
+        scheduler.from_diffusion(diffusion, variance)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def export_folder(
-    unet: UNet,
-    schedule_name: str,
-    timesteps: int,
-    prediction: str,
-    folder: Path | str,
-    variance: str = "auto",
+    unet: UNet, diffusion: Diffusion, folder: Path, variance: str = "auto"
 ) -> list[str]:
-    """Write a folder that `diffusers.DDPMPipeline.from_pretrained` loads.
+    """Write what `diffusers.DiffusionPipeline.from_pretrained` loads into a folder.
 
     Args:
-        folder: Must be new or empty.
+        unet: The network, with its weights.
+        diffusion: The process it was trained for.
+        folder: Created if it is missing.
         variance: The setting sample.variance.
 
     Returns:
         Notes for the user of the folder.
 
     Raises:
-        UserError: diffusers cannot represent the network, or the folder cannot be written.
+        UserError: diffusers cannot represent the network or the process; nothing is written.
+        OSError: The folder cannot be written.
     """
     described = unet2d.from_unet(unet)
-    process = scheduler.from_settings(schedule_name, timesteps, prediction, variance)
-    folder = Path(folder).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} already exists and is not empty. Give a new folder.")
-    building = folder.with_name(f".{folder.name}-{os.getpid()}")
-    try:
-        _write(unet, described, process, building)
-        if folder.exists():
-            folder.rmdir()
-        building.rename(folder)
-    except OSError as error:
-        raise UserError(f"Cannot write {folder}: {error.strerror}.") from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return _notes(unet, timesteps)
-
-
-def _write(unet: UNet, described: Any, process: Any, folder: Path) -> None:
     index = {
         "_class_name": "DDPMPipeline",
         "_diffusers_version": described["_diffusers_version"],
@@ -238,7 +227,7 @@ def _write(unet: UNet, described: Any, process: Any, folder: Path) -> None:
     files = {
         "model_index.json": index,
         f"unet/{CONFIG}": described,
-        f"scheduler/{SCHEDULER}": process,
+        f"scheduler/{SCHEDULER}": scheduler.from_diffusion(diffusion, variance),
     }
     for name, document in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -247,6 +236,7 @@ def _write(unet: UNet, described: Any, process: Any, folder: Path) -> None:
     if unet.config.conditioning == "class":
         metadata[_NULL_CLASS] = str(unet.config.classes)
     save_tensors(tensors.from_weights(unet), folder / "unet" / WEIGHTS, metadata)
+    return _notes(unet, diffusion.timesteps)
 
 
 def _notes(unet: UNet, timesteps: int) -> list[str]:

@@ -89,24 +89,20 @@ def _key_of(names: Mapping[str, str], value: str) -> str:
 
 
 def from_diffusion(diffusion: Diffusion, variance: str) -> dict[str, Any]:
-    """Return the config of a DDPMScheduler for a section `diffusion`; see `from_settings`."""
-    if diffusion.zero_terminal_snr:
-        raise UserError(
-            "diffusion.zero_terminal_snr: got true; must be false to be exported. Draw the images "
-            "with ddpm (ddpm sample, ddpm serve)."
-        )
-    return from_settings(diffusion.schedule, diffusion.timesteps, diffusion.prediction, variance)
-
-
-def from_settings(name: str, timesteps: int, prediction: str, variance: str) -> dict[str, Any]:
     """Return the config of a DDPMScheduler.
 
     The variance `auto` becomes Ho's larger one, that of a full chain. x0 is clipped to [-1, 1].
     Raises UserError if diffusers has no such schedule or prediction.
     """
+    if diffusion.zero_terminal_snr:
+        raise UserError(
+            "diffusion.zero_terminal_snr: got true; must be false to be exported. Draw the images "
+            "with ddpm (ddpm sample, ddpm serve)."
+        )
+    timesteps = diffusion.timesteps
     for setting, given, known in (
-        ("diffusion.schedule", name, _SCHEDULES),
-        ("diffusion.prediction", prediction, _PREDICTIONS),
+        ("diffusion.schedule", diffusion.schedule, _SCHEDULES),
+        ("diffusion.prediction", diffusion.prediction, _PREDICTIONS),
     ):
         if given not in known:
             raise UserError(
@@ -118,11 +114,11 @@ def from_settings(name: str, timesteps: int, prediction: str, variance: str) -> 
         "_class_name": "DDPMScheduler",
         "_diffusers_version": "0.32.0",
         **FIELDS.defaults,
-        "beta_schedule": _SCHEDULES[name],
+        "beta_schedule": _SCHEDULES[diffusion.schedule],
         "beta_start": 1e-4 * 1000 / timesteps,
         "beta_end": 0.02 * 1000 / timesteps,
         "num_train_timesteps": timesteps,
-        "prediction_type": _PREDICTIONS[prediction],
+        "prediction_type": _PREDICTIONS[diffusion.prediction],
         "variance_type": "fixed_small" if variance == "small" else "fixed_large",
     }
     del scheduler["set_alpha_to_one"]  # a field of DDIMScheduler alone

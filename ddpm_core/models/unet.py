@@ -155,7 +155,7 @@ class UNet(nn.Module):
         """Return the time vector of each residual block, (B, time_sizes[number])."""
         embedding = self.time_embedding(t)
         if self.condition is not None:
-            embedding = embedding + self.condition(condition, drop, len(t))
+            embedding = embedding + self.condition(condition, drop, t.shape[0])
         if self.augmentation is not None and augmentation is not None:
             embedding = embedding + self.augmentation(augmentation)
         projected: Tensor = self.time_projection(functional.silu(embedding))
@@ -172,7 +172,8 @@ class UNet(nn.Module):
         if condition is None:
             return
         kind = self.config.conditioning
-        expected = {"class": (len(x),), "text": (len(x), TEXT_BYTES)}.get(kind)
+        batch = x.shape[0]  # `len` would make an exported batch size a constant
+        expected = {"class": (batch,), "text": (batch, TEXT_BYTES)}.get(kind)
         if tuple(condition.shape) != expected:
             raise ValueError(
                 f"condition: got shape {tuple(condition.shape)}; this network's conditioning is "

@@ -2,7 +2,10 @@
 
 register    the verb: turn the best checkpoint into a version
 package     the content of a version, and its upload
+formats     write a model as a folder for diffusers, safetensors or ONNX
+export      `ddpm export`: such a folder, of the workspace or a version
 card        the model card, for people
+readme      the card as README.md of such a folder, with Hugging Face's metadata
 gate        decide which of two models is the champion, and why
 champion    apply that decision: score the champion again, move the alias
 models      versions on the server: find, tag, download

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -10,6 +10,7 @@ import yaml
 from ddpm_core.checkpoint import Checkpoint, TrainingData
 from ddpm_core.evaluation.metrics import SMALL
 from ddpm_core.scores import SPACES, Collapse, Evidence, Memorisation, Row, named_metrics
+from ddpm_core.storage.workspace import GRID
 from ddpm_core.text import counted, shown, throughout
 
 MAX_CLASSES = 20  # that are listed
@@ -28,7 +29,7 @@ TEMPLATE = """\
 # {name}: {kind} of {size} x {size} pixels
 
 A denoising diffusion model (DDPM) after {step} steps of training.
-
+{grid}
 ## Scores
 {scores}
 
@@ -47,9 +48,7 @@ This card does not know the licence of the images. Look it up before you pass on
 images.
 
 ## Use
-`mlflow models serve` answers `{{"dataframe_records": [{{"n": 4, "seed": 1}}]}}` at `/invocations` \
-with PNGs; the same seed gives the same images. Weights and settings are plain safetensors and \
-JSON, in `artifacts/checkpoint`.
+{use}
 
 ## Caveats
 {caveats}
@@ -60,22 +59,47 @@ JSON, in `artifacts/checkpoint`.
 ```
 """
 
+IN_MLFLOW = """\
+`mlflow models serve` answers `{"dataframe_records": [{"n": 4, "seed": 1}]}` at `/invocations` \
+with PNGs; the same seed gives the same images. Weights and settings are plain safetensors and \
+JSON, in `artifacts/checkpoint`."""
+UNSCORED = "These weights have no scores."
 
-def write_card(name: str, checkpoint: Checkpoint, row: Row) -> str:
-    """Return the card as Markdown. `row` is the checkpoint's row of results.json."""
-    row = Row.model_validate(throughout(shown, row.plain()))
+
+def write_card(
+    name: str,
+    checkpoint: Checkpoint,
+    row: Row | None,
+    use: str = IN_MLFLOW,
+    caveats: Sequence[str] = (),
+    grid: bool = False,
+) -> str:
+    """Return the card as Markdown.
+
+    Args:
+        name: The name of the model.
+        checkpoint: The checkpoint that it is about.
+        row: The checkpoint's row of results.json, if it has scores.
+        use: How to use the files beside the card.
+        caveats: More caveats than those of the scores.
+        grid: Whether the image grid.png is beside the card.
+    """
+    if row:
+        row = Row.model_validate(throughout(shown, row.plain()))
     data = TrainingData.model_validate(throughout(shown, checkpoint.training_data.model_dump()))
     return TEMPLATE.format(
         name=name,
         kind=_kind(checkpoint),
         size=checkpoint.training_data.image_size,
         step=f"{checkpoint.step:,}",
-        scores=_list(_scores(row)),
-        evidence=_list(_evidence(row.evidence)),
-        copies=_copies(row.memorisation),
-        repeats=_repeats(row.collapse),
+        grid=f"\n![Images that this model generates]({GRID})\n" if grid else "",
+        scores=_list(_scores(row)) if row else UNSCORED,
+        evidence=_list(_evidence(row.evidence)) if row else UNSCORED,
+        copies=_copies(row.memorisation if row else None),
+        repeats=_repeats(row.collapse if row else None),
         data=_list(_data(data)),
-        caveats=_list(_caveats(row)),
+        use=use,
+        caveats=_list([*caveats, *_caveats(row)]),
         settings=_settings(checkpoint),
     )
 
@@ -160,13 +184,13 @@ def _data(data: TrainingData) -> Iterator[str]:
         yield f"classes: {', '.join(listed[:MAX_CLASSES])}{more}"
 
 
-def _caveats(row: Row) -> Iterator[str]:
-    if row.evidence.count < SMALL:
+def _caveats(row: Row | None) -> Iterator[str]:
+    if row and row.evidence.count < SMALL:
         yield (
             f"The scores are from {row.evidence.count:,} images. With few images a Fréchet "
             "distance is too high; compare it only with scores from as many images."
         )
-    if not row.score_name.startswith("fid"):
+    if row and not row.score_name.startswith("fid"):
         yield (
             f"`{row.score_name}` is not an FID. Its features are not those of the standard "
             "Inception network, so it does not compare with published scores."

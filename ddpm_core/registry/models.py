@@ -10,16 +10,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, cast
 
 from ddpm_core.config import Config
 from ddpm_core.errors import Corrupt, Unavailable, UserError, require
 from ddpm_core.registry.gate import FAULTS
-from ddpm_core.registry.package import CHECKPOINT
+from ddpm_core.registry.package import CHECKPOINT, SCORES
 from ddpm_core.scores import Row
 from ddpm_core.storage import fetch_whole, verify
-from ddpm_core.storage.files import parse_model
+from ddpm_core.storage.files import LARGEST_JSON, parse_model, read_bytes
+from ddpm_core.storage.workspace import GRID
 from ddpm_core.tracking.client import (
     CALL_TIMEOUT,
     connect,
@@ -84,6 +85,22 @@ class Registry:
     def champion(self) -> Any | None:
         """Return the version that has the alias, or None."""
         return get_or_none(self.client.get_model_version_by_alias, self.name, self.alias)
+
+    @calls_mlflow
+    def version(self, origin: str) -> Any:
+        """Return the version models:/NAME/VERSION or models:/NAME@ALIAS, of any NAME.
+
+        Raises UserError.
+        """
+        name, at, alias = origin.removeprefix("models:/").partition("@")
+        if at:
+            return self.client.get_model_version_by_alias(name, alias)
+        name, slash, version = name.rpartition("/")
+        if not (origin.startswith("models:/") and slash and version.isdecimal()):
+            raise UserError(
+                f"--model: got {origin!r}; must be models:/NAME/VERSION or models:/NAME@ALIAS."
+            )
+        return self.client.get_model_version(name, version)
 
     @calls_mlflow
     def versions(self) -> list[Any]:
@@ -175,7 +192,27 @@ class Registry:
     @calls_mlflow
     def checkpoint(self, version: Any) -> Path:
         """Download the checkpoint folder of a version."""
-        return fetch(f"models:/{self.name}/{version.version}")
+        return fetch(f"models:/{version.name}/{version.version}")
+
+    @calls_mlflow
+    def evidence(self, version: Any) -> tuple[Row | None, bytes | None]:
+        """Return the scores of a version and the PNG of its images; None for what is missing.
+
+        Versions of earlier releases have neither as a file, and the main score in a tag.
+        """
+        artifacts = require("mlflow.artifacts", "tracking")
+        uri = f"models:/{version.name}/{version.version}/artifacts"
+        listed = within(CALL_TIMEOUT, artifacts.list_artifacts, uri)
+        there = {PurePosixPath(file.path).name for file in listed}
+        found: dict[str, bytes] = {}
+        with tempfile.TemporaryDirectory(prefix="ddpm-model-") as target:
+            for name in there & {SCORES, GRID}:
+                get = artifacts.download_artifacts
+                path = within(transfer_timeout(0), get, f"{uri}/{name}", dst_path=target)
+                found[name] = read_bytes(Path(path), name, LARGEST_JSON)
+        tagged = row_of(version, "row")
+        row = parse_model(found[SCORES], Row, SCORES) if SCORES in found else tagged
+        return row, found.get(GRID)
 
     def _exists(self) -> bool:
         return get_or_none(self.client.get_registered_model, self.name) is not None

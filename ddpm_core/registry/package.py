@@ -1,4 +1,4 @@
-"""The content of a version: checkpoint folder, card, code, requirements and signature."""
+"""The content of a version: checkpoint and other files, code, requirements and signature."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from ddpm_core.text import masked, throughout
 PACKAGE = Path(ddpm_core.__file__).parent
 CHECKPOINT = "checkpoint"  # the name of its folder in a model's artifacts/
 CARD = "README.md"
+SCORES = "scores.json"  # the row of results.json: scores and their evidence
+DIFFUSERS = "diffusers"  # the folder that diffusers loads
 
 # The packages that serving needs; nothing for training, tracking or evaluation.
 PACKAGES = ("torch", "numpy", "pillow", "safetensors", "pydantic", "ruamel.yaml", "rich")
@@ -45,9 +47,9 @@ def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Pa
         checkpoint: The checkpoint to copy, with its guide if the samples had one.
         sampled: The settings of params' `sample` that the score was measured with. They become the
             defaults for requests.
-        folder: The folder to create.
+        folder: An empty folder, created if it is missing.
     """
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     settings = read_object(checkpoint.folder / SETTINGS, SETTINGS)
     settings["params"] = checkpoint.params.record()
     settings["params"]["sample"].update(sampled)
@@ -63,6 +65,8 @@ def write_checkpoint(checkpoint: Checkpoint, sampled: dict[str, Any], folder: Pa
         _write_weights(checkpoint.guide, ema, folder / GUIDE)
         # As a number, the guide is valid whatever the params of the run select.
         sample["guide"] = checkpoint.guide.step
+    elif GUIDE in checkpoint.checksums:  # the checkpoint is that of a version
+        shutil.copyfile(checkpoint.folder / GUIDE, folder / GUIDE)
     if checkpoint.guide is not None or checkpoint.reconstructs(ema):
         # Whether the guide and the width are possible depends on the step.
         sample["checkpoints"] = [checkpoint.step]
@@ -84,7 +88,7 @@ def model_name(name: str, step: int) -> str:
 
 
 def upload(run_id: str, name: str, step: int, folder: Path, params: dict[str, Any]) -> str:
-    """Log `folder` (checkpoint/ and README.md) as a model of a run; return its models:/ URI.
+    """Log the content of `folder` as a model of a run; return its models:/ URI.
 
     Does not use `mlflow.start_run`, which would set the run's status to RUNNING, or to FAILED after
     an error.
@@ -106,7 +110,7 @@ def upload(run_id: str, name: str, step: int, folder: Path, params: dict[str, An
             model_id=model.model_id,
             python_model=str(package / "registry" / "served.py"),
             code_paths=[str(package)],
-            artifacts={CHECKPOINT: str(folder / CHECKPOINT), "card": str(folder / CARD)},
+            artifacts={path.name: str(path) for path in sorted(folder.iterdir())},
             signature=signature(),
             input_example=[{"n": 2, "seed": 1}],
             pip_requirements=requirements(),

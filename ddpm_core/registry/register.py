@@ -12,12 +12,23 @@ from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.errors import Unavailable, UserError
 from ddpm_core.evaluation.evaluate import open_tracker
+from ddpm_core.evaluation.grids import read_samples
+from ddpm_core.interop.diffusers import refusal
 from ddpm_core.registry.card import as_description, write_card
 from ddpm_core.registry.champion import judge, promote, sample_settings, tag_fault
+from ddpm_core.registry.formats import write, write_evidence
 from ddpm_core.registry.freshness import Registration, best_row
 from ddpm_core.registry.gate import verdicts, version_key
 from ddpm_core.registry.models import Registry, compact_json, mlflow_errors, number
-from ddpm_core.registry.package import CARD, CHECKPOINT, model_name, upload, write_checkpoint
+from ddpm_core.registry.package import (
+    CARD,
+    CHECKPOINT,
+    DIFFUSERS,
+    model_name,
+    upload,
+    write_checkpoint,
+)
+from ddpm_core.registry.readme import Model
 from ddpm_core.sampling.loading import load_moments
 from ddpm_core.scores import Row
 from ddpm_core.storage.staging import named
@@ -43,7 +54,11 @@ def register(config: Config, workspace: Workspace) -> Registration:
     announcements, champion = registry.announcements(), registry.champion()
     # Judge before the upload, which would be in vain if the champion cannot be measured now.
     decision = judge(config, workspace, registry, champion, row)
-    version = registry.find(version_key(row)) or publish(registry, checkpoint, row, run_id)
+    version = registry.find(version_key(row))
+    if version is None:
+        sampled, grid = sample_settings(row, checkpoint), read_samples(workspace, row.step)
+        model = Model(registry.name, checkpoint, sampled, row, grid)
+        version = publish(registry, model, row, run_id)
     # Another process may have promoted a version meanwhile: judge until the champion stays.
     while number(now := registry.champion()) != number(champion):
         champion = now
@@ -130,19 +145,20 @@ def tracked_run(config: Config, workspace: Workspace, row: Row) -> str:
     return record.run_id
 
 
-def publish(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str) -> Any:
+def publish(registry: Registry, model: Model, row: Row, run_id: str) -> Any:
     """Return a new version of the model, uploaded unless an earlier attempt has done that.
 
     If another process has created a version of the same model meanwhile, the older one stays.
     """
     # The decision may change with the champion, so it becomes a tag and is not on the card.
-    card = write_card(registry.name, checkpoint, row)
-    name, key = model_name(registry.name, checkpoint.step), version_key(row)
-    uri = registry.uploaded(run_id, name, key) or _upload(registry, checkpoint, row, run_id, card)
+    card = write_card(registry.name, model.checkpoint, row)
+    step, key = model.checkpoint.step, version_key(row)
+    uri = registry.uploaded(run_id, model_name(registry.name, step), key)
+    uri = uri or _upload(registry, model, row, run_id, card)
     version = registry.find(key)  # another process may have created it during the upload
     if version is None:
         tags = {
-            "step": str(checkpoint.step),
+            "step": str(step),
             row["score_name"]: f"{row['score']:.6g}",
             "data": row.evidence.data,
             **key,
@@ -159,20 +175,27 @@ def publish(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str) -
     return version
 
 
-def _upload(registry: Registry, checkpoint: Checkpoint, row: Row, run_id: str, card: str) -> str:
+def _upload(registry: Registry, model: Model, row: Row, run_id: str, card: str) -> str:
     """Upload the model with its card; return its models:/ URI."""
-    params = {
-        "step": checkpoint.step,
-        row["score_name"]: row["score"],
-        **version_key(row),
-        **verdicts(row),
-    }
+    step = model.checkpoint.step
+    params = {"step": step, row["score_name"]: row["score"], **version_key(row), **verdicts(row)}
     with tempfile.TemporaryDirectory(prefix="ddpm-register-") as scratch:
         folder = Path(scratch)
         with named(folder, folder):
-            write_checkpoint(checkpoint, sample_settings(row, checkpoint), folder / CHECKPOINT)
+            write_checkpoint(model.checkpoint, model.sampled, folder / CHECKPOINT)
             (folder / CARD).write_text(card, encoding="utf-8")
+            write_evidence(model, folder)
+            _write_for_diffusers(model, folder / DIFFUSERS)
             timeout = transfer_timeout(sum(file.stat().st_size for file in folder.rglob("*")))
             with mlflow_errors(registry.uri):
-                name, step = registry.name, checkpoint.step
-                return within(timeout, upload, run_id, name, step, folder, params)
+                return within(timeout, upload, run_id, registry.name, step, folder, params)
+
+
+def _write_for_diffusers(model: Model, folder: Path) -> None:
+    """Write the folder that diffusers loads, or report why diffusers has no such network."""
+    checkpoint = model.checkpoint
+    if why_not := refusal(checkpoint.network, checkpoint.params.diffusion):
+        say(f"register: this version has no folder for diffusers. {why_not}")
+    else:
+        folder.mkdir()
+        write(model, "diffusers", folder)

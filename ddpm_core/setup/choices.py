@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ddpm_core.config.durations import in_words
+from ddpm_core.data.check import IMBALANCE
 from ddpm_core.data.sources.download import KNOWN
 from ddpm_core.setup.plan import Plan
 from ddpm_core.text import counted
@@ -20,6 +21,7 @@ FAR_SHARE = 0.25  # of the images; if more lose over half of themselves when cro
 FEWEST_OF_CLASS = 10  # images of a class from which on it can be learned
 SHORT = 1_000_000  # images of a training that profits from the linear denoiser
 WARMUP = 0.05  # share of the steps
+FEW, OFTEN = 5000, 100  # images, and passes over them, from which on they are augmented
 
 
 class Choice(NamedTuple):
@@ -158,6 +160,22 @@ def flip(plan: Plan) -> Choice:
     return Choice(True, f"{tested} (chance: 50%, digits: 91%)")
 
 
+def augment(plan: Plan) -> Choice:
+    many = f"{plan.passes:,.3g} passes over {counted(plan.facts.training, 'image')}"
+    if plan.facts.training >= FEW or plan.passes < OFTEN:
+        return Choice("none", f"{many} do not need it")
+    if plan.facts.mirror.matters:
+        return Choice("none", "changed digits or letters are wrong")
+    return Choice("edm", f"{many}; the changes do not appear in samples")
+
+
+def balance(plan: Plan) -> Choice | None:
+    counts = plan.facts.classes.values()
+    if conditioning(plan).value != "class" or max(counts) < IMBALANCE * min(counts):
+        return None
+    return Choice("classes", f"classes have {min(counts):,} to {max(counts):,} images")
+
+
 def log_every(plan: Plan) -> Choice:
     every = max(1, min(100, plan.steps // 100))
     return Choice(every // 10 * 10 or every, "about 100 rows, or one per 100 steps")
@@ -234,6 +252,8 @@ CHOICES: dict[str, Callable[[Plan], Choice | None]] = {
     "train.optimizer.schedule": schedule,
     "train.ema": ema,
     "train.flip": flip,
+    "train.augment": augment,
+    "train.balance": balance,
     "train.log_every": log_every,
     "train.snapshot_every": snapshot_every,
     "train.milestone_every": milestone_every,

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ddpm_core.errors import UserError
+
 _MARK = "ddpm-staged"
 _STAGED = re.compile(rf"\..+\.[0-9a-f]{{8}}\.{_MARK}")
 _NAME = 50  # characters kept of a name; at four bytes each the result stays below 255 bytes
@@ -46,6 +48,21 @@ def staged_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder next to `path`, to be renamed; remove it after an exception."""
     with _staged(path, folder=True) as staging:
         yield staging
+
+
+@contextmanager
+def output_folder(given: Path) -> Iterator[Path]:
+    """Yield a staged folder, which gets its name `given` at the end.
+
+    Raises UserError, before anything is written, unless `given` is new or an empty folder.
+    """
+    path = given.expanduser().absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{given} already exists and is not empty. Give a new folder.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with staged_folder(path) as staging:
+        yield staging
+        staging.rename(path)
 
 
 @contextmanager

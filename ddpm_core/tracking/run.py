@@ -116,7 +116,7 @@ class MlflowRun:
 
         So no curve mixes two ways of sampling, and the params of a run belong to its scores.
         """
-        key = hashlib.sha256(json.dumps(evidence, sort_keys=True).encode()).hexdigest()[:16]
+        key = evidence_key(evidence)
         if self._evidence is None:
             self.tags({EVIDENCE: key})
             self._evidence = key
@@ -127,7 +127,7 @@ class MlflowRun:
             runs = self.client.search_runs([self._experiment], query)
             if not runs:
                 tags = {PARENT: self.run_id, EVIDENCE: key}
-                name = _child_name(evidence)
+                name = child_name(evidence)
                 runs = [self.client.create_run(self._experiment, run_name=name, tags=tags)]
             self._children[key] = child = MlflowRun(self.client, str(runs[0].info.run_id))
             child.params(evidence)
@@ -214,7 +214,12 @@ def _origin() -> dict[str, str]:
     return tags
 
 
-def _child_name(evidence: Mapping[str, Any]) -> str:
+def evidence_key(evidence: Mapping[str, Any]) -> str:
+    """Return 16 hex digits that identify how scores were measured."""
+    return hashlib.sha256(json.dumps(evidence, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def child_name(evidence: Mapping[str, Any]) -> str:
     """Return for example "ddim, 50 steps, 500 images, seed 1"."""
     sampler = evidence.get("sampler") or {}
     name = f"{sampler.get('sampler')}, {sampler.get('steps')} steps"

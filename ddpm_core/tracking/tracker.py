@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ddpm_core.tracking.client import is_active
 from ddpm_core.tracking.errors import is_rejection, is_transient, reason
 from ddpm_core.tracking.record import Entry, RunRecord, copied_from, read_record, write_record
 from ddpm_core.tracking.run import MlflowRun, Row
+from ddpm_core.tracking.system import SystemMetrics
 
 INTERVAL = 1.0  # seconds between two looks at the log
 MAX_PAUSE = 30.0  # seconds between two attempts during an outage; the pauses double up to it
@@ -111,6 +113,7 @@ class Tracker:
         self._replay: Callable[[Tracker], None] | None = None
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._system: SystemMetrics | None = None
 
     @classmethod
     def open(
@@ -133,7 +136,8 @@ class Tracker:
             identity: The fingerprint of the training, if the caller knows it.
             replay: Logs again, by the methods below, what earlier commands have logged. Called if
                 the run is empty, because it is new.
-            log: The log.jsonl that is written now, if that is not the workspace's.
+            log: The log.jsonl of a training in progress, if there is one. With
+                `tracking.system_metrics`, the use of the machine is logged meanwhile.
             quiet: Do not print outages; the caller reports `trouble`.
         """
         tracker = cls(config, workspace, identity)
@@ -145,6 +149,11 @@ class Tracker:
         if find_spec("mlflow") is None:
             console.warn(f"Tracking is off. {not_installed('mlflow', 'tracking')}")
             return tracker
+        if log and config.tracking.system_metrics:
+            try:
+                tracker._system = SystemMetrics(config.tracking.uri)
+            except UserError as error:
+                console.warn(f"tracking.system_metrics is off. {error}")
         tracker._thread = threading.Thread(target=tracker._work, name="tracking", daemon=True)
         tracker._put_data()
         tracker._thread.start()
@@ -188,6 +197,10 @@ class Tracker:
         """
         if self._thread is None:
             return
+        system, self._system = self._system, None
+        if system:
+            with suppress(Exception):  # the thread below reports an outage
+                system.stop()
         self._queue.append(["end", status])
         self._closing.set()  # after the append, so that the last attempt sends the end
         self._wake.set()
@@ -258,6 +271,7 @@ class Tracker:
     def _send(self) -> None:
         """Send all rows and entries that exist now."""
         run = self._run = self._run or self._open()
+        self._measure(run.run_id)
         while True:
             rows, end = self._log.peek()
             run.rows(rows)
@@ -278,6 +292,17 @@ class Tracker:
                         f"Skipped an invalid {name!r} entry for MLflow ({_describe(error)})."
                     )
             self._queue.popleft()
+
+    def _measure(self, run_id: str) -> None:
+        """Start or restart the system metrics; an error of this machine turns them off."""
+        try:
+            if system := self._system:
+                system.ensure(run_id)
+        except Exception as error:
+            if is_transient(error):
+                raise
+            self._system = None
+            console.warn(f"Turned off tracking.system_metrics ({_describe(error)}).")
 
     def _open(self) -> MlflowRun:
         """Return the workspace's MLflow run, and note its ID in run.json."""

@@ -9,9 +9,8 @@ import yaml
 
 from ddpm_core.config import Config, Train
 from ddpm_core.data.dataset import PackedDataset, open_dataset
-from ddpm_core.errors import UserError
-from ddpm_core.interop.scheduler import from_diffusion
-from ddpm_core.interop.unet2d import from_unet
+from ddpm_core.interop.diffusers import refusal
+from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import UNet
 from ddpm_core.runtime.device import choose_device
 from ddpm_core.storage.workspace import DATA, Workspace
@@ -69,7 +68,7 @@ def describe(config: Config, workspace: Workspace, processes: int) -> str:
         "---",
         f"data        {_described(images)}",
         f"network     {parameters:,} parameters{warm_start}",
-        f"diffusers   {exportable(config, UNet(network, device='meta'))}",
+        f"diffusers   {exportable(config, network)}",
         f"steps       {config.train.steps} of {config.train.batch_size} images, "
         f"{_epochs(config, data)}",
         f"disk        {_size(snapshot)} per snapshot, up to {_size(kept)} in {workspace.uri}",
@@ -97,14 +96,10 @@ def expected_images(config: Config, channels: int = ASSUMED[0]) -> ExpectedImage
     return ExpectedImages(prepare.image_size, channels, names, " and ".join(assumed))
 
 
-def exportable(config: Config, network: UNet) -> str:
+def exportable(config: Config, network: UNetConfig) -> str:
     """Return whether diffusers supports the network and its process, or why not."""
-    try:
-        from_unet(network)
-        from_diffusion(config.diffusion, config.sample.variance)
-    except UserError as error:
-        return str(error)
-    return "This network can be exported."
+    why_not = refusal(network, config.diffusion, config.sample.variance)
+    return why_not or "This network can be exported."
 
 
 def count_parameters(config: Config, data: ImageShape) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,12 @@ class RunLog:
     until the next row, or until the next snapshot, which is written only after them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, follower: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
+        """Open a log; `follower` is called with each row that is added, after that."""
         self.path = path
+        self._follower = follower
         self._last = 0
         self._waiting: list[str] = []
         self._lock = threading.Lock()
@@ -63,6 +68,8 @@ class RunLog:
             )
         else:
             self._outage.ends(f"Writing {self.path} again.")
+        if self._follower:
+            self._follower(row)
 
     def flush(self) -> None:
         """Write the rows in memory. Raises OSError, and then leaves no part of a row."""

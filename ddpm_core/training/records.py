@@ -1,4 +1,7 @@
-"""The records of a run besides its snapshots: its log, image grids, and MLflow's copy of both."""
+"""The records of a run besides its snapshots: its log, image grids, and copies of both.
+
+The copies are in MLflow and, with tracking.tensorboard, in event files.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.storage import Mirror
 from ddpm_core.storage.lease import Lease
 from ddpm_core.storage.workspace import GRID, LOG, Workspace, snapshot_key, step_name
+from ddpm_core.tracking.rows import read_rows
+from ddpm_core.tracking.tensorboard import Events, folder_of, write_rows
 from ddpm_core.tracking.tracker import Tracker
 from ddpm_core.training import snapshot
 from ddpm_core.training.log import RunLog
@@ -34,19 +39,23 @@ def keep_records(
     settings: Settings,
     resumed_from: int,
 ) -> Iterator[tuple[RunLog, snapshot.Writer]]:
-    """Open the log and the snapshot writer, and on rank 0 also MLflow; close them at the end.
+    """Open the log and the snapshot writer, on rank 0 also MLflow and TensorBoard; close them.
 
     Rank 0 is the worker with the `lease`. `resumed_from` is the step of the snapshot that the run
     resumes from; 0: none.
     """
     log = RunLog(workspace.storage.scratch() / LOG)
-    mirror = tracker = None
+    mirror = tracker = events = None
     if lease:
-        mirror = workspace.storage.mirror(LOG, lease.fence)
-        log = RunLog(mirror.path)
-        log.recover(config.train.steps)
-        mirror.start()
         identity = settings.train_fingerprint
+        events = Events(folder_of(config, workspace, identity), resumed_from + 1)
+        mirror = workspace.storage.mirror(LOG, lease.fence)
+        log = RunLog(mirror.path, events.row)
+        log.recover(config.train.steps)
+        for row in read_rows(log.path):  # the run repeats these steps, but not their rows
+            events.row(row)
+        events.flush()
+        mirror.start()
         tracker = Tracker.open(config, workspace, identity, log=log.path)
         tracker.params(config.record())
 
@@ -56,12 +65,15 @@ def keep_records(
             lease.check(patient=True)
             log.flush()
             mirror.push()
+        if events:
+            events.flush()  # a run that resumes from the snapshot writes only later rows
 
     def written(step: int) -> None:
         snapshot.prune(workspace, config.train)
         grid = workspace.path(f"{snapshot_key(step)}/{GRID}")
-        if tracker and grid.exists():
+        if tracker and events and grid.exists():
             tracker.artifact(grid, f"training/{step_name(step)}")
+            events.image(step, "grid", grid.read_bytes())
 
     writer = snapshot.Writer(workspace, may_write, written, resumed_from or None)
     status = "FAILED"
@@ -75,8 +87,20 @@ def keep_records(
         writer.close()
         if mirror:
             _close_log(log, mirror)
-        if tracker:
+        if tracker and events:
+            events.close()
             tracker.close(status=status)
+
+
+def catch_up(config: Config, workspace: Workspace, identity: str) -> None:
+    """Complete the copies of the records of a run that has ended.
+
+    MLflow gets what an earlier command could not send; TensorBoard gets all rows if it has none.
+    """
+    Tracker.catch_up(config, workspace, identity)
+    folder = folder_of(config, workspace, identity)
+    if folder is not None:
+        write_rows(folder, read_rows(workspace.path(LOG)))
 
 
 def _close_log(log: RunLog, mirror: Mirror) -> None:

@@ -21,14 +21,13 @@ from ddpm_core.runtime.distributed import WorkerLost, World
 from ddpm_core.runtime.stopping import STOP_STATUS, StopRequest
 from ddpm_core.storage.lease import Lease, hold
 from ddpm_core.storage.workspace import Workspace
-from ddpm_core.tracking.tracker import Tracker
 from ddpm_core.tracking.validation import sentence
 from ddpm_core.training import checks, resume, snapshot
 from ddpm_core.training.init import check_data_fits, check_init_stays
 from ddpm_core.training.log import RunLog
 from ddpm_core.training.optim import learning_rate
 from ddpm_core.training.probe import make_probe, observe
-from ddpm_core.training.records import keep_records, preview
+from ddpm_core.training.records import catch_up, keep_records, preview
 from ddpm_core.training.state import Totals, TrainState, to_contents, widest
 from ddpm_core.training.step import next_batch, step
 from ddpm_core.training.throughput import Throughput
@@ -87,7 +86,7 @@ def train(
         settings, state = start.settings, start.state
         if state is None:
             if world.rank == 0:
-                Tracker.catch_up(config, workspace, identity=settings.train_fingerprint)
+                catch_up(config, workspace, settings.train_fingerprint)
             return
         state.probe = make_probe(state, workspace, data)
         began, earlier_steps = time.perf_counter(), state.totals.steps

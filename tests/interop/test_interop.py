@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ddpm_core import rng
+from ddpm_core.config import Diffusion
 from ddpm_core.config import load as params
 from ddpm_core.config.template import PRESETS, presets
 from ddpm_core.diffusion.process import make_schedule
@@ -127,7 +128,9 @@ def test_import_and_export_keep_the_output(tmp_path: Path, their: Any) -> None:
     their = their()
     own = built(import_folder(saved(their, tmp_path / "in")))
     assert difference(own, their) < 1e-4
-    export_folder(own, "linear", 1000, "noise", tmp_path / "out")
+    export_folder(
+        own, Diffusion(schedule="linear", timesteps=1000, prediction="noise"), tmp_path / "out"
+    )
     back = UNet2DModel.from_pretrained(tmp_path / "out" / "unet").eval()
     assert difference(own, back) < 1e-4
     for name, tensor in their.state_dict().items():
@@ -206,7 +209,8 @@ def test_process_is_read_from_the_scheduler(
     read = scheduler.to_settings(json.loads((tmp_path / "scheduler_config.json").read_text()))
     names = ("schedule", "timesteps", "prediction")
     assert read == (dict(zip(names, settings, strict=True)), {"variance": variance})
-    back = DDPMScheduler.from_config(scheduler.from_settings(*settings, variance))
+    process = Diffusion.model_validate(read[0])
+    back = DDPMScheduler.from_config(scheduler.from_diffusion(process, variance))
     assert torch.allclose(back.betas, DDPMScheduler(**given).betas)
     assert back.config.variance_type == DDPMScheduler(**given).config.variance_type
 
@@ -320,7 +324,7 @@ def test_networks_of_all_presets_are_exported_unchanged(tmp_path: Path, preset: 
     small = params.validate(sections)
     own = randomised(UNet(network_config(small, expected_images(small))))
     process = config.diffusion
-    export_folder(own, process.schedule, process.timesteps, process.prediction, tmp_path / "new")
+    export_folder(own, process, tmp_path / "new")
     pipeline = DDPMPipeline.from_pretrained(tmp_path / "new")
     classes = own.config.classes
     labels = {"ours": torch.tensor([1, 0]), "theirs": torch.tensor([1, 0])} if classes else {}
@@ -334,7 +338,11 @@ def constructor(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_exported_pipeline_draws_images(tmp_path: Path) -> None:
-    export_folder(ours(in_channels=1, dropout=0.1), "cosine", 100, "v", tmp_path / "new")
+    export_folder(
+        ours(in_channels=1, dropout=0.1),
+        Diffusion(schedule="cosine", timesteps=100, prediction="v"),
+        tmp_path / "new",
+    )
     pipeline = DDPMPipeline.from_pretrained(tmp_path / "new")
     assert pipeline.scheduler.config.prediction_type == "v_prediction"
     pipeline.set_progress_bar_config(disable=True)
@@ -343,7 +351,12 @@ def test_exported_pipeline_draws_images(tmp_path: Path) -> None:
 
 def test_export_and_import_keep_every_weight(tmp_path: Path) -> None:
     own = ours(conditioning="class", classes=3, heads=4)
-    export_folder(own, "cosine", 1000, "x0", tmp_path / "new", "small")
+    export_folder(
+        own,
+        Diffusion(schedule="cosine", timesteps=1000, prediction="x0"),
+        tmp_path / "new",
+        "small",
+    )
     found = import_folder(tmp_path / "new")
     assert found.network == own.config
     assert found.diffusion == {"schedule": "cosine", "timesteps": 1000, "prediction": "x0"}
@@ -354,7 +367,9 @@ def test_export_and_import_keep_every_weight(tmp_path: Path) -> None:
 
 def test_class_conditional_export_explains_its_labels(tmp_path: Path) -> None:
     own = ours(conditioning="class", classes=3)
-    notes = export_folder(own, "linear", 500, "noise", tmp_path)
+    notes = export_folder(
+        own, Diffusion(schedule="linear", timesteps=500, prediction="noise"), tmp_path
+    )
     their = DDPMPipeline.from_pretrained(tmp_path).unet.eval()
     assert difference(own, their, ours=torch.tensor([2, 0]), theirs=torch.tensor([2, 0])) < 1e-4
     assert difference(own, their, theirs=torch.tensor([3, 3])) < 1e-4  # 3: no class
@@ -381,15 +396,12 @@ def test_unsupported_networks_are_not_exported(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        export_folder(ours(**changes), "linear", 1000, "noise", tmp_path / "new")
+        export_folder(
+            ours(**changes),
+            Diffusion(schedule="linear", timesteps=1000, prediction="noise"),
+            tmp_path / "new",
+        )
     assert not list(tmp_path.iterdir())
-
-
-def test_export_does_not_overwrite_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(UserError, match="not empty"):
-        export_folder(ours(), "linear", 1000, "noise", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize(

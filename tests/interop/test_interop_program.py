@@ -1,4 +1,4 @@
-"""The commands export-diffusers and import-diffusers keep networks unchanged."""
+"""The commands export and import-diffusers keep networks unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_export_import_and_warm_start_keep_the_weights(tmp_path: Path) -> None:
     write_params(tmp_path, TINY.replace(NETWORK, own).replace("steps: 12", "steps: 3"))
     ddpm(tmp_path, "prepare")
     ddpm(tmp_path, "train")
-    ddpm(tmp_path, "export-diffusers", "there")
+    ddpm(tmp_path, "export", "there")
     assert (tmp_path / "there" / "model_index.json").is_file()
     output = ddpm(tmp_path, "import-diffusers", "there", "back")
     assert "train.init" in output and "'dropout': 0.1" in output and "'variance': 'large'" in output
@@ -66,7 +66,7 @@ def test_imported_network_keeps_its_details_in_training(tmp_path: Path) -> None:
     ddpm(tmp_path, "import-diffusers", "theirs", "imported")
     for init, steps in (("imported", 1), ("imported", 2), ("theirs", 1)):
         ddpm(tmp_path, "train", "-S", f"train.init={init}", "-S", f"train.steps={steps}")
-        ddpm(tmp_path, "export-diffusers", f"{init}-{steps}")
+        ddpm(tmp_path, "export", f"{init}-{steps}")
         back = UNet2DModel.from_pretrained(tmp_path / f"{init}-{steps}" / "unet")
         plain = json.loads(json.dumps(dict(their.config)))
         same = {name: value for name, value in plain.items() if not name.startswith("_")}
@@ -89,7 +89,7 @@ def test_run_of_an_earlier_version_keeps_its_network(tmp_path: Path) -> None:
     assert "resuming from step 1" in ddpm(tmp_path, "train", "-S", "train.steps=2")
     assert network(tmp_path, 2)["norm_num_groups"] is None
     ddpm(tmp_path, "sample", "-S", "sample.checkpoints=latest", "-S", "train.steps=2")
-    assert "cannot be exported" in ddpm(tmp_path, "export-diffusers", "out", status=1)
+    assert "cannot be exported" in ddpm(tmp_path, "export", "out", status=1)
 
 
 def test_bare_network_is_imported_with_its_process(tmp_path: Path) -> None:

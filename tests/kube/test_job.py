@@ -373,6 +373,7 @@ def test_all_impossible_combinations_are_listed_at_once() -> None:
             "the job itself mounts",
         ),
         (("tracking.uri=sqlite:///x.db",), {}, "would be lost with the pod"),
+        (("tracking.tensorboard=events",), {}, "events would be lost with the pod"),
         (
             ("tracking.uri=http://me:pass@mlflow:5000",),
             {},

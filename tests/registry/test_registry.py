@@ -62,7 +62,8 @@ class Project:
         for step, seed in zip((4, 8), seeds, strict=True):
             folder = self.workspace.path(snapshot_key(step))
             classes = {"classes": list("0123456789"), "class_counts": [1] * 10}
-            write_checkpoint(folder, seed=seed, step=step, fingerprint=fingerprint, **classes)
+            facts = {"fingerprint": fingerprint, **classes}
+            write_checkpoint(folder, seed=seed, step=step, groups=4, **facts)
 
     def config(self, **sections: Any) -> Config:
         return params.validate(

@@ -204,3 +204,25 @@ def test_names_follow_from_the_source(source: str, name: str) -> None:
     assert choices.label(plan(found)) == name
     registered = chosen("register.name", plan(found))
     Config.model_validate({"register": {"name": registered}, "workspace": f"runs/{name}"})
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "hours", "expected"),
+    [
+        (1000, 0.52, 8, "edm"),
+        (1000, 0.52, 0.1, "none"),  # few passes
+        (1000, 0.91, 8, "none"),  # mirrored images look different
+        (9000, 0.52, 8, "none"),
+    ],
+)
+def test_few_images_are_augmented_if_seen_often(
+    count: int, share: float, hours: float, expected: str
+) -> None:
+    given = plan(report({"": count}), share, time=3600.0 * hours)
+    assert chosen("train.augment", given) == expected
+
+
+def test_unequal_classes_are_drawn_equally() -> None:
+    assert CHOICES["train.balance"](plan()) is None
+    assert chosen("train.balance", plan(report({"cat": 600, "dog": 100}))) == "classes"
+    assert CHOICES["train.balance"](plan(report({"cat": 600, "dog": 9}))) is None

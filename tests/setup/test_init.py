@@ -111,7 +111,7 @@ def test_images_beside_class_folders_are_explained(photos: Path) -> None:
     output = " ".join(init("photos", status=1).output.split())
     assert "ddpm prepare would fail for photos: 5.9% of the images are unusable" in output
     assert "usable: 80 images (40 cat, 40 dog)" in output
-    reason = "5 images (0.png, 1.png, 2.png ...): has no class: it is not in a class folder"
+    reason = "5 images (0.png, 1.png, 2.png ...): has no class: it has no label"
     assert reason in output
 
 

@@ -31,9 +31,13 @@ def write_checkpoint(
     step: int = 4,
     timesteps: int = 50,
     prediction: str = "v",
+    groups: int | None = None,
     **facts: Any,
 ) -> Checkpoint:
-    """Write a checkpoint of 8x8 gray images: raw weights and an average of decay 0.9."""
+    """Write a checkpoint of 8x8 gray images: raw weights and an average of decay 0.9.
+
+    Without `groups` of its norms, the network is one of an earlier version.
+    """
     given = params.validate(
         {
             "prepare": {"image_size": 8},
@@ -49,7 +53,12 @@ def write_checkpoint(
             "sample": {"steps": 4, "seed": 5},
         }
     )
-    network = UNetConfig(8, 1, 8, (1, 2), 1, (4,), conditioning=conditioning, classes=len(CLASSES))
+    network = UNetConfig(
+        *(8, 1, 8, (1, 2), 1, (4,)),
+        conditioning=conditioning,
+        classes=len(CLASSES),
+        norm_num_groups=groups,
+    )
     folder.mkdir(parents=True)
     for number, name in enumerate(("model", "ema-0.9")):
         save_file(weights(network, seed + number), folder / f"{name}.safetensors")

@@ -214,7 +214,7 @@ def test_two_workers_share_the_moments_of_one(prepared: Path, whole: Path) -> No
 
 def test_checkpoint_is_sampled_and_exported_by_name_only(whole: Path) -> None:
     assert "20 images" in ddpm(whole, "sample") or (whole / "workspace/samples").is_dir()
-    said = ddpm(whole, "export-diffusers", "exported", status=1)
+    said = ddpm(whole, "export", "exported", status=1)
     assert "diffusion.prediction: got 'wiener'; must be one of noise, x0, v" in said
     assert "draw the images with ddpm" in said
     assert not (whole / "exported").exists()
@@ -224,14 +224,16 @@ def test_rescaled_schedule_is_exported_by_name_only(prepared: Path) -> None:
     folder = new_run(prepared, "rescaled", WIENER)
     ddpm(folder, "train", *settings("diffusion.zero_terminal_snr=true", "diffusion.prediction=v"))
     ddpm(folder, "sample")
-    said = ddpm(folder, "export-diffusers", "exported", status=1)
+    said = ddpm(folder, "export", "exported", status=1)
     assert "diffusion.zero_terminal_snr: got true; must be false" in said
 
 
 def test_imported_network_cannot_predict_with_moments(tmp_path: Path) -> None:
     model = UNet(UNetConfig(8, 3, 128, (1, 1), 1, (4,)))
     initial_weights(model, params.load())
-    export_folder(model, "cosine", 50, "v", tmp_path / "theirs")
+    export_folder(
+        model, Diffusion(schedule="cosine", timesteps=50, prediction="v"), tmp_path / "theirs"
+    )
     shutil.rmtree(tmp_path / "theirs/scheduler")
     process = {"schedule": "cosine", "timesteps": 50, "prediction": "edm"}
     with pytest.raises(UserError, match="--prediction: got edm; must be noise, x0 or v"):

@@ -126,7 +126,7 @@ def test_package_and_export_have_the_reconstructed_weights(trained: Path, tmp_pa
     assert len(list(Served(tmp_path / "package").images([]))) == 0
     started = open_origin(params.load(None, [f"train.init={tmp_path / 'package'}"])).weights
     assert all(torch.equal(tensor, expected[name]) for name, tensor in started.items())
-    ddpm(trained, "export-diffusers", "there", *settings(*WIDTH))
+    ddpm(trained, "export", "there", *settings(*WIDTH))
     ddpm(trained, "import-diffusers", "there", "back")
     back = load_file(trained / "back/model.safetensors")
     assert all(torch.allclose(back[name], expected[name], atol=1e-6) for name in back)

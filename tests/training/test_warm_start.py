@@ -14,7 +14,7 @@ import torch
 from support.models import CLASSES, write_checkpoint
 
 from ddpm_core.checkpoint import Checkpoint
-from ddpm_core.config import Config
+from ddpm_core.config import Config, Diffusion
 from ddpm_core.config import load as params
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.interop.checkpoints import import_checkpoint
@@ -137,7 +137,11 @@ def noise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("noise")
     model = UNet(UNetConfig(8, 3, 128, (1, 1), 1, (4,)))
     initial_weights(model, params.load())
-    export_folder(model, "linear", 1000, "noise", folder / "diffusers")
+    export_folder(
+        model,
+        Diffusion(schedule="linear", timesteps=1000, prediction="noise"),
+        folder / "diffusers",
+    )
     if request.param == "diffusers":
         return folder / "diffusers"
     import_checkpoint(folder / "diffusers", folder / "snapshot")
