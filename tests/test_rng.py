@@ -115,9 +115,10 @@ def test_no_other_generator_is_used_in_the_package() -> None:
         re.MULTILINE,
     )
     package = Path(ddpm_core.__file__).parent
+    programs = package / "registry" / "readme.py"  # of model cards, for other packages
     found = [
         f"{path.relative_to(package)}: {match.group()}"
-        for path in sorted(package.rglob("*.py"))
+        for path in sorted({*package.rglob("*.py")} - {programs})
         for match in other.finditer(path.read_text(encoding="utf-8"))
     ]
     assert found == []

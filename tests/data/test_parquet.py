@@ -76,7 +76,6 @@ def test_shards_have_the_splits_in_their_names(
     assert report.splits == {"train": {"cat": 4, "dog": 2}, "holdout": {"cat": 2}}
     note = "Columns of the parquet file: images from image, classes from label."
     assert report.notes.count(note) == 1
-    assert report.suggested["model"]["conditioning"] == "class"
 
 
 def test_test_split_without_labels_is_left_out(tmp_path: Path) -> None:

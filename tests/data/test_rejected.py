@@ -61,7 +61,7 @@ def test_no_training_images_is_an_error_and_a_note(tmp_path: Path, fill: Any, re
         prepared(tmp_path, tmp_path / "raw", max_rejected=1.0, classes=classes)
     assert not (tmp_path / "workspace/data").exists()
     if classes is None:
-        assert f"note: prepare would fail: {reason}" in "\n".join(
+        assert f"prepare would fail: {reason}" in "\n".join(
             format_report(check_data(tmp_path / "raw"))
         )
 

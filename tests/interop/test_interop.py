@@ -141,7 +141,7 @@ def test_import_and_export_keep_the_output(tmp_path: Path, their: Any) -> None:
 
 def test_export_leaves_out_weights_for_augmentation(tmp_path: Path) -> None:
     own = ours(augmentation=14, attention=(8, 4), multipliers=(1, 2))
-    export_folder(own, "linear", 1000, "noise", tmp_path / "out")
+    export_folder(own, Diffusion(schedule="linear", prediction="noise"), tmp_path / "out")
     back = UNet2DModel.from_pretrained(tmp_path / "out" / "unet").eval()
     assert difference(own, back) < 1e-4
     assert import_folder(tmp_path / "out").network.augmentation == 0
