@@ -29,7 +29,7 @@ class Probe:
     pixels: Tensor  # uint8 (n, H, W, C)
     condition: Tensor | None  # as in step.Batch
     t: Tensor  # int64 (n,)
-    purpose: Purpose  # of the draws of images and noise
+    purpose: Purpose = Purpose.PROBE  # of the draws of images and noise
 
     @classmethod
     def create(

@@ -75,7 +75,7 @@ class Validation:
         for average, applied in weights:
             with applied:
                 for split, probe in self.probes.items():
-                    losses = (self.weight * probe.losses(state)).double().cpu()
+                    losses = (self.weight * probe.losses(state)).cpu().double()
                     yield key(split, average), float(losses.mean())
                     means = losses.view(BINS, -1).mean(1).tolist()
                     for i, mean in enumerate(means, start=1):

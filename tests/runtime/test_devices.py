@@ -114,6 +114,8 @@ def test_no_step_waits_for_the_device(apart: tuple[Path, dict[str, Record]]) -> 
         "training/checks.py:loss_problem",
         "training/checks.py:weights_problem",
         "training/trainer.py:gather_times",
+        "training/validation.py:_noise_levels",  # once per run
+        "training/validation.py:_losses",  # once per measurement
         "sampling/sampler.py:images",  # the grid of a milestone
         "sampling/sampler.py:_draw",
     }
