@@ -23,7 +23,7 @@ from ddpm_core.scores import (
     metric_name,
     named_metrics,
 )
-from ddpm_core.storage.workspace import LOG, Workspace, snapshot_key
+from ddpm_core.storage.workspace import Workspace, snapshot_key
 from ddpm_core.text import masked, throughout
 from ddpm_core.tracking.validation import measurements
 
@@ -65,7 +65,7 @@ def results(
         "extractor": _extractor(scorer, rows),
         "straddling": _straddling(workspace, scorer) if scorer.checks_memorisation else None,
         "run": _run(config, workspace, row),
-        "validation": measurements(workspace.path(LOG)) if workspace.storage.exists(LOG) else [],
+        "validation": measurements(workspace),
     }
 
 

@@ -2,8 +2,8 @@
 
 A linear classifier of simple features learns, from some of the images, which of an image and its
 mirror image is the original. On the others it is right about half of the time if mirroring makes
-no difference, as for most photographs. It is nearly always right for digits and text, which nobody
-wants mirrored. Lin et al. (2020), "Visual chirality", ask the same question with large networks.
+no difference, as for most photographs. It is nearly always right for digits and text, which must
+not be mirrored. Lin et al. (2020), "Visual chirality", ask the same question with large networks.
 """
 
 from __future__ import annotations

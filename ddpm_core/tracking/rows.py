@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value of a row is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the complete rows of a log, each step once, in ascending order.
 

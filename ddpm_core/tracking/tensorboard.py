@@ -17,6 +17,7 @@ from ddpm_core.config.paths import output_path
 from ddpm_core.console import warn
 from ddpm_core.errors import not_installed
 from ddpm_core.storage.workspace import Workspace
+from ddpm_core.tracking.rows import is_number
 from ddpm_core.tracking.run import child_name, evidence_key, metric_name
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Events:
             numbers = {
                 metric_name("train", name): float(value)
                 for name, value in row.items()
-                if type(value) in (int, float) and name not in NOT_METRICS
+                if is_number(value) and name not in NOT_METRICS
             }
             self.values(row["step"], numbers, row.get("time"))
 

@@ -28,6 +28,7 @@ from ddpm_core.text import counted, masked
 from ddpm_core.tracking.client import is_active
 from ddpm_core.tracking.errors import is_rejection, is_transient, reason
 from ddpm_core.tracking.record import Entry, RunRecord, copied_from, read_record, write_record
+from ddpm_core.tracking.rows import is_number
 from ddpm_core.tracking.run import MlflowRun, Row
 from ddpm_core.tracking.system import SystemMetrics
 
@@ -85,11 +86,7 @@ def parse_row(line: bytes) -> Row | None:
         values = json.loads(line)
         step = int(values.pop("step"))
         milliseconds = int(1000 * float(values.pop("time", None) or time.time()))
-        numbers = {
-            key: float(value)
-            for key, value in values.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        }
+        numbers = {key: float(value) for key, value in values.items() if is_number(value)}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return Row(step, milliseconds, numbers)

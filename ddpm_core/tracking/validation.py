@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpm_core.config import Config
 from ddpm_core.storage.workspace import LOG, SNAPSHOTS, Workspace
-from ddpm_core.tracking.rows import read_rows
+from ddpm_core.tracking.rows import is_number, read_rows
 
 BINS = 8  # parts of equal probability, from little to much noise
 LATER = 3  # measurements after the lowest one that must all be higher for the loss to rise
@@ -30,9 +30,9 @@ def key(split: str, average: str = "", part: int = 0) -> str:
     return "_".join(filter(None, parts))
 
 
-def measurements(log: Path) -> list[Measurement]:
-    """Return the rows of a log.jsonl with a held-out loss, reduced to the losses by `key`."""
-    return of_rows(read_rows(log))
+def measurements(workspace: Workspace) -> list[Measurement]:
+    """Return the rows of the log with a held-out loss, reduced to the losses by `key`."""
+    return of_rows(read_rows(workspace.path(LOG))) if workspace.storage.exists(LOG) else []
 
 
 def of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Measurement]:
@@ -40,7 +40,7 @@ def of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Measurement]:
     return [
         {name: value for name, value in row.items() if name == "step" or name.startswith("val_")}
         for row in rows
-        if _is_number(row.get(key("held_out")))
+        if is_number(row.get(key("held_out")))
     ]
 
 
@@ -49,15 +49,9 @@ def sentence(config: Config, workspace: Workspace, log: Path | None = None) -> s
 
     `log` is the file that the run writes now, if that is not the workspace's.
     """
-    if log is None and not workspace.storage.exists(LOG):
-        return ""
-    found = trend(measurements(log or workspace.path(LOG)))
+    found = trend(of_rows(read_rows(log)) if log else measurements(workspace))
     steps = [step for step in workspace.steps(SNAPSHOTS) if config.train.is_milestone(step)]
     return found.sentence(steps) if found else ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def line(rows: Iterable[Mapping[str, float]], split: str) -> list[tuple[float, float]]:

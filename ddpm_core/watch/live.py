@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from ddpm_core.evaluation.report import environment
 from ddpm_core.scores import Results, best, ranked, read_results
 from ddpm_core.storage.workspace import GRID, LOG, RESULTS, SNAPSHOTS, Workspace, snapshot_key
 from ddpm_core.text import shown
-from ddpm_core.tracking.rows import read_rows
+from ddpm_core.tracking.rows import is_number, read_rows
 from ddpm_core.tracking.validation import of_rows, trend
 
 POINTS = 200  # of a curve; more rows are thinned
@@ -136,15 +137,15 @@ def charts(rows: Sequence[Row], results: Results | None) -> list[Chart]:
 
 def _line(rows: Sequence[Row], key: str, name: str, factor: float = 1.0) -> list[Line]:
     """Return a line of at most about POINTS values, the means of neighboring rows; [] of none."""
-    points = [(row["step"], factor * row[key]) for row in rows if _is_number(row.get(key))]
+    points = [(row["step"], factor * row[key]) for row in rows if _is_finite(row.get(key))]
     width = -(-len(points) // POINTS) or 1
     parts = [points[i : i + width] for i in range(0, len(points), width)]
     means = [(part[-1][0], sum(v for _, v in part) / len(part)) for part in parts]
     return [Line(name, means)] if means else []
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and value == value and abs(value) != float("inf")
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
 
 
 def _learning(rows: Sequence[Row]) -> str:

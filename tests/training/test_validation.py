@@ -216,7 +216,7 @@ def test_rows_without_losses_are_no_measurements(tmp_path: Path) -> None:
     log.write_text(
         '{"step": 1, "loss": 2}\n{"step": 2, "val_loss": "x"}\n{"step": 3, "val_loss": 1.5}\n'
     )
-    assert measurements(log) == [{"step": 3, "val_loss": 1.5}]
+    assert measurements(Workspace.open(str(tmp_path))) == [{"step": 3, "val_loss": 1.5}]
 
 
 def test_measuring_is_no_part_of_the_identity() -> None:

@@ -121,7 +121,7 @@ class Arrays:
             return found[0]
         arrays = [f"{_shown(name)}: {head}" for name, head in heads.items()][:_SHOWN]
         problem = "has several arrays of images" if found else "has no array of images"
-        hint = "Save the one to use, with its labels, as a file of its own."
+        hint = "Save the one to use, with its labels, as a separate file."
         if not found:
             hint = (
                 "Images must be uint8 of shape (N, H, W), (N, H, W, C) or (N, C, H, W), with 1 or "
@@ -147,7 +147,7 @@ class Arrays:
         if len(found) > 1:
             raise UserError(
                 f"{self._uri} has several arrays of labels: {', '.join(map(_shown, found))}. Save "
-                "the images and the labels to use as a file of their own."
+                "the images and the labels to use as a separate file."
             )
         notes = []
         if images:
