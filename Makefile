@@ -23,7 +23,7 @@ help:  ## this list
 demo: .venv/installed  ## digits from nothing to a registered model, in a few minutes
 	$(BIN)/ddpm run
 
-PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 test: lint  ## lint, types, then the tests that take no longer than some seconds each
 	$(PYTEST) -m "not slow"
 

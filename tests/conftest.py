@@ -63,13 +63,15 @@ def bucket() -> Iterator[Bucket]:
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the tracking server and credentials of the user who runs the tests."""
+    """Hide the tracking server and credentials of the user; repeat downloads at once."""
     for name in list(os.environ):
         if name.startswith("MLFLOW_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     if "boto3" in sys.modules:  # its session keeps the credentials of the previous test
         monkeypatch.setattr(sys.modules["boto3"], "DEFAULT_SESSION", None)
+    if "ddpm_core.storage.web" in sys.modules:  # its tests repeat downloads
+        monkeypatch.setattr(sys.modules["ddpm_core.storage.web"], "PAUSE", 0.01)
 
 
 @pytest.hookimpl(tryfirst=True)

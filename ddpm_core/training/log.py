@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddpm_core.console import Outage
+from ddpm_core.console import Outage, take_warnings
 from ddpm_core.errors import UserError
 from ddpm_core.storage.manifest import sync
 from ddpm_core.storage.staging import staged_file
@@ -54,10 +54,15 @@ class RunLog:
             raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a row, unless the log has one of this step or a later one."""
+        """Add a row and the warnings since the last one.
+
+        If the log has a row of this step or a later one, the warnings wait for the next row.
+        """
         if row["step"] <= self._last:
             return
         self._last = row["step"]
+        if warnings := take_warnings():
+            row = {**row, "warnings": warnings}
         with self._lock:
             self._waiting.append(json.dumps(row) + "\n")
         try:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ddpm_core.config import Config, Train
-from ddpm_core.console import progress, say, take_warnings, warn
+from ddpm_core.console import progress, say, warn
 from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.errors import Interrupted, NotFinite, UserError
 from ddpm_core.runtime import memory
@@ -188,8 +188,6 @@ def log_row(run: Run) -> None:
         "memory": memory.most_used(run.world.device.type),
         "time": time.time(),
     }
-    if warnings := take_warnings():
-        row["warnings"] = warnings
     run.row_time, run.earlier_steps = now, 0
     state.history = [*state.history, row["loss"]][-100:]
     state.totals = Totals.zero(run.world.device)

@@ -147,6 +147,7 @@ def test_dry_run_prints_the_cost_and_trains_nothing(finished: Path, tmp_path: Pa
     assert not (tmp_path / "comparisons" / "tiny" / "runs").exists()
 
 
+@pytest.mark.slow
 def test_budget_shorter_than_the_warmup_is_refused(tmp_path: Path) -> None:
     record_cost(write_experiment(tmp_path))
     setting = "settings.train.optimizer.warmup=4"

@@ -104,6 +104,7 @@ def test_without_held_out_images_there_is_no_accuracy(tmp_path: Path) -> None:
     assert train_extractor(*splits(workspace), steps=2).facts.accuracy is None
 
 
+@pytest.mark.slow
 def test_saved_extractor_computes_the_same(tmp_path: Path) -> None:
     save_extractor(trained(), tmp_path)
     network, fingerprint = load_extractor(tmp_path)

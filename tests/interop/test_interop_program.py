@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from safetensors.torch import load_file
@@ -45,6 +46,7 @@ def test_export_import_and_warm_start_keep_the_weights(tmp_path: Path) -> None:
     assert "already exists" in ddpm(tmp_path, "import-diffusers", "there", "back", status=1)
 
 
+@pytest.mark.slow
 def test_imported_network_keeps_its_details_in_training(tmp_path: Path) -> None:
     """Padding, time embedding and norms are not settings, and survive resuming."""
     their = UNet2DModel(

@@ -41,6 +41,7 @@ def stack(images: list[Image.Image]) -> NDArray[np.uint8]:
     return np.stack([np.asarray(image) for image in images])
 
 
+@pytest.mark.slow
 def test_digits_have_a_direction() -> None:
     found = mirror_test(inspect("digits", sample=2000).squares)
     assert found.images == 1797

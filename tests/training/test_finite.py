@@ -64,6 +64,7 @@ def test_non_finite_weights_are_not_registered(tmp_path: Path) -> None:
         register(config, workspace)
 
 
+@pytest.mark.slow
 def test_snapshot_with_non_finite_weights_is_not_resumed(prepared: Path) -> None:
     whole = new_run(prepared, "whole", TINY)
     ddpm(whole, "train")

@@ -170,6 +170,7 @@ def test_resumed_run_has_the_same_moments_and_weights(prepared: Path, whole: Pat
     assert bits(final(folder, 12)) == bits(final(whole, 12))
 
 
+@pytest.mark.slow
 def test_resuming_reads_the_moments_of_the_snapshot(prepared: Path) -> None:
     folder = new_run(prepared, "changed", WIENER)
     ddpm(folder, "train", *settings("train.steps=8"))
@@ -203,6 +204,7 @@ def test_noise_levels_measure_moments_once(prepared: Path, chosen: str) -> None:
     assert MOMENTS not in checkpoint.used_files("auto")
 
 
+@pytest.mark.slow
 def test_two_workers_share_the_moments_of_one(prepared: Path, whole: Path) -> None:
     folder = new_run(prepared, "two", WIENER)
     together(folder, 2, "train")

@@ -72,6 +72,7 @@ def test_resumed_run_on_two_workers_has_the_same_averages(trained: Path) -> None
     assert bits(final(folder, STEPS)) == expected
 
 
+@pytest.mark.slow
 def test_reconstructed_width_is_near_the_average_kept_directly(trained: Path) -> None:
     folder = new_run(trained, "direct", SETTINGS.replace("ema: [", "ema: [power:0.07, "))
     ddpm(folder, "train")
@@ -98,6 +99,7 @@ def test_width_of_a_stored_average_is_its_file(trained: Path) -> None:
     assert checkpoint.weights_name("auto") == "ema-power-0.05.safetensors"
 
 
+@pytest.mark.slow
 def test_samples_are_identified_by_their_width(trained: Path) -> None:
     ddpm(trained, "sample", *settings(*WIDTH))
     found = manifest(trained)

@@ -85,6 +85,7 @@ def test_two_workers_move_a_run_away_and_take_it_back(prepared: Path) -> None:
     assert [row["step"] for row in rows(folder)] == list(range(2, 13, 2))
 
 
+@pytest.mark.slow
 def test_discarded_snapshots_are_not_taken_back(prepared: Path) -> None:
     folder = begun(prepared, "shorter")
     said = ddpm(folder, "train", *settings("train.steps=9"))
