@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from ddpm_core.diffusion.predictions import make_prediction
 from ddpm_core.diffusion.process import make_schedule
-from ddpm_core.errors import UserError
 from ddpm_core.interop import diffusers, onnx
 from ddpm_core.registry.package import CARD, SCORES, write_checkpoint
 from ddpm_core.registry.readme import Model, write_readme
+from ddpm_core.sampling.loading import load_moments
 from ddpm_core.storage.workspace import GRID
 from ddpm_core.text import masked, throughout
 
@@ -62,12 +64,6 @@ def _write_onnx(model: Model, folder: Path) -> list[str]:
     """Write the network, and what drawing with it requires as JSON."""
     params, data = model.checkpoint.params, model.checkpoint.training_data
     diffusion = params.diffusion
-    if diffusion.uses_moments:
-        raise UserError(
-            f"diffusion.prediction: got {diffusion.prediction!r}; must be noise, x0 or v to be "
-            "exported as ONNX, because its images also depend on moments of the training images. "
-            "Use --format safetensors."
-        )
     schedule = make_schedule(diffusion.schedule, diffusion.timesteps, diffusion.zero_terminal_snr)
     described = {
         "step": model.checkpoint.step,
@@ -75,11 +71,15 @@ def _write_onnx(model: Model, folder: Path) -> list[str]:
         "channels": data.channels,
         "conditioning": params.model.conditioning,
         "classes": data.classes if params.model.conditioning == "class" else [],
-        "prediction": diffusion.prediction,
+        "prediction": onnx.output_of(diffusion),
         "alphas_cumprod": schedule.alphas_bar.tolist(),
     }
     unet = model.checkpoint.load(model.sampled["ema"], torch.device("cpu"))
-    onnx.export_network(unet, folder / NETWORK)
+    network: nn.Module = unet
+    if moments := load_moments(model.checkpoint):
+        prediction = make_prediction(diffusion.prediction, moments)
+        network = onnx.X0Network(unet, prediction, schedule.alphas_bar)
+    onnx.export_network(network, unet.config, folder / NETWORK)
     (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     return []
 

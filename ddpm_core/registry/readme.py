@@ -11,13 +11,14 @@ from typing import Any
 import yaml
 
 from ddpm_core.checkpoint import Checkpoint
+from ddpm_core.interop.onnx import output_of
 from ddpm_core.models.conditioning import TEXT_BYTES
 from ddpm_core.registry.card import write_card
 from ddpm_core.scores import SPACES, Row, named_metrics
 from ddpm_core.text import shown, throughout
 
 LICENSE = """\
-# No licence is set, because it depends on your training images and on you. Add one, for example:
+# No license is set, because it depends on your training images and on you. Add one, for example:
 # license: cc-by-4.0
 """
 # Data sets with a name on the Hugging Face Hub, by `prepare.source`.
@@ -111,7 +112,7 @@ def use(model: Model, kind: str) -> str:
         timesteps = model.checkpoint.params.diffusion.timesteps
         template = DIFFUSERS_BY_CLASS if conditioning == "class" else DIFFUSERS
         return template.format(timesteps=timesteps, last=classes - 1, none=classes)
-    prediction = model.checkpoint.params.diffusion.prediction
+    prediction = output_of(model.checkpoint.params.diffusion)
     inputs = {"none": "", "class": BY_CLASS.format(last=classes - 1, none=classes), "text": BY_TEXT}
     example = {"none": "", "class": "np.arange(4) % {}", "text": "text_bytes"}[conditioning]
     example = example.format(classes)

@@ -25,6 +25,8 @@ from support.scored import row
 from ddpm_core.checkpoint import GUIDE, Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.config import load as params
+from ddpm_core.diffusion.predictions import make_prediction
+from ddpm_core.diffusion.process import make_schedule
 from ddpm_core.errors import UserError
 from ddpm_core.evaluation.grids import write_samples
 from ddpm_core.models.unet import UNet
@@ -32,6 +34,7 @@ from ddpm_core.registry.export import export
 from ddpm_core.registry.package import write_checkpoint as write_package
 from ddpm_core.registry.register import register
 from ddpm_core.registry.serving import Served
+from ddpm_core.sampling.loading import load_moments
 from ddpm_core.scores import Row
 from ddpm_core.storage.workspace import RESULTS, Workspace, snapshot_key
 from ddpm_core.tracking.client import connect
@@ -160,11 +163,14 @@ def test_safetensors_of_a_version_keep_its_guide(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("conditioning", ["none", "class", "text"])
+@pytest.mark.parametrize(
+    ("conditioning", "prediction"),
+    [("none", "v"), ("class", "v"), ("text", "v"), ("none", "edm"), ("class", "wiener")],
+)
 def test_onnx_computes_the_same_for_every_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conditioning: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conditioning: str, prediction: str
 ) -> None:
-    trained = Trained(tmp_path, conditioning)
+    trained = Trained(tmp_path, conditioning, prediction=prediction)
     trained.export(tmp_path / "out", "onnx")
     network = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
     for batch in (1, 2, 5):
@@ -176,6 +182,9 @@ def test_onnx_computes_the_same_for_every_batch(
             texts[1:, :2] = torch.tensor([104, 105], dtype=torch.uint8)  # the first has no text
             given["condition"] = texts
         ours = trained.network(*given.values())
+        if moments := load_moments(trained.checkpoint):
+            alpha_bar = make_schedule("cosine", 50).alphas_bar[given["t"]]
+            ours = make_prediction(prediction, moments).to_x0(ours, given["x"], alpha_bar)
         theirs = network.run(None, {name: tensor.numpy() for name, tensor in given.items()})[0]
         assert np.allclose(ours.numpy(), theirs, atol=1e-4)
     images = run_program(tmp_path / "out", monkeypatch)["images"]
@@ -218,7 +227,6 @@ def test_edited_score_is_not_exported(tmp_path: Path) -> None:
         ({"model": "ddpm"}, "--model: got 'ddpm'; must be models:/NAME/VERSION"),
         ({"model": "models:/ddpm/7"}, "version=7"),
         ({"step": 5}, r"no checkpoint of step 5 .*\(available: 4, 8\)"),
-        ({"kind": "onnx"}, "diffusion.prediction: got 'edm'; must be noise, x0 or v"),
         ({}, "diffusion.prediction: got 'edm'; must be one of noise, x0, v"),
     ],
 )
