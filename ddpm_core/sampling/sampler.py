@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from ddpm_core import rng
 from ddpm_core.checkpoint import TrainingData
 from ddpm_core.config import Diffusion, Sample
 from ddpm_core.data.captions import encode
+from ddpm_core.diffusion.editing import Original, edit
 from ddpm_core.diffusion.moments import Moments
 from ddpm_core.diffusion.predictions import make_prediction
 from ddpm_core.diffusion.process import make_schedule
@@ -76,21 +76,30 @@ class ImageSampler:
         return torch.compile(network) if compiled else network
 
     def images(
-        self, indices: Sequence[int], on_step: Callable[[int], None] | None = None
+        self,
+        indices: Sequence[int],
+        on_step: Callable[[int], None] | None = None,
+        original: Original | None = None,
     ) -> Pixels:
         """Return the images with these numbers, uint8 (n, H, W, C), drawn in one batch.
 
         `on_step(i)` is called after step i; on a CPU once for each half of the batch. An exception
-        that it raises stops the drawing. Raises UserError if an output of the network is not
-        finite.
+        that it raises stops the drawing. Image i starts from row i of `original`, if that is given.
+        Raises UserError if an output of the network is not finite.
         """
         index = torch.as_tensor(list(indices), dtype=torch.int64, device=self._device)
-        draw = partial(self._draw, on_step=on_step)
-        pixels: Pixels = in_halves(draw, index).cpu().numpy()
+
+        def draw(rows: Tensor) -> Tensor:
+            return self._draw(index[rows], original and original.take(rows), on_step)
+
+        rows = torch.arange(len(index), device=self._device)
+        pixels: Pixels = in_halves(draw, rows).cpu().numpy()
         return pixels
 
     @torch.inference_mode()
-    def _draw(self, index: Tensor, on_step: Callable[[int], None] | None = None) -> Tensor:
+    def _draw(
+        self, index: Tensor, original: Original | None, on_step: Callable[[int], None] | None
+    ) -> Tensor:
         """Return the images with the numbers `index` (n,), uint8 (n, H, W, C)."""
         condition = self._conditions.take(index.cpu())
         if condition is not None:
@@ -105,15 +114,15 @@ class ImageSampler:
             finite.logical_and_(output.isfinite().flatten(1).all(1))
             return output
 
+        def noise(step: int, stream: int = 0) -> Tensor:
+            return rng.normal(key, index, self._shape, step, stream)
+
+        process = (network, self._schedule, self._prediction, self._sampler, noise)
         with autocast(self._precision, self._device):
-            x0 = sample(
-                network,
-                self._schedule,
-                self._prediction,
-                self._sampler,
-                lambda step: rng.normal(key, index, self._shape, step),
-                on_step,
-            )
+            if original is None:
+                x0 = sample(*process, on_step)
+            else:
+                x0 = edit(*process, original, on_step)
         if bad := int((~finite).sum()):
             raise NotFinite(
                 f"{bad} of {len(index)} images are not finite, drawn with sample.precision "
