@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,7 +27,14 @@ from ddpm_core.models.unet import UNet
 from ddpm_core.rng import Purpose
 from ddpm_core.runtime.device import autocast, choose_precision
 from ddpm_core.sampling.images import Pixels, to_pixels
+from ddpm_core.sampling.noise import BatchNoise, Origin
 from ddpm_core.sampling.plan import must_suit
+
+
+class OnStep(Protocol):
+    """A callback after each step; see `ImageSampler.draw`."""
+
+    def __call__(self, step: int, rows: Tensor, preview: Callable[[], Pixels]) -> None: ...
 
 
 class ImageSampler:
@@ -75,62 +84,90 @@ class ImageSampler:
         network = prepare_model(model, self._device, self._precision)
         return torch.compile(network) if compiled else network
 
-    def images(
-        self,
-        indices: Sequence[int],
-        on_step: Callable[[int], None] | None = None,
-        original: Original | None = None,
-    ) -> Pixels:
+    def images(self, indices: Sequence[int], original: Original | None = None) -> Pixels:
         """Return the images with these numbers, uint8 (n, H, W, C), drawn in one batch.
 
-        `on_step(i)` is called after step i; on a CPU once for each half of the batch. An exception
-        that it raises stops the drawing. Image i starts from row i of `original`, if that is given.
-        Raises UserError if an output of the network is not finite.
+        Image i starts from row i of `original`, if that is given. Raises UserError if an output of
+        the network is not finite.
         """
-        index = torch.as_tensor(list(indices), dtype=torch.int64, device=self._device)
+        origins = [Origin(self._settings.seed, index) for index in indices]
+        condition = self._conditions.take(torch.tensor(list(indices)))
+        return self.draw(origins, condition, original)
+
+    def draw(
+        self,
+        origins: Sequence[Origin],
+        condition: Tensor | None,
+        original: Original | None = None,
+        on_step: OnStep | None = None,
+    ) -> Pixels:
+        """Return images of any seeds, uint8 (n, H, W, C), drawn in one batch.
+
+        Args:
+            origins: Where the noise of each image comes from.
+            condition: The condition of each image, as `Conditions.take` returns it.
+            original: As in `images`.
+            on_step: Called as on_step(i, rows, preview) after step i; on a CPU once for each half
+                of the batch. `preview()` returns the images `rows` as the network predicts them at
+                that step. An exception that `on_step` raises stops the drawing.
+
+        Raises:
+            UserError: An output of the network is not finite.
+        """
 
         def draw(rows: Tensor) -> Tensor:
-            return self._draw(index[rows], original and original.take(rows), on_step)
+            noise = BatchNoise([origins[row] for row in rows.tolist()], self._device)
+            given = None if condition is None else condition[rows.cpu()].to(self._device)
+            start = original and original.take(rows)
+            return self._draw(noise, given, start, on_step and partial(on_step, rows=rows))
 
-        rows = torch.arange(len(index), device=self._device)
+        rows = torch.arange(len(origins), device=self._device)
         pixels: Pixels = in_halves(draw, rows).cpu().numpy()
         return pixels
 
     @torch.inference_mode()
     def _draw(
-        self, index: Tensor, original: Original | None, on_step: Callable[[int], None] | None
+        self,
+        noise: BatchNoise,
+        condition: Tensor | None,
+        original: Original | None,
+        on_step: Callable[..., None] | None,
     ) -> Tensor:
-        """Return the images with the numbers `index` (n,), uint8 (n, H, W, C)."""
-        condition = self._conditions.take(index.cpu())
-        if condition is not None:
-            condition = condition.to(self._device)
-        key = rng.key(Purpose.SAMPLE, self._settings.seed)
-        finite = torch.ones(len(index), dtype=torch.bool, device=self._device)
+        """Return the images of a batch or of half of it, uint8 (n, H, W, C)."""
+        finite = torch.ones(len(noise), dtype=torch.bool, device=self._device)
+        last: tuple[Tensor, Tensor, Tensor]  # the input, timestep and output of the network
 
         def network(x: Tensor, t: Tensor) -> Tensor:
+            nonlocal last
             output = self._guided(x, t, condition)
             # Checked here because clipping would turn an infinite output into a black or white
             # image. The result stays on the device: reading it at each step would make it wait.
             finite.logical_and_(output.isfinite().flatten(1).all(1))
+            last = x, t, output
             return output
 
-        def noise(step: int, stream: int = 0) -> Tensor:
-            return rng.normal(key, index, self._shape, step, stream)
+        def report(step: int) -> None:
+            if on_step is not None:
+                on_step(step, preview=lambda: self._predicted(*last))
 
-        process = (network, self._schedule, self._prediction, self._sampler, noise)
+        draw = partial(noise.draw, self._shape)
+        process = (network, self._schedule, self._prediction, self._sampler, draw)
         with autocast(self._precision, self._device):
-            if original is None:
-                x0 = sample(*process, on_step)
-            else:
-                x0 = edit(*process, original, on_step)
+            x0 = edit(*process, original, report) if original else sample(*process, report)
         if bad := int((~finite).sum()):
             raise NotFinite(
-                f"{bad} of {len(index)} images are not finite, drawn with sample.precision "
+                f"{bad} of {len(noise)} images are not finite, drawn with sample.precision "
                 f"{self._precision} and sample.guidance {self._settings.guidance:g}. Every output "
                 "of the network must be finite. Use sample.precision fp32 and guidance 1; if the "
                 "images are still not finite, use another checkpoint."
             )
         return to_pixels(x0)
+
+    def _predicted(self, x: Tensor, t: Tensor, output: Tensor) -> Pixels:
+        """Return the clean images that an output of the network predicts, uint8 (n, H, W, C)."""
+        x0 = self._prediction.to_x0(output, x, self._schedule.alphas_bar[int(t[0])])
+        pixels: Pixels = to_pixels(x0).cpu().numpy()
+        return pixels
 
     def _guided(self, x: Tensor, t: Tensor, condition: Tensor | None) -> Tensor:
         """Return the network's output; with guidance g, u + g (c - u), (B, C, H, W).
@@ -187,7 +224,7 @@ class Conditions:
                     "sample.prompts: missing (required, because the checkpoint has no captions)."
                 )
             self._counts = None if settings.prompts else [count for _, count in data.captions]
-            self._table = torch.from_numpy(encode(list(texts)))
+            self._table = _encoded(tuple(texts))
 
     def take(self, index: Tensor) -> Tensor | None:
         """Return the conditions of images `index`, int64 (n,).
@@ -211,6 +248,11 @@ class Conditions:
         edges = torch.cumsum(torch.tensor(self._counts, dtype=torch.float64), 0)
         drawn = rng.uniform(self._key, index, ()).double() * edges[-1]
         return torch.searchsorted(edges, drawn, right=True).clamp(max=len(edges) - 1)
+
+
+@lru_cache(maxsize=4)  # a batch of many requests needs the captions of the model for each of them
+def _encoded(texts: tuple[str, ...]) -> Tensor:
+    return torch.from_numpy(encode(texts))
 
 
 def _class_frequencies(data: TrainingData) -> list[int]:
