@@ -113,7 +113,7 @@ def serve(
     max_work: Annotated[
         int, typer.Option(min=1, help="Size limit of a request, in images x pixels x steps.")
     ] = 40_000_000,
-    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 16,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 64,
     timeout: Annotated[
         float,
         typer.Option(
@@ -122,16 +122,21 @@ def serve(
             help="Time for a client to send the header, and the body.",
         ),
     ] = 10.0,
+    max_seconds: Annotated[
+        float,
+        typer.Option(min=0.1, metavar="SECONDS", help="Time limit of a request, with its wait."),
+    ] = 600.0,
 ) -> None:
-    """Serve the champion over HTTP.
+    """Serve the champion over HTTP: a page to draw images, and an API.
 
     A new champion replaces the old one without losing a request.
     """
     config = load(p, None, s, trained=True)
     require("uvicorn", "tracking")
-    from ddpm_core.registry.server import Limits, serve
+    from ddpm_core.registry.answering import Limits
+    from ddpm_core.registry.server import serve
 
-    serve(config, host, port, every, Limits(max_work, queue, timeout))
+    serve(config, host, port, every, Limits(max_work, queue, timeout, max_seconds))
 
 
 @verb

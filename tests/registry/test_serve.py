@@ -25,9 +25,12 @@ from support.served_models import SHAPES, address, ask, assert_same_images, draw
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
+from ddpm_core.registry.answering import Limits
+from ddpm_core.registry.current import CurrentChampion, Loaded
 from ddpm_core.registry.models import Registry
 from ddpm_core.registry.request import Task, parse, resolve
-from ddpm_core.registry.server import CurrentChampion, Limits, Loaded, application
+from ddpm_core.registry.server import application
+from ddpm_core.registry.serving import Shot
 
 ROW = {
     "step": 4,
@@ -256,10 +259,15 @@ def test_an_unavailable_address_is_an_error(tmp_path: Path) -> None:
 class FailingModel:
     """Validates requests, but cannot draw any image."""
 
+    batch_size = 64
+
     def tasks(self, rows: list[dict[str, Any]], max_work: int = 0) -> list[Task]:
         return [resolve(parse(row), Config(), []) for row in rows]
 
-    def images(self, tasks: list[Task], on_step: Any = None) -> Iterator[dict[str, Any]]:
+    def images(self, tasks: list[Task]) -> Iterator[dict[str, Any]]:
+        return iter(self.draw([]))
+
+    def draw(self, shots: list[Shot], on_step: Any = None) -> list[dict[str, Any]]:
         raise UserError("1 of 1 images are not finite.")
 
 
@@ -272,7 +280,7 @@ def test_a_valid_request_that_fails_is_a_server_error(
 ) -> None:
     champion = CurrentChampion(Config())
     champion.loaded = Loaded(("1", 0), cast(Any, FailingModel()), {"version": "1"})
-    client = TestClient(application(champion, Limits(work=10**9, waiting=1, timeout=1.0)))
+    client = TestClient(application(champion, Limits(work=10**9, waiting=1, timeout=1.0, seconds=60.0)))
     response = client.post("/invocations", json={"inputs": [row]})
     assert (response.status_code, expected in response.json()["message"]) == (status, True)
     assert ("1 of 1 images are not finite" in capsys.readouterr().err) == (status == 500)
