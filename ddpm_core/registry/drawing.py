@@ -170,7 +170,8 @@ def _on_step(parts: Sequence[Part], step: int, rows: Tensor, preview: Callable[[
         raise Abandoned
     task = parts[0][1][0].task
     steps = task.settings.steps * task.passes
-    if step % -(-steps // (PREVIEWS + 1)) or all(job.listener is None for job, _ in parts):
+    is_shown = step < steps and step % -(-steps // (PREVIEWS + 1)) == 0
+    if not is_shown or all(job.listener is None for job, _ in parts):
         return
     small = preview()
     stride = -(-small.shape[1] // PREVIEW_SIDE)

@@ -280,7 +280,9 @@ def test_a_valid_request_that_fails_is_a_server_error(
 ) -> None:
     champion = CurrentChampion(Config())
     champion.loaded = Loaded(("1", 0), cast(Any, FailingModel()), {"version": "1"})
-    client = TestClient(application(champion, Limits(work=10**9, waiting=1, timeout=1.0, seconds=60.0)))
+    client = TestClient(
+        application(champion, Limits(work=10**9, waiting=1, timeout=1.0, seconds=60.0))
+    )
     response = client.post("/invocations", json={"inputs": [row]})
     assert (response.status_code, expected in response.json()["message"]) == (status, True)
     assert ("1 of 1 images are not finite" in capsys.readouterr().err) == (status == 500)
