@@ -99,8 +99,13 @@ def parsed(body: bytes, validate: Callable[[Any], T]) -> T:
     except (ValueError, RecursionError) as error:
         message = f"The request is not valid JSON: {error}."
         raise Refused.of(400, "BAD_REQUEST", message) from None
+    return refusing(lambda: validate(payload))
+
+
+def refusing(work: Callable[[], T]) -> T:
+    """Return `work()`. Raises Refused, status 400, for a UserError."""
     try:
-        return validate(payload)
+        return work()
     except UserError as error:
         raise Refused.of(400, "INVALID_PARAMETER_VALUE", str(error)) from None
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,6 +32,7 @@ from ddpm_core.registry.answering import (
     parsed,
     queued,
     read_body,
+    refusing,
     too_late,
 )
 from ddpm_core.registry.drawing import Event
@@ -38,6 +40,8 @@ from ddpm_core.registry.request import Integer, Task, Text, check_size, parse_as
 from ddpm_core.tracking.errors import reason
 
 if TYPE_CHECKING:
+    from ddpm_core.checkpoint import Checkpoint
+    from ddpm_core.diffusion.editing import Original
     from ddpm_core.registry.serving import Served
 
 MAX_BODY = 2**20  # bytes
@@ -119,8 +123,12 @@ async def generate(request: Request) -> Response:
     body = await read_body(request, MAX_BODY)
     loaded, limits = loaded_of(request), request.app.state.limits
     served, version = loaded.served, str(loaded.facts["version"])
-    read = partial(parsed, body, partial(tasks_of, served, limits.work))
-    wanted, tasks = await asyncio.get_running_loop().run_in_executor(_reader, read)
+    wanted = parsed(body, partial(wanted_of, served.checkpoint.params))
+    original = None
+    if wanted.image is not None:
+        read = partial(refusing, partial(original_of, served.checkpoint, wanted))
+        original = await asyncio.get_running_loop().run_in_executor(_reader, read)
+    tasks = refusing(lambda: tasks_of(served, wanted, original, limits.work))
     if wanted.previews:
         return stream(request, served, tasks, version)
     images = await finished(request, queued(request, served, tasks))
@@ -134,7 +142,8 @@ def stream(request: Request, served: Served, tasks: list[Task], version: str) ->
     loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | None]()
 
     def listener(event: Event | None) -> None:
-        loop.call_soon_threadsafe(events.put_nowait, event)
+        with suppress(RuntimeError):  # the server has stopped
+            loop.call_soon_threadsafe(events.put_nowait, event)
 
     job = queued(request, served, tasks, listener)
     job.response.add_done_callback(lambda _: listener(None))
@@ -161,20 +170,26 @@ def _line(event: Event) -> str:
     return json.dumps(event) + "\n"
 
 
-def tasks_of(served: Served, max_work: int, payload: Any) -> tuple[Generate, list[Task]]:
-    """Return a valid request and its tasks. Raises UserError with every problem of a field."""
+def wanted_of(config: Config, payload: Any) -> Generate:
+    """Return a valid request to a model. Raises UserError with every invalid field."""
     if not isinstance(payload, dict):
         raise invalid([Problem("", got(payload), "must be an object")], "the request")
     wanted = parse_as(Generate, payload)
-    config, classes = served.checkpoint.params, served.classes
     if problems := _problems(wanted, config):
         raise invalid(problems, "the request")
+    return wanted
+
+
+def tasks_of(
+    served: Served, wanted: Generate, original: Original | None, max_work: int
+) -> list[Task]:
+    """Return the tasks of a request. Raises UserError if the model cannot draw them."""
+    config, classes = served.checkpoint.params, served.classes
     each = classes if wanted.every_class else [wanted.class_]
     tasks = [resolve(wanted.model_copy(update={"class_": c}), config, classes) for c in each]
-    original = _original(served, wanted)
     tasks = [replace(task, toward=wanted.toward, original=original) for task in tasks]
     check_size(tasks, served.pixels, max_work)
-    return wanted, tasks
+    return tasks
 
 
 def _problems(wanted: Generate, config: Config) -> list[Problem]:
@@ -195,16 +210,15 @@ def _problems(wanted: Generate, config: Config) -> list[Problem]:
     return problems
 
 
-def _original(served: Served, wanted: Generate) -> Any:
-    """Return what the images start from, or None. Raises UserError for an unusable file."""
-    if wanted.image is None:
-        return None
+def original_of(checkpoint: Checkpoint, wanted: Generate) -> Original:
+    """Decode what the images start from. Raises UserError for an unusable file."""
     from ddpm_core.registry.uploads import read_upload
 
+    assert wanted.image is not None
     strength = wanted.strength
     if strength is None:
         strength = STRENGTH if wanted.mask is None else 1.0
-    return read_upload(served.checkpoint, wanted.image, wanted.mask, strength)
+    return read_upload(checkpoint, wanted.image, wanted.mask, strength)
 
 
 async def openapi(request: Request) -> Response:

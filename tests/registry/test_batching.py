@@ -14,7 +14,7 @@ import torch
 from support.models import write_checkpoint
 
 from ddpm_core.registry.drawing import DrawingQueue, Full, Job
-from ddpm_core.registry.generate import tasks_of
+from ddpm_core.registry.generate import tasks_of, wanted_of
 from ddpm_core.registry.serving import Served, Shot, shots_of
 from ddpm_core.sampling.noise import BatchNoise, Origin
 
@@ -52,7 +52,8 @@ def served(folder: Path) -> Iterator[Paused]:
 
 
 def shots(served: Served, **row: Any) -> list[Shot]:
-    return shots_of(tasks_of(served, 10**9, {"format": "array", **row})[1])
+    wanted = wanted_of(served.checkpoint.params, {"format": "array", **row})
+    return shots_of(tasks_of(served, wanted, None, 10**9))
 
 
 def begin(served: Paused, queue: DrawingQueue, *rows: dict[str, Any]) -> list[Job]:
