@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from ddpm_core import rng
 from ddpm_core.checkpoint import TrainingData
 from ddpm_core.config import Diffusion, Sample
 from ddpm_core.data.captions import encode
-from ddpm_core.diffusion.editing import Original, edit
+from ddpm_core.diffusion.editing import Noise, Original, edit
 from ddpm_core.diffusion.moments import Moments
 from ddpm_core.diffusion.predictions import make_prediction
 from ddpm_core.diffusion.process import make_schedule
@@ -26,6 +27,9 @@ from ddpm_core.rng import Purpose
 from ddpm_core.runtime.device import autocast, choose_precision
 from ddpm_core.sampling.images import Pixels, to_pixels
 from ddpm_core.sampling.plan import must_suit
+
+# Called with the timestep of an evaluation, the noisy images and the estimate of x0.
+Seen = Callable[[int, Tensor, Tensor], None]
 
 
 class ImageSampler:
@@ -89,43 +93,69 @@ class ImageSampler:
         """
         index = torch.as_tensor(list(indices), dtype=torch.int64, device=self._device)
 
-        def draw(rows: Tensor) -> Tensor:
-            return self._draw(index[rows], original and original.take(rows), on_step)
+        condition = self.conditions(indices)
+
+        def part(rows: Tensor) -> Tensor:
+            noise = partial(self.noise, index[rows])
+            own = None if condition is None else condition[rows]
+            return self.draw(noise, own, original and original.take(rows), on_step)
 
         rows = torch.arange(len(index), device=self._device)
-        pixels: Pixels = in_halves(draw, rows).cpu().numpy()
+        pixels: Pixels = in_halves(part, rows).cpu().numpy()
         return pixels
 
-    @torch.inference_mode()
-    def _draw(
-        self, index: Tensor, original: Original | None, on_step: Callable[[int], None] | None
-    ) -> Tensor:
-        """Return the images with the numbers `index` (n,), uint8 (n, H, W, C)."""
-        condition = self._conditions.take(index.cpu())
-        if condition is not None:
-            condition = condition.to(self._device)
+    def noise(self, index: Tensor, step: int, stream: int = 0) -> Tensor:
+        """Return the noise of images `index`, int64 (n,), at a step, (n, C, H, W)."""
         key = rng.key(Purpose.SAMPLE, self._settings.seed)
-        finite = torch.ones(len(index), dtype=torch.bool, device=self._device)
+        return rng.normal(key, index, self._shape, step, stream)
+
+    def conditions(self, indices: Sequence[int]) -> Tensor | None:
+        """Return the conditions of images (see Conditions.take), on the device of the network."""
+        condition = self._conditions.take(torch.as_tensor(list(indices), dtype=torch.int64))
+        return None if condition is None else condition.to(self._device)
+
+    @torch.inference_mode()
+    def draw(
+        self,
+        noise: Noise,
+        condition: Tensor | None,
+        original: Original | None = None,
+        on_step: Callable[[int], None] | None = None,
+        seen: Seen | None = None,
+    ) -> Tensor:
+        """Return images for some noise and conditions, uint8 (n, H, W, C).
+
+        Args:
+            noise: As in `editing.edit`.
+            condition: Class numbers or texts, as in `Conditions.take`.
+            original, on_step: As in `images`.
+            seen: Called at each evaluation of the network; see Seen.
+
+        Raises:
+            UserError: An output of the network is not finite.
+        """
+        count = len(noise(0))
+        finite = torch.ones(count, dtype=torch.bool, device=self._device)
 
         def network(x: Tensor, t: Tensor) -> Tensor:
             output = self._guided(x, t, condition)
             # Checked here because clipping would turn an infinite output into a black or white
             # image. The result stays on the device: reading it at each step would make it wait.
             finite.logical_and_(output.isfinite().flatten(1).all(1))
+            if seen is not None:
+                alpha_bar = self._schedule.alphas_bar[int(t[0])]
+                seen(int(t[0]), x, self._prediction.to_x0(output, x, alpha_bar))
             return output
 
-        def noise(step: int, stream: int = 0) -> Tensor:
-            return rng.normal(key, index, self._shape, step, stream)
-
-        process = (network, self._schedule, self._prediction, self._sampler, noise)
+        settings, prediction = self._sampler, self._prediction
         with autocast(self._precision, self._device):
             if original is None:
-                x0 = sample(*process, on_step)
+                x0 = sample(network, self._schedule, prediction, settings, noise, on_step)
             else:
-                x0 = edit(*process, original, on_step)
+                x0 = edit(network, self._schedule, prediction, settings, noise, original, on_step)
         if bad := int((~finite).sum()):
             raise NotFinite(
-                f"{bad} of {len(index)} images are not finite, drawn with sample.precision "
+                f"{bad} of {count} images are not finite, drawn with sample.precision "
                 f"{self._precision} and sample.guidance {self._settings.guidance:g}. Every output "
                 "of the network must be finite. Use sample.precision fp32 and guidance 1; if the "
                 "images are still not finite, use another checkpoint."
