@@ -16,7 +16,7 @@ import typer
 from ddpm_core import __version__
 from ddpm_core.cli import command
 from ddpm_core.cli.command import ParamsOption, SetOption, WorkspaceOption, load
-from ddpm_core.cli.drawing import destroy, sample
+from ddpm_core.cli.drawing import destroy, draw, sample
 from ddpm_core.cli.start import check_data, init, params
 from ddpm_core.console import guard
 from ddpm_core.errors import UserError, require
@@ -257,6 +257,9 @@ def report(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = Non
     workspace = Workspace.open(config.workspace)
     render_report(workspace)
     typer.echo(workspace.shown(REPORT))
+
+
+verb(draw)
 
 
 verb(destroy)

@@ -11,7 +11,7 @@ import typer
 
 from ddpm_core.cli.command import ParamsOption, SetOption, WorkspaceOption, load
 from ddpm_core.errors import Problem, UserError, got
-from ddpm_core.storage.workspace import Workspace
+from ddpm_core.storage.workspace import REPORT, Workspace
 
 ImageOption = Annotated[
     Path | None, typer.Option("--from", help="Start from this image, and write to --output.")
@@ -54,7 +54,7 @@ def sample(
 ) -> None:
     """Draw images from the chosen checkpoints.
 
-    With --from, the newest of them starts from an image, beside the samples that are scored.
+    With --from, the best of them starts from an image, beside the samples that are scored.
     """
     config = load(p, w, s, trained=True)
     edit = {"strength": strength, "mask": mask, "passes": passes, "count": count, "output": output}
@@ -106,3 +106,36 @@ def destroy(
     from ddpm_core.sampling.animations import destroy_prepared
 
     typer.echo(destroy_prepared(config, Workspace.open(config.workspace), images, output))
+
+
+def draw(
+    kind: Annotated[
+        str | None,
+        typer.Argument(help="denoising, guidance, interpolation, destruction. Default: all."),
+    ] = None,
+    p: ParamsOption = None,
+    w: WorkspaceOption = None,
+    s: SetOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file of one KIND: .gif or .png.")
+    ] = None,
+) -> None:
+    """Draw pictures of what a network does.
+
+    They show how noise becomes images, classes or prompts under growing guidance, the way between
+    two images, and how images become noise. Without KIND, they become part of the report.
+    """
+    config = load(p, w, s, trained=True)
+    workspace = Workspace.open(config.workspace)
+    from ddpm_core.sampling.pictures import draw_for_report, draw_picture
+
+    if kind is not None:
+        typer.echo(draw_picture(config, workspace, kind, output))
+        return
+    if output is not None:
+        raise UserError("--output: requires KIND. Without KIND, pictures go into the report.")
+    from ddpm_core.evaluation.report import render_report
+
+    typer.echo(draw_for_report(config, workspace))
+    render_report(workspace)
+    typer.echo(workspace.shown(REPORT))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +33,12 @@ from ddpm_core.diffusion.samplers import (
 # completely is the one that `sample` draws.
 SAMPLER, KNOWN, RETURN = 0, 1, 2
 STREAMS = 3
-Noise = Callable[[int, int], Tensor]
+
+
+class Noise(Protocol):
+    """The noise of update i, 1..steps, for one of STREAMS uses, (B, C, H, W); 0 is the start."""
+
+    def __call__(self, step: int, stream: int = 0, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +92,7 @@ def edit(
 
     Args:
         network: As in `samplers.sample`, and so are `prediction` and `on_step`.
-        noise: noise(i, stream) is the noise of update i for one of STREAMS uses. noise(0, 0) is the
-            start. Row b must depend on image b alone if results are not to depend on the batch.
+        noise: Row b must depend on image b alone if results are not to depend on the batch.
 
     Raises:
         ValueError: A setting is invalid or does not fit the process.

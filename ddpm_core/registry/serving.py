@@ -41,7 +41,8 @@ class Shot:
         if task.toward is None:
             return Origin(task.settings.seed, task.numbers[self.position])
         share = self.position / max(1, len(task.numbers) - 1)
-        return Origin(task.settings.seed, task.numbers[0], task.toward, share)
+        first = task.numbers[0]
+        return Origin(task.settings.seed, first, (task.toward, first), share)
 
 
 def shots_of(tasks: Sequence[Task]) -> list[Shot]:
@@ -97,7 +98,7 @@ class Served:
     def draw(self, shots: Sequence[Shot], on_step: OnStep | None = None) -> list[dict[str, Any]]:
         """Draw images with the same recipe (see `Task`) in one batch; return them like `images`.
 
-        `on_step` is as in `ImageSampler.draw`.
+        `on_step` is as in `ImageSampler.batch`.
         """
         sampler = ImageSampler(
             self._model,
@@ -108,7 +109,7 @@ class Served:
             guide=self._guide,
         )
         condition = self._conditions(shots)
-        drawn = sampler.draw([s.origin for s in shots], condition, _original(shots), on_step)
+        drawn = sampler.batch([s.origin for s in shots], condition, _original(shots), on_step)
         return [
             _described(shot, _encode(pixels, shot.task.format), label)
             for shot, pixels, label in zip(shots, drawn, self._labels(condition), strict=False)
@@ -148,12 +149,12 @@ def _original(shots: Sequence[Shot]) -> Original | None:
 def _described(shot: Shot, image: Any, label: str | None) -> dict[str, Any]:
     """Return an encoded image with what draws it again."""
     settings, origin = shot.task.settings, shot.origin
-    between = {"toward": origin.toward, "share": origin.share}
+    toward = origin.toward and {"toward": origin.toward[0], "share": origin.share}
     return {
         "image": image,
         "number": origin.number,
         "seed": origin.seed,
-        **(between if origin.toward is not None else {}),
+        **(toward or {}),
         "class": label,
         "sampler": settings.sampler,
         "steps": settings.steps,

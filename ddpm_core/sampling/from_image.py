@@ -59,7 +59,7 @@ class Edit:
 
 
 def draw_from_image(config: Config, workspace: Workspace, wanted: Edit, output: Path) -> str:
-    """Draw images with the newest checkpoint that is chosen, and return a message for the user.
+    """Draw images with the best checkpoint that is chosen, and return a message for the user.
 
     The folder `output` gets 000000.png and so on, the given image and a grid of all. Image i has
     the noise and the condition of sample i.
@@ -68,7 +68,7 @@ def draw_from_image(config: Config, workspace: Workspace, wanted: Edit, output: 
         UserError: A file is no image, `output` is not new or empty, or the checkpoint is missing or
             cannot draw with the settings.
     """
-    checkpoint = plan.look_at_chosen(config, workspace, warn)[-1]
+    checkpoint = plan.look_at_one(config, workspace, warn)
     rule = square_rule(checkpoint)
     image, mask = read_original(wanted.image, wanted.mask, rule)
     warn_truncated(config.sample.prompts or ())

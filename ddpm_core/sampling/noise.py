@@ -17,46 +17,47 @@ from ddpm_core.rng import Key, Purpose
 class Origin:
     """Where the noise of an image comes from: a seed and a number.
 
-    With a second seed `toward`, the noise is the given share of the way from one to the other.
+    With `toward`, another seed and number, it is a share of the way to the noise of that.
     """
 
     seed: int
     number: int
-    toward: int | None = None
+    toward: tuple[int, int] | None = None
     share: float = 0.0  # 0..1
 
 
 class BatchNoise:
-    """Draws the noise of images; row i depends on the origin of image i alone."""
+    """The noise of images (n, *shape); row i depends on the origin of image i alone."""
 
-    def __init__(self, origins: Sequence[Origin], device: torch.device) -> None:
-        self._index = torch.tensor([one.number for one in origins], device=device)
-        self._from = _key([one.seed for one in origins], device)
-        self._toward: Key | None = None
-        if any(one.toward is not None for one in origins):
-            ends = [one.seed if one.toward is None else one.toward for one in origins]
-            self._toward = _key(ends, device)
+    def __init__(
+        self, origins: Sequence[Origin], shape: Sequence[int], device: torch.device
+    ) -> None:
+        self._shape, self._device = shape, device
+        self._start = self._address([(one.seed, one.number) for one in origins])
+        self._end: tuple[Key, Tensor] | None = None
+        if any(one.toward for one in origins):
+            self._end = self._address([one.toward or (one.seed, one.number) for one in origins])
             shares = torch.tensor([one.share for one in origins], device=device)
-            self._angle = shares.mul_(math.pi / 2)
+            self._angle = (shares * (math.pi / 2)).view(-1, *[1] * len(shape))
 
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def draw(self, shape: Sequence[int], step: int, stream: int = 0) -> Tensor:
+    def __call__(self, step: int, stream: int = 0, /) -> Tensor:
         """Return standard normal numbers (n, *shape); `step` and `stream` are those of `rng.bits`.
 
-        Between two seeds they are cos(a) n + sin(a) n', with the noise n and n' of the seeds and
+        Between two origins they are cos(a) n + sin(a) n', with the noise n and n' of both and
         a = share pi / 2: standard normal for every share, and exactly n at 0.
         """
-        noise = rng.normal(self._from, self._index, shape, step, stream)
-        if self._toward is None:
+        key, index = self._start
+        noise = rng.normal(key, index, self._shape, step, stream)
+        if self._end is None:
             return noise
-        end = rng.normal(self._toward, self._index, shape, step, stream)
-        angle = self._angle.view(-1, *[1] * len(shape))
-        return angle.cos() * noise + angle.sin() * end
+        key, index = self._end
+        end = rng.normal(key, index, self._shape, step, stream)
+        return self._angle.cos() * noise + self._angle.sin() * end
 
-
-def _key(seeds: Sequence[int], device: torch.device) -> Key:
-    if len(set(seeds)) == 1:
-        return rng.key(Purpose.SAMPLE, seeds[0])
-    return rng.keys(Purpose.SAMPLE, seeds, device)
+    def _address(self, places: Sequence[tuple[int, int]]) -> tuple[Key, Tensor]:
+        """Return the keys and the indices of seeds and numbers."""
+        seeds = [seed for seed, _ in places]
+        index = torch.tensor([number for _, number in places], device=self._device)
+        if len(set(seeds)) == 1:
+            return rng.key(Purpose.SAMPLE, seeds[0]), index
+        return rng.keys(Purpose.SAMPLE, seeds, self._device), index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from ddpm_core import rng
 from ddpm_core.checkpoint import TrainingData
 from ddpm_core.config import Diffusion, Sample
 from ddpm_core.data.captions import encode
-from ddpm_core.diffusion.editing import Original, edit
+from ddpm_core.diffusion.editing import Noise, Original, edit
 from ddpm_core.diffusion.moments import Moments
 from ddpm_core.diffusion.predictions import make_prediction
 from ddpm_core.diffusion.process import make_schedule
@@ -30,11 +30,14 @@ from ddpm_core.sampling.images import Pixels, to_pixels
 from ddpm_core.sampling.noise import BatchNoise, Origin
 from ddpm_core.sampling.plan import must_suit
 
+# Called with the timestep of an evaluation, the noisy images and the estimate of x0.
+Seen = Callable[[int, Tensor, Tensor], None]
+
 
 class OnStep(Protocol):
-    """A callback after each step; see `ImageSampler.draw`."""
+    """A callback after each step of a batch; see `ImageSampler.batch`."""
 
-    def __call__(self, step: int, rows: Tensor, preview: Callable[[], Pixels]) -> None: ...
+    def __call__(self, step: int, rows: Tensor, preview: Callable[[], Pixels], /) -> None: ...
 
 
 class ImageSampler:
@@ -90,11 +93,11 @@ class ImageSampler:
         Image i starts from row i of `original`, if that is given. Raises UserError if an output of
         the network is not finite.
         """
-        origins = [Origin(self._settings.seed, index) for index in indices]
-        condition = self._conditions.take(torch.tensor(list(indices)))
-        return self.draw(origins, condition, original)
+        numbers = list(indices)  # raises MemoryError at once if there are far too many
+        origins = [Origin(self._settings.seed, number) for number in numbers]
+        return self.batch(origins, self.conditions(numbers), original)
 
-    def draw(
+    def batch(
         self,
         origins: Sequence[Origin],
         condition: Tensor | None,
@@ -105,7 +108,7 @@ class ImageSampler:
 
         Args:
             origins: Where the noise of each image comes from.
-            condition: The condition of each image, as `Conditions.take` returns it.
+            condition: The condition of each image, as in `Conditions.take`.
             original: As in `images`.
             on_step: Called as on_step(i, rows, preview) after step i; on a CPU once for each half
                 of the batch. `preview()` returns the images `rows` as the network predicts them at
@@ -115,59 +118,85 @@ class ImageSampler:
             UserError: An output of the network is not finite.
         """
 
-        def draw(rows: Tensor) -> Tensor:
-            noise = BatchNoise([origins[row] for row in rows.tolist()], self._device)
-            given = None if condition is None else condition[rows.cpu()].to(self._device)
+        def part(rows: Tensor) -> Tensor:
+            noise = BatchNoise([origins[row] for row in rows.tolist()], self._shape, self._device)
+            own = None if condition is None else condition[rows.cpu()].to(self._device)
             start = original and original.take(rows)
-            return self._draw(noise, given, start, on_step and partial(on_step, rows=rows))
+            if on_step is None:
+                return self.draw(noise, own, start)
+            estimate: Tensor
+
+            def see(t: int, x: Tensor, x0: Tensor) -> None:
+                nonlocal estimate
+                estimate = x0
+
+            def report(step: int) -> None:
+                on_step(step, rows, lambda: to_pixels(estimate).cpu().numpy())
+
+            return self.draw(noise, own, start, report, see)
 
         rows = torch.arange(len(origins), device=self._device)
-        pixels: Pixels = in_halves(draw, rows).cpu().numpy()
+        pixels: Pixels = in_halves(part, rows).cpu().numpy()
         return pixels
 
+    def noise(self, indices: Sequence[int]) -> BatchNoise:
+        """Return the noise of images."""
+        origins = [Origin(self._settings.seed, index) for index in indices]
+        return BatchNoise(origins, self._shape, self._device)
+
+    def conditions(self, indices: Sequence[int]) -> Tensor | None:
+        """Return the conditions of images (see Conditions.take), on the device of the network."""
+        condition = self._conditions.take(torch.as_tensor(list(indices), dtype=torch.int64))
+        return None if condition is None else condition.to(self._device)
+
     @torch.inference_mode()
-    def _draw(
+    def draw(
         self,
-        noise: BatchNoise,
+        noise: Noise,
         condition: Tensor | None,
-        original: Original | None,
-        on_step: Callable[..., None] | None,
+        original: Original | None = None,
+        on_step: Callable[[int], None] | None = None,
+        seen: Seen | None = None,
     ) -> Tensor:
-        """Return the images of a batch or of half of it, uint8 (n, H, W, C)."""
-        finite = torch.ones(len(noise), dtype=torch.bool, device=self._device)
-        last: tuple[Tensor, Tensor, Tensor]  # the input, timestep and output of the network
+        """Return images for some noise and conditions, uint8 (n, H, W, C).
+
+        Args:
+            noise: As in `editing.edit`.
+            condition: Class numbers or texts, as in `Conditions.take`.
+            original: As in `images`.
+            on_step: Called as on_step(i) after step i.
+            seen: Called at each evaluation of the network; see Seen.
+
+        Raises:
+            UserError: An output of the network is not finite.
+        """
+        count = len(noise(0))
+        finite = torch.ones(count, dtype=torch.bool, device=self._device)
 
         def network(x: Tensor, t: Tensor) -> Tensor:
-            nonlocal last
             output = self._guided(x, t, condition)
             # Checked here because clipping would turn an infinite output into a black or white
             # image. The result stays on the device: reading it at each step would make it wait.
             finite.logical_and_(output.isfinite().flatten(1).all(1))
-            last = x, t, output
+            if seen is not None:
+                alpha_bar = self._schedule.alphas_bar[int(t[0])]
+                seen(int(t[0]), x, self._prediction.to_x0(output, x, alpha_bar))
             return output
 
-        def report(step: int) -> None:
-            if on_step is not None:
-                on_step(step, preview=lambda: self._predicted(*last))
-
-        draw = partial(noise.draw, self._shape)
-        process = (network, self._schedule, self._prediction, self._sampler, draw)
+        settings, prediction = self._sampler, self._prediction
         with autocast(self._precision, self._device):
-            x0 = edit(*process, original, report) if original else sample(*process, report)
+            if original is None:
+                x0 = sample(network, self._schedule, prediction, settings, noise, on_step)
+            else:
+                x0 = edit(network, self._schedule, prediction, settings, noise, original, on_step)
         if bad := int((~finite).sum()):
             raise NotFinite(
-                f"{bad} of {len(noise)} images are not finite, drawn with sample.precision "
+                f"{bad} of {count} images are not finite, drawn with sample.precision "
                 f"{self._precision} and sample.guidance {self._settings.guidance:g}. Every output "
                 "of the network must be finite. Use sample.precision fp32 and guidance 1; if the "
                 "images are still not finite, use another checkpoint."
             )
         return to_pixels(x0)
-
-    def _predicted(self, x: Tensor, t: Tensor, output: Tensor) -> Pixels:
-        """Return the clean images that an output of the network predicts, uint8 (n, H, W, C)."""
-        x0 = self._prediction.to_x0(output, x, self._schedule.alphas_bar[int(t[0])])
-        pixels: Pixels = to_pixels(x0).cpu().numpy()
-        return pixels
 
     def _guided(self, x: Tensor, t: Tensor, condition: Tensor | None) -> Tensor:
         """Return the network's output; with guidance g, u + g (c - u), (B, C, H, W).

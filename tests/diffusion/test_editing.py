@@ -24,7 +24,7 @@ SCHEDULE = make_schedule("cosine", 60)
 
 def noise_of(numbers: list[int]) -> Noise:
     index = torch.tensor(numbers)
-    return lambda step, stream: rng.normal(KEY, index, SHAPE[1:], step, stream).double()
+    return lambda step, stream=0: rng.normal(KEY, index, SHAPE[1:], step, stream).double()
 
 
 NOISE = noise_of([0, 1, 2, 3, 4])
@@ -106,7 +106,7 @@ def test_an_image_does_not_depend_on_its_batch(sampler: str) -> None:
 def test_every_draw_of_noise_is_different() -> None:
     drawn = []
 
-    def noise(step: int, stream: int) -> Tensor:
+    def noise(step: int, stream: int = 0) -> Tensor:
         drawn.append((step, stream))
         return NOISE(step, stream)
 
@@ -188,7 +188,7 @@ def test_passes_bring_the_conditional_distribution(sampler: str) -> None:
             schedule,
             X0Prediction(),
             SamplerSettings(sampler, 20, clip=False),
-            lambda step, stream: rng.normal(KEY, index, (1, 2, 1), step, stream).double(),
+            lambda step, stream=0: rng.normal(KEY, index, (1, 2, 1), step, stream).double(),
             Original(images, 1.0, mask, passes),
         )
         return found[:, 0, 0, 0]

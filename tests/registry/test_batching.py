@@ -148,20 +148,20 @@ def test_noise_between_two_seeds_begins_and_ends_at_them() -> None:
     shape, numbers = (1, 8, 8), range(3)
 
     def noise(share: float, seed: int = 1) -> torch.Tensor:
-        origins = [Origin(seed, number, 2, share) for number in numbers]
-        return BatchNoise(origins, CPU).draw(shape, 0)
+        origins = [Origin(seed, number, (2, number), share) for number in numbers]
+        return BatchNoise(origins, shape, CPU)(0)
 
     def of(seed: int) -> torch.Tensor:
-        return BatchNoise([Origin(seed, number) for number in numbers], CPU).draw(shape, 0)
+        return BatchNoise([Origin(seed, number) for number in numbers], shape, CPU)(0)
 
     assert torch.equal(noise(0.0), of(1))
     assert torch.allclose(noise(1.0), of(2), atol=1e-6)
-    many = BatchNoise([Origin(1, n, 2, 0.5) for n in range(400)], CPU).draw(shape, 0)
+    many = BatchNoise([Origin(1, n, (2, n), 0.5) for n in range(400)], shape, CPU)(0)
     assert float(many.std()) == pytest.approx(1.0, abs=0.02)
 
 
 def test_each_image_of_a_batch_has_its_own_seed() -> None:
-    origins = [Origin(5, 3), Origin(7, 3), Origin(2**63 - 1, 4, 5, 0.25)]
-    together = BatchNoise(origins, CPU).draw((2, 5), 6, 1)
+    origins = [Origin(5, 3), Origin(7, 3), Origin(2**63 - 1, 4, (5, 4), 0.25)]
+    together = BatchNoise(origins, (2, 5), CPU)(6, 1)
     for row, origin in enumerate(origins):
-        assert torch.equal(together[row], BatchNoise([origin], CPU).draw((2, 5), 6, 1)[0])
+        assert torch.equal(together[row], BatchNoise([origin], (2, 5), CPU)(6, 1)[0])

@@ -160,11 +160,13 @@ def test_safetensors_of_a_version_keep_its_guide(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("conditioning", ["none", "class", "text"])
+@pytest.mark.parametrize("conditioning", ["none", "class", "text", "tokens"])
 def test_onnx_computes_the_same_for_every_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conditioning: str
 ) -> None:
-    trained = Trained(tmp_path, conditioning)
+    tokens = conditioning == "tokens"
+    conditioning = "text" if tokens else conditioning
+    trained = Trained(tmp_path, conditioning, cross_attention=tokens)
     trained.export(tmp_path / "out", "onnx")
     network = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
     for batch in (1, 2, 5):
