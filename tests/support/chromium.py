@@ -28,7 +28,7 @@ class Browser:
 
     def __init__(self, address: str) -> None:
         self._socket = websocket.create_connection(address, timeout=60, suppress_origin=True)
-        self._count = 0
+        self._count, self._phone = 0, False
         self.errors: list[str] = []
         for domain in ("Page", "Runtime", "Log", "DOM"):
             self.send(f"{domain}.enable")
@@ -55,7 +55,7 @@ class Browser:
 
     def resize(self, width: int, height: int) -> None:
         """Set the size of the page; below 500 pixels it is a phone."""
-        phone = width < 500
+        phone = self._phone = width < 500
         self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=phone,
@@ -112,8 +112,14 @@ class Browser:
         )
 
     def drag(self, selector: str, length: float) -> None:
-        """Draw a line of so many pixels to both sides of the center of an element."""
+        """Draw a line of so many pixels to both sides of the center; on a phone with a finger."""
         x, y = self.center(selector)
+        if self._phone:
+            for kind, to in (("touchStart", -length), ("touchMove", 0), ("touchMove", length)):
+                points = [{"x": x + to, "y": y}]
+                self.send("Input.dispatchTouchEvent", type=kind, touchPoints=points)
+            self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+            return
         at = [("mousePressed", x - length), ("mouseMoved", x), ("mouseMoved", x + length)]
         for kind, place in [*at, ("mouseReleased", x + length)]:
             self.send(
