@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 
 from PIL import Image
 
-from ddpm_core.errors import Corrupt, UserError, require
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation import verdict
 from ddpm_core.evaluation.chart import chart
 from ddpm_core.evaluation.curves import curves, loss_curves
+from ddpm_core.evaluation.pages import environment
 from ddpm_core.scores import SPACES, AnyRow, Results, Row, best, is_scored, ranked, read_results
 from ddpm_core.storage.workspace import PICTURES, REPORT, RESULTS, Workspace, picture_name
 from ddpm_core.text import shown, throughout
@@ -131,21 +131,6 @@ def render(results: Results, images: Images) -> str:
     # Mask secrets and escape control characters in every text before it reaches the template.
     results = Results.model_validate(throughout(shown, results.plain()))
     return str(environment().get_template("report.html.j2").render(_page(results, images)))
-
-
-@functools.cache  # it keeps compiled templates
-def environment(*folders: Path) -> Any:
-    """Return a Jinja environment with the templates of this folder, and of `folders`."""
-    jinja2 = require("jinja2", "eval")
-    found = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([*folders, Path(__file__).parent]),
-        autoescape=lambda name: name != "report.css",
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    found.filters |= {"number": verdict.number, "percent": verdict.percent}
-    return found
 
 
 def _page(results: Results, images: Images) -> dict[str, Any]:

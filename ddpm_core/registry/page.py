@@ -16,6 +16,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from starlette.routing import Route
 
 from ddpm_core.config.identity import flat
+from ddpm_core.evaluation.pages import environment
 from ddpm_core.registry.current import CurrentChampion, Loaded
 from ddpm_core.registry.request import MAX_IMAGES
 from ddpm_core.runtime.http import PAGE_HEADERS
@@ -89,7 +90,4 @@ def _form(loaded: Loaded) -> dict[str, Any]:
 
 
 def _rendered(name: str, variables: dict[str, Any]) -> str:
-    # Imported here because it imports PyTorch, which takes seconds.
-    from ddpm_core.evaluation.report import environment
-
     return str(environment(_FOLDER).get_template(name).render(variables))

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation.report import environment
+from ddpm_core.evaluation.pages import environment
 from ddpm_core.runtime.http import (
     PAGE_HEADERS,
     SingleLength,
