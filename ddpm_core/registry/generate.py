@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ddpm_core.config import Config
 from ddpm_core.console import warn
@@ -149,21 +150,33 @@ def stream(request: Request, served: Served, tasks: list[Task], version: str) ->
     job.response.add_done_callback(lambda _: listener(None))
 
     async def lines() -> AsyncIterator[str]:
+        deadline = loop.time() + limits.seconds
+        yield _line({"version": version, "count": len(job.shots)})
         try:
-            async with asyncio.timeout(limits.seconds):
-                yield _line({"version": version, "count": len(job.shots)})
-                while (event := await events.get()) is not None:
-                    yield _line(event)
+            while event := await asyncio.wait_for(events.get(), deadline - loop.time()):
+                yield _line(event)
             job.response.result()
         except TimeoutError:
             yield _line({"error": too_late(limits)})
         except Exception as error:  # a UserError too: the request was valid
             warn(f"serve: drawing failed: {reason(error)}")
             yield _line({"error": FAILED})
-        finally:  # also when the client leaves
-            request.app.state.queue.abandon(job)
 
-    return StreamingResponse(lines(), media_type=LINES, headers={"Cache-Control": "no-store"})
+    return _Lines(lines(), lambda: request.app.state.queue.abandon(job))
+
+
+class _Lines(StreamingResponse):
+    """Lines of JSON. `finish` is called at the end, also when the client leaves before."""
+
+    def __init__(self, lines: AsyncIterator[str], finish: Callable[[], None]) -> None:
+        super().__init__(lines, media_type=LINES, headers={"Cache-Control": "no-store"})
+        self._finish = finish
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._finish()
 
 
 def _line(event: Event) -> str:

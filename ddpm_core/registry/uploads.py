@@ -16,6 +16,7 @@ from ddpm_core.sampling.from_image import read_original, square_rule
 from ddpm_core.sampling.images import to_model
 
 MAX_PIXELS = 2**22  # of an image before it is scaled
+MAX_SCANS = 50  # of a progressive JPEG; each takes the time of a whole image, and few bytes
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP")  # MPO: the JPEG files of some phones
 
 
@@ -58,5 +59,7 @@ def _problem(content: bytes) -> str:
             kind, (width, height) = stored_kind(content)
     except Exception:  # decoders raise exceptions of many kinds for damaged files
         return expected
-    fits = kind.split()[0] in FORMATS and width * height <= MAX_PIXELS
+    # Within the pixels of a JPEG, a byte FF is never followed by DA.
+    scans = content.count(b"\xff\xda") if kind.startswith(("JPEG", "MPO")) else 0
+    fits = kind.split()[0] in FORMATS and width * height <= MAX_PIXELS and scans <= MAX_SCANS
     return "" if fits else expected

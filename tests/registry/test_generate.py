@@ -104,6 +104,7 @@ def test_images_go_from_one_seed_to_another(client: TestClient, checkpoint: Chec
 
 
 def test_an_image_without_noise_comes_back(client: TestClient) -> None:
+    generate(client, image=encoded(GRAY, "JPEG"), strength=0)
     for given in (encoded(GRAY), f"data:image/png;base64,{encoded(GRAY)}"):
         [image] = generate(client, image=given, strength=0)
         assert np.array_equal(pixels(image), GRAY)
@@ -168,6 +169,15 @@ def bomb() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
+def many_scans() -> bytes:
+    """Return a progressive JPEG whose last scan comes a hundred times."""
+    stream = io.BytesIO()
+    Image.fromarray(GRAY).save(stream, "JPEG", progressive=True)
+    data = stream.getvalue()
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * 100 + data[-2:]
+
+
 WRONG = f"must be a PNG, JPEG or WebP of at most {MAX_PIXELS:,} pixels in base64"
 
 
@@ -180,6 +190,7 @@ WRONG = f"must be a PNG, JPEG or WebP of at most {MAX_PIXELS:,} pixels in base64
         ({"image": encoded(GRAY, "GIF")}, WRONG),
         ({"image": encoded(GRAY, "TIFF")}, WRONG),
         ({"image": base64.b64encode(bomb()).decode()}, WRONG),
+        ({"image": base64.b64encode(many_scans()).decode()}, WRONG),
         ({"image": base64.b64encode(b"<svg onload='alert(1)'/>").decode()}, WRONG),
         ({"image": "data:text/html," + "x" * 1000}, WRONG),
         ({"image": encoded(GRAY)[:-40] + "AAAA"}, "image: "),

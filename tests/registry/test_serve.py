@@ -8,6 +8,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -209,6 +210,18 @@ def test_the_next_champion_takes_over_without_a_lost_request(serving: Serving) -
     assert_same_images(answers[-1][1], drawn(serving.checkpoints[1], 2))
     kinds = [images[0]["image"] for _, images in answers]
     assert len([1 for before, after in pairwise(kinds) if before != after]) == 1
+
+
+def test_many_clients_at_once_get_their_own_images(serving: Serving) -> None:
+    serving.takes(1)
+    with ThreadPoolExecutor(64) as clients:
+        answers = list(
+            clients.map(lambda seed: serving.ask({"inputs": {"n": 1, "seed": seed}}), range(64))
+        )
+    assert {status for status, _ in answers} == {200}
+    for seed in (0, 31, 63):
+        expected = drawn(serving.checkpoints[0], 1, seed=seed)
+        assert_same_images(answers[seed][1], expected)
 
 
 def test_an_outage_or_a_damaged_version_does_not_stop_serving(
