@@ -65,7 +65,7 @@ async function draw(body) {
       body: JSON.stringify(body),
       signal: mine.signal,
     });
-    if (!response.ok) throw new Error((await response.json()).message);
+    if (!response.ok) throw new Error(await refusal(response));
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error);
       if (event.count) {
@@ -78,16 +78,26 @@ async function draw(body) {
       event.images?.forEach((image, i) =>
         finish(tiles[event.at[i]], { ...image, version: answered, source }));
     }
+    if (tiles.some(isUnfinished)) throw new Error("The server stopped before all images were drawn.");
     const seconds = ((performance.now() - started) / 1000).toFixed(1);
     say(`${tiles.length} image${tiles.length === 1 ? "" : "s"} in ${seconds} s. Click one to enlarge it.`);
   } catch (error) {
     if (running !== mine) return; // another request has taken over
     if (error.name === "AbortError") say("Stopped.");
     else say(error instanceof TypeError ? "The connection to the server was lost." : error.message, true);
-    tiles.filter((tile) => tile.classList.contains("unfinished")).forEach((tile) => tile.remove());
+    tiles.filter(isUnfinished).forEach((tile) => tile.remove());
   }
   running = null;
   byId("stop").hidden = true;
+}
+
+async function refusal(response) {
+  const error = await response.json().catch(() => ({})); // a proxy may answer something else
+  return error.message ?? `The server answered with status ${response.status}.`;
+}
+
+function isUnfinished(tile) {
+  return tile.classList.contains("unfinished");
 }
 
 function newTile() {

@@ -256,6 +256,15 @@ def test_names_of_a_model_are_escaped_in_the_page(tmp_path: Path) -> None:
     assert "<script" not in view["fields"]
 
 
+def test_a_text_model_takes_texts(tmp_path: Path) -> None:
+    client = client_of(write_checkpoint(tmp_path / "texts", "text"))
+    fields = client.get("/live").json()["fields"]
+    assert 'name="prompt"' in fields and '<option value="a circle">' in fields
+    assert generate(client, prompt="a circle", steps=1)[0]["class"] is None
+    message = refusal(client, 400, every_class=True)
+    assert "every_class: got true; requires a model with classes" in message
+
+
 def test_the_api_is_documented(client: TestClient) -> None:
     documented = client.get("/openapi.json").json()
     assert documented == json.loads(json.dumps(document()))
