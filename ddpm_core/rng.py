@@ -27,6 +27,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
+Word = int | Tensor
 
 
 class Purpose(StrEnum):
@@ -52,13 +53,15 @@ class Purpose(StrEnum):
 class Key:
     """128 bits that represent a purpose and a seed, as words in [0, 2^32).
 
+    The words are numbers, or int64 tensors (n, 1) with a key for each sample.
+
     Attributes:
         philox: The key of the cipher.
         mask: XORed into the step and the stream of the counter.
     """
 
-    philox: tuple[int, int]
-    mask: tuple[int, int]
+    philox: tuple[Word, Word]
+    mask: tuple[Word, Word]
 
 
 def key(purpose: Purpose, seed: int) -> Key:
@@ -68,7 +71,15 @@ def key(purpose: Purpose, seed: int) -> Key:
     return Key((words[0], words[1]), (words[2], words[3]))
 
 
-def philox(counter: Words, key: tuple[int, int]) -> Words:
+def keys(purpose: Purpose, seeds: Sequence[int], device: torch.device) -> Key:
+    """Return the keys of n samples that have different seeds: row i draws with `seeds[i]`."""
+    single = [key(purpose, seed) for seed in seeds]
+    words = torch.tensor([[*one.philox, *one.mask] for one in single], device=device)
+    k0, k1, m0, m1 = words.T.unsqueeze(-1)
+    return Key((k0, k1), (m0, m1))
+
+
+def philox(counter: Words, key: tuple[Word, Word]) -> Words:
     """Apply Philox4x32-10: four int64 tensors of words in [0, 2^32) to four of random words.
 
     The tensors broadcast together. A signed 64-bit product overflows, but has the same bits as the
@@ -184,7 +195,9 @@ def _words(key: Key, sample: Tensor, blocks: int, step: int | Tensor, stream: in
         steps = step.to(device).view(-1, 1)
     else:
         steps = torch.full((1, 1), step, dtype=torch.int64, device=device)
-    streams = torch.full((1, 1), stream ^ key.mask[1], dtype=torch.int64, device=device)
+    streams = stream ^ key.mask[1]
+    if isinstance(streams, int):
+        streams = torch.full((1, 1), streams, dtype=torch.int64, device=device)
     return philox((block, sample.view(-1, 1), steps ^ key.mask[0], streams), key.philox)
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 from support.images import write_classes
 from support.program import TINY, ddpm, environment, new_run, prepare_run, settings
+from support.results import results, row
 
-# `import torch` fails in such a process, and find_spec finds no torch.
-HIDE = "import sys; sys.modules.update(dict.fromkeys(('torch', 'torchvision', 'torch_fidelity'))); "
+# The light image has none of these. Importing them fails in such a process.
+HIDE = (
+    "import sys; sys.modules.update(dict.fromkeys("
+    "('torch', 'torchvision', 'torch_fidelity', 'matplotlib'))); "
+)
 PROGRAM = HIDE + "from ddpm_core.__main__ import main; main()"
 PARTS = (
     HIDE
@@ -110,3 +115,23 @@ def test_verbs_that_compute_name_the_full_image(sampled: Path) -> None:
     printed = run(sampled, PROGRAM, "sample", *settings("sample.steps=3"), status=1)
     expected = "PyTorch is missing, as in the light image. Use the full image for this."
     assert printed == f"ddpm sample: {expected}\n"
+
+
+def test_the_page_of_a_run_is_served(sampled: Path) -> None:
+    """Also with scores, and the grids of milestones."""
+    folder = new_run(sampled, "page", TINY, "snapshots", "log.jsonl")
+    (folder / "workspace/evaluation").mkdir()
+    scored = results([row(6, 9.0), row(12, 5.0)])
+    (folder / "workspace/evaluation/results.json").write_text(json.dumps(scored.plain()))
+    command = [sys.executable, "-c", PROGRAM, "watch", "--port", "0"]
+    page = subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE)
+    try:
+        assert page.stderr is not None
+        address = page.stderr.readline().decode().split("open ")[1].strip()
+        with urllib.request.urlopen(f"{address}live", timeout=60) as response:
+            found = json.load(response)
+        assert "Finished: 12 steps" in found["head"] and found["grids"] == [6, 12]
+        assert "fd_in_domain_500" in found["head"] + found["curves"]
+    finally:
+        page.terminate()
+        page.wait(30)

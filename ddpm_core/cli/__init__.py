@@ -16,6 +16,7 @@ import typer
 from ddpm_core import __version__
 from ddpm_core.cli import command
 from ddpm_core.cli.command import ParamsOption, SetOption, WorkspaceOption, load
+from ddpm_core.cli.drawing import destroy, draw, sample
 from ddpm_core.cli.start import check_data, init, params
 from ddpm_core.console import guard
 from ddpm_core.errors import UserError, require
@@ -72,29 +73,7 @@ def train(
     launcher.train(config, os.environ, sys.argv[1:], resume == "strict", from_step, dry_run)
 
 
-@verb
-def sample(
-    p: ParamsOption = None,
-    w: WorkspaceOption = None,
-    s: SetOption = None,
-    shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Draw only shard I of N; I counts from 0.")
-    ] = None,
-) -> None:
-    """Draw images from the chosen checkpoints."""
-    config = load(p, w, s, trained=True)
-    from ddpm_core.runtime.distributed import world
-    from ddpm_core.sampling.plan import parse_shard
-    from ddpm_core.sampling.run import sample
-
-    if config.sample.checkpoints == "best" and "DVC_STAGE" in os.environ:
-        raise UserError(
-            "sample.checkpoints: got best; must be all, latest or a list of steps in a DVC "
-            "pipeline, where the stage evaluate depends on sample."
-        )
-    one = parse_shard(shard) if shard else None
-    with world(config.device, os.environ) as here:
-        sample(config, Workspace.open(config.workspace), here, one)
+verb(sample)
 
 
 @verb
@@ -134,7 +113,7 @@ def serve(
     max_work: Annotated[
         int, typer.Option(min=1, help="Size limit of a request, in images x pixels x steps.")
     ] = 40_000_000,
-    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 16,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 64,
     timeout: Annotated[
         float,
         typer.Option(
@@ -143,16 +122,21 @@ def serve(
             help="Time for a client to send the header, and the body.",
         ),
     ] = 10.0,
+    max_seconds: Annotated[
+        float,
+        typer.Option(min=0.1, metavar="SECONDS", help="Time limit of a request, with its wait."),
+    ] = 600.0,
 ) -> None:
-    """Serve the champion over HTTP.
+    """Serve the champion over HTTP: a page to draw images, and an API.
 
     A new champion replaces the old one without losing a request.
     """
     config = load(p, None, s, trained=True)
     require("uvicorn", "tracking")
-    from ddpm_core.registry.server import Limits, serve
+    from ddpm_core.registry.answering import Limits
+    from ddpm_core.registry.server import serve
 
-    serve(config, host, port, every, Limits(max_work, queue, timeout))
+    serve(config, host, port, every, Limits(max_work, queue, timeout, max_seconds))
 
 
 @verb
@@ -275,19 +259,10 @@ def report(p: ParamsOption = None, w: WorkspaceOption = None, s: SetOption = Non
     typer.echo(workspace.shown(REPORT))
 
 
-@verb
-def destroy(
-    p: ParamsOption = None,
-    w: WorkspaceOption = None,
-    s: SetOption = None,
-    images: Annotated[int, typer.Option(min=1, max=16, help="Number of images.")] = 4,
-    output: Annotated[Path, typer.Option("--output", "-o")] = Path("destroy.gif"),
-) -> None:
-    """Animate the forward process, a row per schedule."""
-    config = load(p, w, s, trained=True)
-    from ddpm_core.sampling.animations import destroy_prepared
+verb(draw)
 
-    typer.echo(destroy_prepared(config, Workspace.open(config.workspace), images, output))
+
+verb(destroy)
 
 
 @verb

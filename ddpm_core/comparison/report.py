@@ -29,9 +29,9 @@ from ddpm_core.evaluation.chart import chart
 from ddpm_core.evaluation.curves import Curve, Line
 from ddpm_core.evaluation.features import shuffled
 from ddpm_core.evaluation.grids import SIDE, shrink
+from ddpm_core.evaluation.pages import environment, number
 from ddpm_core.evaluation.plots import DPI, plot, saved
-from ddpm_core.evaluation.report import embedded, environment
-from ddpm_core.evaluation.verdict import number
+from ddpm_core.evaluation.report import embedded
 from ddpm_core.sampling.gather import open_samples
 from ddpm_core.sampling.images import grid, png
 from ddpm_core.scores import count_label

@@ -19,7 +19,7 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
     "model.conditioning": {
         "none": (),
         "class": ("train.label_drop",),
-        "text": ("train.label_drop",),
+        "text": ("train.label_drop", "model.cross_attention"),
     },
     "train.loss.weighting": {
         "uniform": (),

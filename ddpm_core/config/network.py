@@ -53,6 +53,9 @@ class Model(Section):
     conditioning: Literal["none", "class", "text"] = Field(
         "none", description="condition images on a class, a text prompt, or nothing"
     )
+    cross_attention: bool = Field(
+        False, description="attend to each byte of a prompt, not only to their average"
+    )
 
     def network(self, image_size: int, in_channels: int, classes: int) -> UNetConfig:
         """Return the network for images of a size (pixels a side), with 1 or 3 channels.
@@ -75,6 +78,7 @@ class Model(Section):
             dropout=self.dropout,
             conditioning=self.conditioning,
             classes=classes if self.conditioning == "class" else 0,
+            cross_attention=self.cross_attention and self.conditioning == "text",
             norm_num_groups=group_count(math.gcd(self.channels, *widths)),
         )
 

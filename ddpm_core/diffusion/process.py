@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
@@ -53,6 +53,15 @@ class Schedule:
     def timesteps(self) -> int:
         """T, the number of timesteps."""
         return len(self.betas)
+
+    def first(self, timesteps: int) -> Schedule:
+        """Return the process that ends after some timesteps, 1..T."""
+        tables = {
+            field.name: getattr(self, field.name)[:timesteps]
+            for field in fields(self)
+            if field.name != "name"
+        }
+        return replace(self, **tables)
 
 
 def make_schedule(name: str, timesteps: int, zero_terminal_snr: bool = False) -> Schedule:

@@ -118,6 +118,17 @@ def sample(
     Raises:
         ValueError: A setting is invalid or does not fit the process.
     """
+    levels, rule, denoise = prepare(network, schedule, prediction, settings)
+    return run(rule, denoise, noise(0), levels, noise, on_step)
+
+
+def prepare(
+    network: Callable[[Tensor, Tensor], Tensor],
+    schedule: Schedule,
+    prediction: Prediction,
+    settings: SamplerSettings,
+) -> tuple[list[Level], Rule, Denoise]:
+    """Return the levels of a sampler, its rule, and the estimate of x0; see `sample`."""
     _check(settings, schedule)
     levels, rule = lookup(SAMPLERS, settings.sampler, "sampler")(schedule, settings)
 
@@ -127,7 +138,7 @@ def sample(
         x0 = prediction.to_x0(output, x, level.alpha_bar)
         return x0.clamp(-1.0, 1.0) if settings.clip else x0
 
-    return run(rule, denoise, noise(0), levels, noise, on_step)
+    return levels, rule, denoise
 
 
 @torch.no_grad()

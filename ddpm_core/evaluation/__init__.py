@@ -13,7 +13,7 @@ verdict       the numbers in plain words, with caveats
 curves        what the charts show; plots draws them as PNG, chart lays them out as SVG
 tables        results.json, CSV and metrics.json
 grids         image grids of samples and nearest pairs
-report        report.html
+report        report.html; pages has what all pages share
 
 Rows of results.json and their ranking are in ddpm_core.scores.
 """

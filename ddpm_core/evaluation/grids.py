@@ -9,9 +9,8 @@ from ddpm_core.data.dataset import PackedDataset
 from ddpm_core.evaluation.features import shuffled
 from ddpm_core.evaluation.memorisation import Neighbours, closest
 from ddpm_core.sampling.images import Pixels, grid, png, to_pil
-from ddpm_core.storage.workspace import EVALUATION, Workspace
+from ddpm_core.storage.workspace import PICTURES, Workspace
 
-FOLDER = f"{EVALUATION}/pictures"
 SIDE = 6  # images per row and per column
 LARGEST = 96  # pixels per side of an image
 
@@ -24,7 +23,7 @@ def write_samples(workspace: Workspace, step: int, images: Pixels) -> None:
 def read_samples(workspace: Workspace, step: int) -> bytes | None:
     """Return the PNG that `write_samples` wrote for a step, or None."""
     try:
-        return workspace.storage.read(f"{FOLDER}/grid-{step:08d}.png")
+        return workspace.storage.read(f"{PICTURES}/grid-{step:08d}.png")
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -65,4 +64,4 @@ def shrink(images: Pixels) -> Pixels:
 
 
 def _write(workspace: Workspace, name: str, image: Pixels) -> None:
-    workspace.storage.write(f"{FOLDER}/{name}.png", png(image))
+    workspace.storage.write(f"{PICTURES}/{name}.png", png(image))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 from PIL import Image
 
-from ddpm_core.errors import Corrupt, UserError, require
+from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.evaluation import verdict
 from ddpm_core.evaluation.chart import chart
 from ddpm_core.evaluation.curves import curves, loss_curves
-from ddpm_core.evaluation.grids import FOLDER
+from ddpm_core.evaluation.pages import environment
 from ddpm_core.scores import SPACES, AnyRow, Results, Row, best, is_scored, ranked, read_results
-from ddpm_core.storage.workspace import REPORT, RESULTS, Workspace
+from ddpm_core.storage.workspace import PICTURES, REPORT, RESULTS, Workspace, picture_name
 from ddpm_core.text import shown, throughout
 from ddpm_core.tracking.validation import trend
 
@@ -39,6 +38,31 @@ CHECKSUMS = {
     "state.sha256": "SHA-256 that detects changes",
     "state.modified": "last change, nanoseconds since 1970",
     "state.commit": "commit",
+}
+# The pictures of `ddpm draw`: title, text and the end of the name.
+DRAWN = {
+    "denoising": (
+        "From noise to images",
+        "Above: the noisy images. Below: what the network estimates them to become.",
+        ".gif",
+    ),
+    "guidance": (
+        "Conditions and guidance",
+        "A row for each class or prompt, from the same noise. "
+        "Guidance 0 ignores the condition, and 1 is none.",
+        ".png",
+    ),
+    "interpolation": (
+        "Between two samples",
+        "A model that memorizes jumps from one image to "
+        "another on the way; others change smoothly.",
+        ".png",
+    ),
+    "destruction": (
+        "From an image to noise",
+        "What training sees: both schedules, and their signal-to-noise ratio at each step.",
+        ".png",
+    ),
 }
 GRIDS = 24  # checkpoints whose samples are shown
 PHOTO = 200_000  # pixels; larger images are embedded with lossy compression
@@ -70,17 +94,17 @@ class Images:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
 
-    def get(self, name: str) -> dict[str, Any] | None:
-        """Return `uri`, `width` and `height` of NAME.png; None if it is missing or corrupt."""
+    def get(self, name: str, end: str = ".png") -> dict[str, Any] | None:
+        """Return `uri`, `width` and `height` of a file; None if it is missing or corrupt."""
         try:
-            data = self._workspace.storage.read(f"{FOLDER}/{name}.png")
+            data = self._workspace.storage.read(f"{PICTURES}/{name}{end}")
         except (FileNotFoundError, NotADirectoryError, Corrupt):
             return None
         return embedded(data)
 
 
 def embedded(data: bytes) -> dict[str, Any] | None:
-    """Return `uri`, `width` and `height` of a PNG file; None if it is corrupt."""
+    """Return `uri`, `width` and `height` of a PNG or GIF file; None if it is corrupt."""
     try:
         kind, width, height, data = _compress(data)
     except Exception:  # Pillow raises many classes for corrupt images
@@ -90,13 +114,13 @@ def embedded(data: bytes) -> dict[str, Any] | None:
 
 
 def _compress(data: bytes) -> tuple[str, int, int, bytes]:
-    """Return format, width, height and content of a PNG; a large one becomes a WebP."""
-    with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+    """Return format, width, height and content of a PNG or GIF; a large PNG becomes a WebP."""
+    with Image.open(io.BytesIO(data), formats=["PNG", "GIF"]) as image:
         width, height = image.size
-        if width * height > LARGEST:
+        if max(width * height, len(data)) > LARGEST:
             raise ValueError("the image is larger than any that evaluate writes")
-        if width * height <= PHOTO:
-            return "png", width, height, data
+        if image.format == "GIF" or width * height <= PHOTO:
+            return str(image.format).lower(), width, height, data
         stream = io.BytesIO()
         image.save(stream, "WEBP", quality=85)
     return "webp", width, height, stream.getvalue()
@@ -107,21 +131,6 @@ def render(results: Results, images: Images) -> str:
     # Mask secrets and escape control characters in every text before it reaches the template.
     results = Results.model_validate(throughout(shown, results.plain()))
     return str(environment().get_template("report.html.j2").render(_page(results, images)))
-
-
-@functools.cache  # it keeps compiled templates
-def environment(*folders: Path) -> Any:
-    """Return a Jinja environment with the templates of this folder, and of `folders`."""
-    jinja2 = require("jinja2", "eval")
-    found = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([*folders, Path(__file__).parent]),
-        autoescape=lambda name: name != "report.css",
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    found.filters |= {"number": verdict.number, "percent": verdict.percent}
-    return found
 
 
 def _page(results: Results, images: Images) -> dict[str, Any]:
@@ -141,6 +150,7 @@ def _page(results: Results, images: Images) -> dict[str, Any]:
         "learning": _learning(results),
         "grids": _grids(results.rows, scored, row, images),
         "real": images.get("real"),
+        "drawn": _drawn(row, images),
         **_pairs(results, row, images),
         "settings": _flat(results.run),
         "sampler": _flat(row.evidence.sampler) if row else [],
@@ -176,6 +186,17 @@ def _grids(
         for row, image in named
         if image
     ]
+
+
+def _drawn(row: Row | None, images: Images) -> list[dict[str, Any]]:
+    """Return the pictures that `ddpm draw` made of the best checkpoint, with their titles."""
+    if row is None:
+        return []
+    files = [
+        (title, text, images.get(picture_name(kind, row.evidence.weights), end))
+        for kind, (title, text, end) in DRAWN.items()
+    ]
+    return [{"title": title, "text": text, "image": image} for title, text, image in files if image]
 
 
 def _source(facts: dict[str, str]) -> dict[str, list[tuple[str, str]]]:

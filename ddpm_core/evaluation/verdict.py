@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ddpm_core.evaluation.memorisation import expected_below
 from ddpm_core.evaluation.metrics import FEWEST_FOR_IS, SMALL
+from ddpm_core.evaluation.pages import number, percent
 from ddpm_core.scores import (
     MEASURES,
     AnyRow,
@@ -79,19 +80,6 @@ def _split(results: Results) -> tuple[list[Row], list[Row]]:
     """Return the rows in the ranking, and the scored rows that cannot be compared with them."""
     listed = ranked(results.rows, results.sample)
     return listed, [row for row in results.rows if is_scored(row) and row not in listed]
-
-
-def number(value: float) -> str:
-    """Return a number with three or four digits: 0.0123, 4.21, 175.2, 3,120."""
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def percent(share: float) -> str:
-    """Return a share with a non-breaking space: 1.2 %, 37 %."""
-    digits = f"{100 * share:.2g}" if share < 0.1 else f"{100 * share:.0f}"
-    return f"{digits}\N{NO-BREAK SPACE}%"
 
 
 def _quality(row: Row) -> Finding:

@@ -62,6 +62,8 @@ class UNetConfig:
         attention_up: Levels, from 0, with attention on the way up. None: the same as on the way
             down.
         augmentation: Number of parameters of an augmentation that condition the network; 0: none.
+        cross_attention: Whether pixels also attend to the bytes of a text, wherever they attend to
+            each other; requires conditioning "text".
 
     `downsample_padding` to `attention_head_dim` are fields of diffusers' UNet2DModel.
 
@@ -88,6 +90,7 @@ class UNetConfig:
     attention_head_dim: Size | None = None
     attention_up: tuple[Index, ...] | None = None
     augmentation: Index = 0
+    cross_attention: Flag = False
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -119,6 +122,10 @@ class UNetConfig:
         if self.conditioning == "class" and self.classes < 1:
             expected = "must be at least 1 with conditioning class"
             problems.append(Problem("classes", got(self.classes), expected))
+        if self.cross_attention and self.conditioning != "text":
+            expected, involves = "must be false unless conditioning is text", ("conditioning",)
+            problem = Problem("cross_attention", got(True), expected, involves=involves)
+            problems.append(problem)
         if self.freq_shift != 1 and self.freq_shift >= self.channels // 2:
             expected = f"must be 1, or less than half of channels, {self.channels}"
             problems.append(Problem("freq_shift", got(self.freq_shift), expected))

@@ -16,9 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddpm_core.models.conditioning import TextBlock
+from ddpm_core.models.conditioning import TextBlock, Tokens
 from ddpm_core.models.layers import Conv2d, attend, join_heads, split_heads
-from ddpm_core.models.unet import Attention, Dropout, Norm, ResidualBlock, UNet, Upsample
+from ddpm_core.models.unet import (
+    Attention,
+    CrossAttention,
+    Dropout,
+    Norm,
+    ResidualBlock,
+    UNet,
+    Upsample,
+)
 
 EXPLICIT_LENGTH = 1024  # tokens; more would take much memory, length^2 scores for each head
 CACHED = 2**19  # elements, 2 MB in float32; measured with caches of 1 MB a core and 32 MB for all
@@ -52,9 +60,9 @@ def optimize(model: UNet, training: bool = False) -> None:
                     module.pack()
 
 
-def attend_explicitly(qkv: Tensor, heads: int, visible: Tensor | None = None) -> Tensor:
+def attend_explicitly(parts: Sequence[Tensor], heads: int, visible: Tensor | None = None) -> Tensor:
     """Compute `attend` by its formula, which is twice as fast as PyTorch's kernel on CPUs."""
-    query, key, value = split_heads(qkv, heads)
+    query, key, value = (split_heads(part, heads) for part in parts)
     # The scale is applied to the query, which has fewer elements than the scores. The softmax of
     # autocast is float32, so its result is cast back for the second product.
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
@@ -67,7 +75,19 @@ class FastTextBlock(TextBlock):
     """TextBlock with explicit attention: its texts are short."""
 
     def mix(self, x: Tensor, visible: Tensor) -> Tensor:
-        mixed: Tensor = self.out(attend_explicitly(self.qkv(x), self.heads, visible))
+        mixed: Tensor = self.out(attend_explicitly(self.qkv(x).chunk(3, 2), self.heads, visible))
+        return mixed
+
+
+class FastCrossAttention(CrossAttention):
+    """CrossAttention with explicit attention, unless there are many pixels."""
+
+    def mix(self, pixels: Tensor, tokens: Tokens) -> Tensor:
+        """(B, H * W, C) -> (B, H * W, C)."""
+        if pixels.shape[1] > EXPLICIT_LENGTH:
+            return super().mix(pixels, tokens)
+        parts = self.parts(pixels, tokens)
+        mixed: Tensor = self.out(attend_explicitly(parts, self.heads, tokens.visible))
         return mixed
 
 
@@ -185,9 +205,9 @@ class FastAttention(Combined, Attention):
     def mix(self, pixels: Tensor) -> Tensor:
         """(B, N, C) -> (B, N, C)."""
         if pixels.shape[1] > EXPLICIT_LENGTH:
-            mixed: Tensor = self.out(attend(self.qkv(pixels), self.heads))
+            mixed: Tensor = self.out(attend(self.qkv(pixels).chunk(3, 2), self.heads))
         elif self.heads > 1:
-            mixed = self.out(attend_explicitly(self.qkv(pixels), self.heads))
+            mixed = self.out(attend_explicitly(self.qkv(pixels).chunk(3, 2), self.heads))
         else:
             weight, bias = self.combined()
             queries, values = functional.linear(pixels, weight, bias).chunk(2, dim=2)
@@ -319,6 +339,7 @@ class PackedUpsample(FastUpsample):
 
 _FASTER: dict[type[nn.Module], type[nn.Module]] = {
     Attention: FastAttention,
+    CrossAttention: FastCrossAttention,
     Norm: FastNorm,
     TextBlock: FastTextBlock,
     Upsample: FastUpsample,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_core.models.layers import JoinedLinear
-from ddpm_core.models.unet import Attention, ResidualBlock, UNet
+from ddpm_core.models.unet import Attention, CrossAttention, ResidualBlock, UNet
 
 Uniform = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> float32 in [0, 1)
 
@@ -44,7 +44,7 @@ def _last_layers(network: UNet) -> set[nn.Module]:
     for module in network.modules():
         if isinstance(module, ResidualBlock):
             last.add(module.conv2)
-        elif isinstance(module, Attention):
+        elif isinstance(module, Attention | CrossAttention):
             last.add(module.out)
     return last
 

@@ -41,29 +41,27 @@ class JoinedLinear(Linear):
         self.sizes = list(sizes)
 
 
-def attend(qkv: Tensor, heads: int, visible: Tensor | None = None) -> Tensor:
+def attend(parts: Sequence[Tensor], heads: int, visible: Tensor | None = None) -> Tensor:
     """Apply scaled dot-product attention, softmax(Q K^T / sqrt(d)) V (Vaswani et al. 2017, eq. 1).
 
     Args:
-        qkv: (B, N, 3 * C), the queries, keys and values of N tokens side by side.
+        parts: The queries (B, N, C), and the keys and values (B, M, C).
         heads: The number of heads; d = C / heads.
-        visible: bool (B, N), False at padding, which no token attends to. None: all are visible.
+        visible: bool (B, M), False at padding, which no token attends to. None: all are visible.
 
     Returns:
         (B, N, C).
     """
-    query, key, value = split_heads(qkv, heads)
     mask = None if visible is None else visible[:, None, None, :]
+    query, key, value = (split_heads(part, heads) for part in parts)
     mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return join_heads(mixed)
 
 
-def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split (B, N, 3 * C) into query, key and value, (B, heads, N, C / heads) each."""
-    batch, length, width = qkv.shape
-    split = qkv.view(batch, length, 3, heads, width // 3 // heads)
-    query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
-    return query, key, value
+def split_heads(tokens: Tensor, heads: int) -> Tensor:
+    """Return (B, N, C) as (B, heads, N, C / heads)."""
+    batch, length, width = tokens.shape
+    return tokens.view(batch, length, heads, width // heads).transpose(1, 2)
 
 
 def join_heads(mixed: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddpm_core.models.conditioning import TEXT_BYTES, ClassEmbedding, TextEncoder
+from ddpm_core.models.conditioning import TEXT_BYTES, ClassEmbedding, TextEncoder, Tokens
 from ddpm_core.models.config import UNetConfig, group_count
 from ddpm_core.models.layers import Conv2d, JoinedLinear, Linear, attend
 
@@ -94,8 +94,14 @@ class UNet(nn.Module):
     def _stage(self, inputs: int, outputs: int, attends: bool) -> Stage:
         self.time_sizes.append(outputs)
         block = ResidualBlock(inputs, outputs, len(self.time_sizes) - 1, self._norm)
+        if not attends:
+            return Stage(block, None)
         heads = self.config.heads_of(outputs)
-        return Stage(block, Attention(outputs, heads, self._norm) if attends else None)
+        attention = Attention(outputs, heads, self._norm)
+        if not self.config.cross_attention:
+            return Stage(block, attention)
+        width = TextEncoder.width(self.config.channels)
+        return Stage(block, attention, CrossAttention(outputs, width, heads, self._norm))
 
     @property
     def _norm(self) -> MakeNorm:
@@ -128,38 +134,42 @@ class UNet(nn.Module):
             ValueError: The sizes of `x` or the kind of `condition` do not match the network.
         """
         self._check(x, condition)
-        times = self._times(t, condition, drop, augmentation)
+        times, tokens = self._conditions(t, condition, drop, augmentation)
         # Down: keep every output, so that the way up at the same resolution can read it.
         h = self.conv_in(x).contiguous(memory_format=self.memory_format)
         skips = [h]
         for layer in self.down:
-            h = layer(h, times, dropout) if isinstance(layer, Stage) else layer(h)
+            h = layer(h, times, dropout, tokens) if isinstance(layer, Stage) else layer(h)
             skips.append(h)
         for layer in self.middle:
-            h = layer(h, times, dropout)
+            h = layer(h, times, dropout, tokens)
         for layer in self.up:
             if isinstance(layer, Stage):
-                h = layer(torch.cat([h, skips.pop()], dim=1), times, dropout)
+                h = layer(torch.cat([h, skips.pop()], dim=1), times, dropout, tokens)
             else:
                 h = layer(h)
         output: Tensor = self.conv_out(self.norm_out(h))
         return output.to(x.dtype)
 
-    def _times(
+    def _conditions(
         self,
         t: Tensor,
         condition: Tensor | None,
         drop: Tensor | None,
         augmentation: Tensor | None,
-    ) -> Sequence[Tensor]:
-        """Return the time vector of each residual block, (B, time_sizes[number])."""
-        embedding = self.time_embedding(t)
+    ) -> tuple[Sequence[Tensor], Tokens | None]:
+        """Return the time vector of each residual block, (B, time_sizes[number]), and the tokens.
+
+        The vectors also contain the condition and the augmentation.
+        """
+        embedding, tokens = self.time_embedding(t), None
         if self.condition is not None:
-            embedding = embedding + self.condition(condition, drop, t.shape[0])
+            vector, tokens = self.condition(condition, drop, t.shape[0])
+            embedding = embedding + vector
         if self.augmentation is not None and augmentation is not None:
             embedding = embedding + self.augmentation(augmentation)
         projected: Tensor = self.time_projection(functional.silu(embedding))
-        return torch.split(projected, self.time_sizes, dim=1)
+        return torch.split(projected, self.time_sizes, dim=1), tokens
 
     def _check(self, x: Tensor, condition: Tensor | None) -> None:
         multiple = 2 ** (len(self.config.multipliers) - 1)
@@ -184,7 +194,9 @@ class UNet(nn.Module):
 def _condition(config: UNetConfig) -> ClassEmbedding | TextEncoder | None:
     if config.conditioning == "class":
         return ClassEmbedding(config.classes, 4 * config.channels)
-    return TextEncoder(config.channels) if config.conditioning == "text" else None
+    if config.conditioning == "text":
+        return TextEncoder(config.channels, config.cross_attention)
+    return None
 
 
 class TimeEmbedding(nn.Module):
@@ -224,17 +236,34 @@ class TimeEmbedding(nn.Module):
 
 
 class Stage(nn.Module):
-    """A residual block, followed by attention at the levels that have it."""
+    """A residual block, followed by attention at the levels that have it.
 
-    def __init__(self, block: ResidualBlock, attention: Attention | None) -> None:
+    In a network with `cross_attention`, the pixels then attend to the tokens of the text, too.
+    """
+
+    def __init__(
+        self,
+        block: ResidualBlock,
+        attention: Attention | None,
+        cross: CrossAttention | None = None,
+    ) -> None:
         super().__init__()
         self.block = block
         self.attention = attention
+        self.cross = cross
 
-    def forward(self, x: Tensor, times: Sequence[Tensor], dropout: Dropout | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        times: Sequence[Tensor],
+        dropout: Dropout | None,
+        tokens: Tokens | None = None,
+    ) -> Tensor:
         """(B, inputs, H, W) -> (B, outputs, H, W)."""
         x = self.block(x, times, dropout)
-        return x if self.attention is None else self.attention(x)
+        if self.attention is not None:
+            x = self.attention(x)
+        return x if self.cross is None else self.cross(x, tokens)
 
 
 class Norm(nn.GroupNorm):
@@ -296,8 +325,38 @@ class Attention(nn.Module):
 
     def mix(self, pixels: Tensor) -> Tensor:
         """(B, H * W, C) -> (B, H * W, C)."""
-        mixed: Tensor = self.out(attend(self.qkv(pixels), self.heads))
+        mixed: Tensor = self.out(attend(self.qkv(pixels).chunk(3, 2), self.heads))
         return mixed
+
+
+class CrossAttention(nn.Module):
+    """Attention of the pixels to the tokens of a text, added to its input.
+
+    Rombach et al. (2022), "High-resolution image synthesis with latent diffusion models", section
+    3.3, without their feed-forward layer.
+    """
+
+    def __init__(self, channels: int, width: int, heads: int, norm: MakeNorm = Norm) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = norm(channels, active=False)
+        self.query = Linear(channels, channels)
+        self.key_value = JoinedLinear(width, [channels] * 2)
+        self.out = Linear(channels, channels)
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """(B, C, H, W) -> (B, C, H, W)."""
+        pixels = self.norm(x).flatten(2).transpose(1, 2)
+        return x + self.mix(pixels, tokens).transpose(1, 2).reshape(x.shape)
+
+    def mix(self, pixels: Tensor, tokens: Tokens) -> Tensor:
+        """(B, H * W, C) -> (B, H * W, C)."""
+        mixed: Tensor = self.out(attend(self.parts(pixels, tokens), self.heads, tokens.visible))
+        return mixed
+
+    def parts(self, pixels: Tensor, tokens: Tokens) -> list[Tensor]:
+        """Return the queries (B, H * W, C) of pixels, and the keys and values of tokens."""
+        return [self.query(pixels), *self.key_value(tokens.values).chunk(2, 2)]
 
 
 class Downsample(nn.Module):

@@ -12,7 +12,11 @@ models      versions on the server: find, tag, download
 request     validate a request for images
 serving     a loaded model that draws the images of requests
 served      the script that MLflow loads
-server      `ddpm serve`: HTTP, and the current champion
-drawing     the queue of requests
-connection  deadlines of HTTP connections
+server      `ddpm serve`: HTTP
+current     the champion in memory, and the change to the next one
+answering   read, queue and answer requests for images
+drawing     the queue, and batches of requests that wait
+generate    POST /generate, and its documentation
+uploads     images and masks in requests
+page        the page to draw images
 """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -12,6 +12,9 @@ from ddpm_core.config import Config, Sample
 from ddpm_core.config.results import SamplerName
 from ddpm_core.errors import MAX_SHOWN, Invalid, Problem, UserError, got, invalid
 from ddpm_core.problems import fields_of, problems_of
+
+if TYPE_CHECKING:
+    from ddpm_core.diffusion.editing import Original
 
 MAX_IMAGES = 256  # in one response
 MAX_PIXELS = 2**22  # in one response, which is built in memory
@@ -61,6 +64,7 @@ class Request(BaseModel):
 
 
 FIELDS = tuple(fields_of(Request))
+AnyRequest = TypeVar("AnyRequest", bound=Request)
 # Settings that a request changes, and its fields that do so.
 _FIELD_OF = {f"sample.{name}": name for name in ("seed", "sampler", "steps", "guidance")}
 _FIELD_OF |= {"sample.classes": "class", "sample.prompts": "prompt"}
@@ -68,11 +72,36 @@ _FIELD_OF |= {"sample.classes": "class", "sample.prompts": "prompt"}
 
 @dataclass(frozen=True)
 class Task:
-    """The images to draw: their numbers, the settings of the sampler, and the encoding."""
+    """The images of a row of a request.
+
+    Attributes:
+        numbers: The numbers of the images.
+        settings: How to draw them.
+        format: Their encoding.
+        toward: A second seed. All images then have the first number, and go from one seed to the
+            other.
+        original: The image that they start from.
+        recipe: What images must have in common to be drawn in one batch.
+    """
 
     numbers: range
     settings: Sample
     format: str
+    toward: int | None = None
+    original: Original | None = None
+    recipe: tuple[Any, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.settings.model_copy(update={"seed": 0, "classes": None, "prompts": None})
+        original = self.original
+        edit = original and (original.strength, original.redrawn is None, original.passes)
+        object.__setattr__(self, "recipe", (settings, edit))
+
+    @property
+    def passes(self) -> int:
+        """How often each update is made, at most: several times under a mask."""
+        original = self.original
+        return 1 if original is None or original.redrawn is None else original.passes
 
 
 def rows_of(payload: object) -> list[dict[str, Any]]:
@@ -121,19 +150,25 @@ def _split(table: object) -> list[dict[str, Any]] | None:
 
 
 def parse(row: Mapping[str, Any]) -> Request:
+    """Validate one row. Raises UserError with every invalid field of the row."""
+    return parse_as(Request, row)
+
+
+def parse_as(model: type[AnyRequest], row: Mapping[str, Any]) -> AnyRequest:
     """Validate one row. None and NaN, the gaps of a table, count as omitted.
 
     Raises:
         UserError: with every invalid field of the row.
     """
-    given = {key: value for key, value in row.items() if key in FIELDS and not _is_gap(value)}
+    fields = fields_of(model).keys()
+    given = {key: value for key, value in row.items() if key in fields and not _is_gap(value)}
     # Only some unknown keys, and cut: finding similar names takes time, and an answer is short.
-    for key in sorted(row.keys() - FIELDS)[:MAX_UNKNOWN]:
+    for key in sorted(row.keys() - fields)[:MAX_UNKNOWN]:
         given[repr(key[:MAX_SHOWN])[1:-1]] = None  # JSON may contain what UTF-8 cannot express
     try:
-        return Request.model_validate(given)
+        return model.model_validate(given)
     except ValidationError as error:
-        raise invalid(problems_of(error, Request), "the request") from None
+        raise invalid(problems_of(error, model), "the request") from None
 
 
 def resolve(request: Request, config: Config, classes: list[str]) -> Task:
@@ -175,7 +210,9 @@ def check_size(tasks: list[Task], pixels: int, max_work: int | None) -> None:
             single image.
     """
     count = sum(len(task.numbers) for task in tasks)
-    work = sum(len(task.numbers) * pixels * task.settings.evaluations for task in tasks)
+    work = sum(
+        len(task.numbers) * pixels * task.settings.evaluations * task.passes for task in tasks
+    )
     limit = min(MAX_IMAGES, max(1, MAX_PIXELS // pixels))
     if not 1 <= count <= limit:
         raise UserError(

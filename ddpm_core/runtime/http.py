@@ -19,6 +19,13 @@ from ddpm_core.errors import UserError
 from ddpm_core.runtime.connection import MAX_CONNECTIONS, Connection
 
 GRACE = 20.0  # seconds to finish running requests after SIGTERM
+PAGE_HEADERS = {
+    # Only this server's own script runs, and the page shows nothing from elsewhere.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
 
 
 def listen(host: str, port: int) -> socket.socket:

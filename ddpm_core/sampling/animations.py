@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from ddpm_core import rng
 from ddpm_core.config import Config
@@ -18,6 +17,7 @@ from ddpm_core.diffusion.process import SCHEDULES, Schedule, make_schedule, q_sa
 from ddpm_core.errors import UserError
 from ddpm_core.rng import Purpose
 from ddpm_core.sampling.images import Pixels, enlarge, png, to_model, to_pil, to_pixels
+from ddpm_core.sampling.sheet import GAP, chart, save_animation, sheet
 from ddpm_core.storage.staging import staged_file
 from ddpm_core.storage.workspace import Workspace
 
@@ -27,8 +27,24 @@ MOMENTS = 9  # images in a row of the strip
 TILE = 128  # pixels per side that small images are enlarged to
 LARGEST = 192  # pixels per side that large images are reduced to
 WIDTH = 900  # pixels
-MARGIN, GAP, LABELS, LINE = 18, 8, 104, 22  # pixels of a sheet
-PAPER, INK, FAINT, TRACK = "#ffffff", "#1e1e1e", "#737373", "#e1e1e1"
+SNR_TICKS = {
+    4.0: "10,000",
+    2.0: "100",
+    0.0: "1",
+    -2.0: "0.01",
+    -4.0: "0.0001",
+}  # by their logarithm
+
+
+def strip_of_prepared(config: Config, workspace: Workspace) -> bytes:
+    """Return the strip of the first prepared image and every possible schedule, as a PNG."""
+    diffusion = config.diffusion
+    names = [name for name in SCHEDULES if supports(name, diffusion.timesteps)]
+    processes = [
+        make_schedule(name, diffusion.timesteps, diffusion.zero_terminal_snr) for name in names
+    ]
+    images = _fit(open_dataset(workspace).take(np.zeros(1, np.int64)))
+    return png(_strip(images, processes, _moments(diffusion.timesteps, MOMENTS), config.seed))
 
 
 def destroy_prepared(config: Config, workspace: Workspace, count: int, path: Path) -> str:
@@ -162,17 +178,30 @@ def _frame(images: Pixels, schedules: Sequence[Schedule], t: int, seed: int) -> 
 
 
 def _strip(images: Pixels, schedules: Sequence[Schedule], moments: list[int], seed: int) -> Pixels:
-    """Return one image at some moments, a row per schedule, each with its share of the variance."""
-    return sheet(
-        rows=[
-            _enlarged(np.concatenate([noisy(images, schedule, t, seed) for t in moments]))
-            for schedule in schedules
-        ],
+    """Return one image at some moments, a row per schedule, each with its share of the variance.
+
+    Below are the curves of the signal-to-noise ratios.
+    """
+    rows = [
+        _enlarged(np.concatenate([noisy(images, schedule, t, seed) for t in moments]))
+        for schedule in schedules
+    ]
+    strip = sheet(
+        rows=rows,
         names=[schedule.name for schedule in schedules],
         captions=[[_share(schedule, t) for t in moments] for schedule in schedules],
         columns=[f"step {t + 1}" for t in moments],
         heading="What is left of an image, in percent of the variance",
     )
+    curves = chart(
+        "Signal-to-noise ratio",
+        {schedule.name: schedule.snr.clamp(min=1e-9).log10().tolist() for schedule in schedules},
+        SNR_TICKS,
+        columns=len(moments),
+        width=rows[0].shape[2],
+        channels=strip.shape[2],
+    )
+    return np.concatenate([strip, curves])
 
 
 def _share(schedule: Schedule, t: int) -> str:
@@ -182,95 +211,3 @@ def _share(schedule: Schedule, t: int) -> str:
 
 def _enlarged(images: Pixels) -> Pixels:
     return np.stack([enlarge(image, TILE) for image in images])
-
-
-def sheet(
-    rows: Sequence[Pixels],
-    names: Sequence[str],
-    notes: Sequence[str] = (),
-    captions: Sequence[Sequence[str]] = (),
-    columns: Sequence[str] = (),
-    heading: str = "",
-    progress: float | None = None,
-) -> Pixels:
-    """Draw labelled rows of tiles uint8 (N, h, w, C) on one sheet, uint8 (H, W, C).
-
-    Args:
-        names: The label to the left of each row.
-        notes: A smaller text below each name.
-        captions: The texts below the tiles of each row.
-        columns: The texts above the tiles.
-        heading: The text at the top.
-        progress: How far a bar below the heading is filled, 0 to 1. None: no bar.
-    """
-    count, height, width, channels = rows[0].shape
-    lines = (heading != "") + (progress is not None) + (len(columns) > 0)
-    top = MARGIN + lines * LINE
-    pitch = height + GAP + (LINE if captions else 0)
-    size = (
-        LABELS + MARGIN + count * (width + GAP) - GAP + MARGIN,
-        top + len(rows) * pitch - GAP + MARGIN,
-    )
-    canvas = Image.new("RGB" if channels == 3 else "L", size, PAPER)
-    draw = ImageDraw.Draw(canvas)
-    left = [LABELS + MARGIN + i * (width + GAP) for i in range(count)]
-    if heading:
-        _head(draw, heading, progress, left[0], size[0] - MARGIN)
-    for x, column in zip(left, columns, strict=False):
-        _text(draw, (x + width / 2, top - GAP), column, FAINT, "ms")
-    for index, (tiles, name) in enumerate(zip(rows, names, strict=True)):
-        y = top + index * pitch
-        _text(draw, (MARGIN, y + height / 2 - 4), name, INK, "ls", 17)
-        if notes:
-            _text(draw, (MARGIN, y + height / 2 + 16), notes[index], FAINT, "ls")
-        for x, tile in zip(left, tiles, strict=True):
-            canvas.paste(to_pil(tile), (x, y))
-        for x, caption in zip(left, captions[index] if captions else (), strict=False):
-            _text(draw, (x + width / 2, y + height + 15), caption, FAINT, "ms")
-    return np.asarray(canvas).reshape(size[1], size[0], channels)
-
-
-def _head(
-    draw: ImageDraw.ImageDraw, heading: str, progress: float | None, left: int, right: int
-) -> None:
-    _text(draw, (left, MARGIN + 13), heading, INK, "ls", 15)
-    if progress is not None:
-        y = MARGIN + 22
-        draw.rectangle((left, y, right - 1, y + 5), TRACK)
-        if progress > 0.0:
-            end = left + round(progress * (right - 1 - left))
-            draw.rectangle((left, y, end, y + 5), INK)
-
-
-def _text(
-    draw: ImageDraw.ImageDraw,
-    at: tuple[float, float],
-    text: str,
-    color: str,
-    anchor: str,
-    size: int = 13,
-) -> None:
-    draw.text(at, text, color, ImageFont.load_default(size), anchor=anchor)
-
-
-def save_animation(frames: Sequence[Pixels], path: Path, milliseconds: int = 80) -> None:
-    """Write frames (H, W, C) of one shape as an endless GIF; the last one stays for a second."""
-    first, *rest = _with_one_palette(frames)
-    first.save(
-        path,
-        "GIF",
-        save_all=True,
-        append_images=rest,
-        duration=[milliseconds] * len(rest) + [1000],
-        loop=0,
-    )
-
-
-def _with_one_palette(frames: Sequence[Pixels]) -> list[Image.Image]:
-    """Return frames with one palette of 256 colors. With a palette each, they would flicker."""
-    opened = [to_pil(frame) for frame in frames]
-    if frames[0].shape[2] == 1:  # 256 grays need no palette
-        return opened
-    some = np.concatenate(frames[:: math.ceil(len(frames) / 8)])
-    palette = to_pil(some).quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-    return [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in opened]

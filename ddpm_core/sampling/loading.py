@@ -1,4 +1,4 @@
-"""Load what drawing requires besides the network: moments of the training images, and the guide."""
+"""Load what draws images: the network, the moments of the training images, and the guide."""
 
 from __future__ import annotations
 
@@ -8,11 +8,33 @@ import torch
 from torch import Tensor
 
 from ddpm_core.checkpoint import GUIDE, MOMENTS, Checkpoint
+from ddpm_core.config import Sample
 from ddpm_core.diffusion.moments import Moments
 from ddpm_core.errors import Corrupt
 from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import UNet
+from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.storage.files import read_tensors
+
+
+def load_sampler(
+    checkpoint: Checkpoint, settings: Sample, device: torch.device, compiled: bool = False
+) -> ImageSampler:
+    """Return the sampler of a checkpoint whose weights are on this machine.
+
+    Raises:
+        Corrupt: Weights and settings do not match.
+        UserError: The network cannot draw with these settings.
+    """
+    return ImageSampler(
+        checkpoint.load(settings.ema, device),
+        checkpoint.training_data,
+        settings,
+        checkpoint.params.diffusion,
+        compiled=compiled,
+        moments=load_moments(checkpoint),
+        guide=load_guide(checkpoint, settings.ema, device),
+    )
 
 
 def load_guide(checkpoint: Checkpoint, ema: float | str, device: torch.device) -> UNet | None:

@@ -261,6 +261,16 @@ def look_at_chosen(
     return found
 
 
+def look_at_one(config: Config, workspace: Workspace, on_damage: Warn | None = None) -> Checkpoint:
+    """Return the best of the selected checkpoints, or without scores the newest.
+
+    It draws what is not scored. Raises UserError as `look_at_chosen` does.
+    """
+    found = look_at_chosen(config, workspace, on_damage)
+    row = best_to_sample(read_rows(workspace), config.sample)
+    return next((c for c in found if row is not None and c.step == row.step), found[-1])
+
+
 def _look_at(workspace: Workspace, ema: float | str, step: int, guide: int | None) -> Checkpoint:
     """Return a checkpoint with its guide and what their averages require, without the weights.
 

@@ -20,7 +20,7 @@ from ddpm_core.runtime.device import translate_compile_errors
 from ddpm_core.runtime.distributed import World
 from ddpm_core.sampling import gather, plan
 from ddpm_core.sampling.freshness import recipe_on
-from ddpm_core.sampling.loading import load_guide, load_moments
+from ddpm_core.sampling.loading import load_sampler
 from ddpm_core.sampling.plan import Recipe, Shard
 from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.sampling.shards import ShardStore
@@ -151,15 +151,8 @@ class Drawer:
 
     def _loaded(self) -> ImageSampler:
         if self._sampler is None:
-            ema, device = self._config.sample.ema, self._world.device
-            self._sampler = ImageSampler(
-                self._checkpoint.load(ema, device),
-                self._checkpoint.training_data,
-                self._config.sample,
-                self._checkpoint.params.diffusion,
-                compiled=self.recipe.compiled,
-                moments=load_moments(self._checkpoint),
-                guide=load_guide(self._checkpoint, ema, device),
+            self._sampler = load_sampler(
+                self._checkpoint, self._config.sample, self._world.device, self.recipe.compiled
             )
         return self._sampler
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from ddpm_core import rng
 from ddpm_core.checkpoint import TrainingData
 from ddpm_core.config import Diffusion, Sample
 from ddpm_core.data.captions import encode
+from ddpm_core.diffusion.editing import Noise, Original, edit
 from ddpm_core.diffusion.moments import Moments
 from ddpm_core.diffusion.predictions import make_prediction
 from ddpm_core.diffusion.process import make_schedule
@@ -25,7 +27,17 @@ from ddpm_core.models.unet import UNet
 from ddpm_core.rng import Purpose
 from ddpm_core.runtime.device import autocast, choose_precision
 from ddpm_core.sampling.images import Pixels, to_pixels
+from ddpm_core.sampling.noise import BatchNoise, Origin
 from ddpm_core.sampling.plan import must_suit
+
+# Called with the timestep of an evaluation, the noisy images and the estimate of x0.
+Seen = Callable[[int, Tensor, Tensor], None]
+
+
+class OnStep(Protocol):
+    """A callback after each step of a batch; see `ImageSampler.batch`."""
+
+    def __call__(self, step: int, rows: Tensor, preview: Callable[[], Pixels], /) -> None: ...
 
 
 class ImageSampler:
@@ -75,48 +87,111 @@ class ImageSampler:
         network = prepare_model(model, self._device, self._precision)
         return torch.compile(network) if compiled else network
 
-    def images(
-        self, indices: Sequence[int], on_step: Callable[[int], None] | None = None
-    ) -> Pixels:
+    def images(self, indices: Sequence[int], original: Original | None = None) -> Pixels:
         """Return the images with these numbers, uint8 (n, H, W, C), drawn in one batch.
 
-        `on_step(i)` is called after step i; on a CPU once for each half of the batch. An exception
-        that it raises stops the drawing. Raises UserError if an output of the network is not
-        finite.
+        Image i starts from row i of `original`, if that is given. Raises UserError if an output of
+        the network is not finite.
         """
-        index = torch.as_tensor(list(indices), dtype=torch.int64, device=self._device)
-        draw = partial(self._draw, on_step=on_step)
-        pixels: Pixels = in_halves(draw, index).cpu().numpy()
+        numbers = list(indices)  # raises MemoryError at once if there are far too many
+        origins = [Origin(self._settings.seed, number) for number in numbers]
+        return self.batch(origins, self.conditions(numbers), original)
+
+    def batch(
+        self,
+        origins: Sequence[Origin],
+        condition: Tensor | None,
+        original: Original | None = None,
+        on_step: OnStep | None = None,
+    ) -> Pixels:
+        """Return images of any seeds, uint8 (n, H, W, C), drawn in one batch.
+
+        Args:
+            origins: Where the noise of each image comes from.
+            condition: The condition of each image, as in `Conditions.take`.
+            original: As in `images`.
+            on_step: Called as on_step(i, rows, preview) after step i; on a CPU once for each half
+                of the batch. `preview()` returns the images `rows` as the network predicts them at
+                that step. An exception that `on_step` raises stops the drawing.
+
+        Raises:
+            UserError: An output of the network is not finite.
+        """
+
+        def part(rows: Tensor) -> Tensor:
+            noise = BatchNoise([origins[row] for row in rows.tolist()], self._shape, self._device)
+            own = None if condition is None else condition[rows.cpu()].to(self._device)
+            start = original and original.take(rows)
+            if on_step is None:
+                return self.draw(noise, own, start)
+            estimate: Tensor
+
+            def see(t: int, x: Tensor, x0: Tensor) -> None:
+                nonlocal estimate
+                estimate = x0
+
+            def report(step: int) -> None:
+                on_step(step, rows, lambda: to_pixels(estimate).cpu().numpy())
+
+            return self.draw(noise, own, start, report, see)
+
+        rows = torch.arange(len(origins), device=self._device)
+        pixels: Pixels = in_halves(part, rows).cpu().numpy()
         return pixels
 
+    def noise(self, indices: Sequence[int]) -> BatchNoise:
+        """Return the noise of images."""
+        origins = [Origin(self._settings.seed, index) for index in indices]
+        return BatchNoise(origins, self._shape, self._device)
+
+    def conditions(self, indices: Sequence[int]) -> Tensor | None:
+        """Return the conditions of images (see Conditions.take), on the device of the network."""
+        condition = self._conditions.take(torch.as_tensor(list(indices), dtype=torch.int64))
+        return None if condition is None else condition.to(self._device)
+
     @torch.inference_mode()
-    def _draw(self, index: Tensor, on_step: Callable[[int], None] | None = None) -> Tensor:
-        """Return the images with the numbers `index` (n,), uint8 (n, H, W, C)."""
-        condition = self._conditions.take(index.cpu())
-        if condition is not None:
-            condition = condition.to(self._device)
-        key = rng.key(Purpose.SAMPLE, self._settings.seed)
-        finite = torch.ones(len(index), dtype=torch.bool, device=self._device)
+    def draw(
+        self,
+        noise: Noise,
+        condition: Tensor | None,
+        original: Original | None = None,
+        on_step: Callable[[int], None] | None = None,
+        seen: Seen | None = None,
+    ) -> Tensor:
+        """Return images for some noise and conditions, uint8 (n, H, W, C).
+
+        Args:
+            noise: As in `editing.edit`.
+            condition: Class numbers or texts, as in `Conditions.take`.
+            original: As in `images`.
+            on_step: Called as on_step(i) after step i.
+            seen: Called at each evaluation of the network; see Seen.
+
+        Raises:
+            UserError: An output of the network is not finite.
+        """
+        count = len(noise(0))
+        finite = torch.ones(count, dtype=torch.bool, device=self._device)
 
         def network(x: Tensor, t: Tensor) -> Tensor:
             output = self._guided(x, t, condition)
             # Checked here because clipping would turn an infinite output into a black or white
             # image. The result stays on the device: reading it at each step would make it wait.
             finite.logical_and_(output.isfinite().flatten(1).all(1))
+            if seen is not None:
+                alpha_bar = self._schedule.alphas_bar[int(t[0])]
+                seen(int(t[0]), x, self._prediction.to_x0(output, x, alpha_bar))
             return output
 
+        settings, prediction = self._sampler, self._prediction
         with autocast(self._precision, self._device):
-            x0 = sample(
-                network,
-                self._schedule,
-                self._prediction,
-                self._sampler,
-                lambda step: rng.normal(key, index, self._shape, step),
-                on_step,
-            )
+            if original is None:
+                x0 = sample(network, self._schedule, prediction, settings, noise, on_step)
+            else:
+                x0 = edit(network, self._schedule, prediction, settings, noise, original, on_step)
         if bad := int((~finite).sum()):
             raise NotFinite(
-                f"{bad} of {len(index)} images are not finite, drawn with sample.precision "
+                f"{bad} of {count} images are not finite, drawn with sample.precision "
                 f"{self._precision} and sample.guidance {self._settings.guidance:g}. Every output "
                 "of the network must be finite. Use sample.precision fp32 and guidance 1; if the "
                 "images are still not finite, use another checkpoint."
@@ -178,7 +253,7 @@ class Conditions:
                     "sample.prompts: missing (required, because the checkpoint has no captions)."
                 )
             self._counts = None if settings.prompts else [count for _, count in data.captions]
-            self._table = torch.from_numpy(encode(list(texts)))
+            self._table = _encoded(tuple(texts))
 
     def take(self, index: Tensor) -> Tensor | None:
         """Return the conditions of images `index`, int64 (n,).
@@ -202,6 +277,11 @@ class Conditions:
         edges = torch.cumsum(torch.tensor(self._counts, dtype=torch.float64), 0)
         drawn = rng.uniform(self._key, index, ()).double() * edges[-1]
         return torch.searchsorted(edges, drawn, right=True).clamp(max=len(edges) - 1)
+
+
+@lru_cache(maxsize=4)  # a batch of many requests needs the captions of the model for each of them
+def _encoded(texts: tuple[str, ...]) -> Tensor:
+    return torch.from_numpy(encode(texts))
 
 
 def _class_frequencies(data: TrainingData) -> list[int]:

@@ -20,6 +20,7 @@ EVALUATION = "evaluation"
 SUPERSEDED = "superseded"
 LOG = "log.jsonl"
 METRICS = "metrics.json"
+PICTURES = f"{EVALUATION}/pictures"
 RESULTS = f"{EVALUATION}/results.json"
 REPORT = f"{EVALUATION}/report.html"
 TABLE = f"{EVALUATION}/evaluation_results.csv"
@@ -100,6 +101,11 @@ class Workspace:
 def step_name(step: int) -> str:
     """Return the folder name of a step: "step-00000200"."""
     return f"step-{step:08d}"
+
+
+def picture_name(kind: str, weights: str) -> str:
+    """Return the name in PICTURES of what weights with this SHA-256 have drawn, without its end."""
+    return f"{kind}-{weights[:16]}"
 
 
 def snapshot_key(step: int) -> str:

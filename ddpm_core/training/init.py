@@ -27,10 +27,12 @@ from ddpm_core.training.augment import PARAMETERS
 
 _CONDITION = "condition."  # starts the names of all weights that process a class or text
 _AUGMENTATION = "augmentation."  # starts the name of the weights for augmentation parameters
+_CROSS = (".cross.", "condition.null_token")  # parts of the names of weights for cross-attention
 _CLASS_VECTORS = "condition.embedding.weight"  # (classes + 1, width); the last row: no class
 # Fields of UNetConfig that may differ: the weights mean the same, or the difference is handled.
 _MAY_DIFFER = {
-    *("image_size", "dropout", "attention", "conditioning", "classes", "augmentation"),
+    *("image_size", "dropout", "attention", "cross_attention", "conditioning", "classes"),
+    "augmentation",
     *DETAILS,
 }
 
@@ -229,6 +231,12 @@ def take_weights(model: UNet, origin: Origin, classes: Sequence[str]) -> str:
     if model.config.augmentation not in (0, origin.network.augmentation):
         fresh = "the weights for the parameters of train.augment start from random values"
         note = f"{note}; {fresh}" if note else fresh
+    if model.config.cross_attention != origin.network.cross_attention:
+        taken = {n: t for n, t in taken.items() if not any(part in n for part in _CROSS)}
+        if trained == wanted:
+            values = origin.network.cross_attention, model.config.cross_attention
+            fresh = "; its weights start from random values" if model.config.cross_attention else ""
+            note = _described("model.cross_attention", *values) + fresh
     model.load_state_dict({**model.state_dict(), **taken})
     return note and f"train.init: {note}."
 

@@ -11,7 +11,7 @@ from typing import Any
 from ddpm_core.config.durations import in_words
 from ddpm_core.evaluation.chart import Chart, chart
 from ddpm_core.evaluation.curves import Curve, Line, curves, loss_curves
-from ddpm_core.evaluation.report import environment
+from ddpm_core.evaluation.pages import environment
 from ddpm_core.scores import Results, best, ranked, read_results
 from ddpm_core.storage.workspace import GRID, LOG, RESULTS, SNAPSHOTS, Workspace, snapshot_key
 from ddpm_core.text import shown

@@ -20,21 +20,20 @@ from starlette.routing import Route
 
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation.report import environment
-from ddpm_core.runtime.http import SingleLength, error_response, listen, run_server
+from ddpm_core.evaluation.pages import environment
+from ddpm_core.runtime.http import (
+    PAGE_HEADERS,
+    SingleLength,
+    error_response,
+    listen,
+    run_server,
+)
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.text import masked
 from ddpm_core.watch.live import Live
 
 TIMEOUT = 30.0  # seconds for a client to send a request
 _FOLDER = Path(__file__).parent
-HEADERS = {
-    # Only this server's own script runs, and the page shows nothing from elsewhere.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
 KEPT = {"Cache-Control": "max-age=86400"}  # a complete snapshot does not change
 
 
@@ -65,11 +64,11 @@ def application(workspace: Workspace) -> Starlette:
 
 async def page(request: Request) -> Response:
     text = environment(_FOLDER).get_template("page.html.j2").render()
-    return HTMLResponse(text, headers=HEADERS)
+    return HTMLResponse(text, headers=PAGE_HEADERS)
 
 
 async def script(request: Request) -> Response:
-    return FileResponse(_FOLDER / "watch.js", media_type="text/javascript", headers=HEADERS)
+    return FileResponse(_FOLDER / "watch.js", media_type="text/javascript", headers=PAGE_HEADERS)
 
 
 async def health(request: Request) -> Response:
@@ -85,7 +84,7 @@ async def live(request: Request) -> Response:
             return found
 
     try:
-        return JSONResponse(await run_in_threadpool(read), headers=HEADERS)
+        return JSONResponse(await run_in_threadpool(read), headers=PAGE_HEADERS)
     except (OSError, UserError) as error:
         return error_response(503, "TEMPORARILY_UNAVAILABLE", masked(str(error)))
 
@@ -96,4 +95,4 @@ async def grid(request: Request) -> Response:
         data = await run_in_threadpool(request.app.state.live.grid, request.path_params["step"])
     except (OSError, UserError):
         return error_response(404, "NOT_FOUND", "There are no samples of this step.")
-    return Response(data, media_type="image/png", headers={**HEADERS, **KEPT})
+    return Response(data, media_type="image/png", headers={**PAGE_HEADERS, **KEPT})

@@ -23,7 +23,7 @@ def test_a_run_older_than_a_setting_stays_up_to_date() -> None:
     now = settings_of()
     for name in (
         *("train.ema_warmup", "train.optimizer.betas", "train.augment", "train.balance"),
-        "diffusion.prediction",
+        *("diffusion.prediction", "model.cross_attention"),
     ):
         before = {key: value for key, value in now.items() if key != name}
         assert differences(before, now) == []
@@ -57,6 +57,7 @@ def test_a_new_default_does_not_change_the_fingerprint(
         ("train.loss.k=2",),
         ("train.loss.weighting=uniform", "train.loss.gamma=3"),
         ("train.label_drop=0.5",),
+        ("model.cross_attention=true",),
         ("train.steps=9",),
         ("train.timesteps.order=last",),
         ("train.timesteps.adaptive=kim", "train.steps=9"),

@@ -12,10 +12,10 @@ from ddpm_core.data.dataset import PackedDataset, open_dataset
 from ddpm_core.evaluation import memorisation
 from ddpm_core.evaluation.grids import write_neighbours
 from ddpm_core.evaluation.memorisation import compare, nearest, straddling
+from ddpm_core.evaluation.pages import percent
 from ddpm_core.evaluation.reference import open_neighbours
 from ddpm_core.evaluation.scorer import Scorer
 from ddpm_core.evaluation.verdict import _memorisation as verdict_of
-from ddpm_core.evaluation.verdict import percent
 from ddpm_core.scores import Memorisation
 from ddpm_core.storage.workspace import Workspace
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from support.documents import (
     JOBS,
+    OVERLAYS,
     PLATFORM,
     Document,
     containers,
@@ -26,9 +27,13 @@ from ddpm_core.config import Config
 from ddpm_core.config import load as params
 from ddpm_core.sampling.plan import shards
 
-ALL = [*read(PLATFORM), *read(JOBS)]
+ALL = [*read(PLATFORM), *read(JOBS), *read(OVERLAYS / "components/watch")]
 PODS = [(d["metadata"]["name"], t, n) for d in ALL for t, n in templates(d)]
-WITHOUT_TORCH = {"ddpm-prepare", "ddpm-mlflow"}  # what these run is in the light image
+WITHOUT_TORCH = {
+    "ddpm-prepare",
+    "ddpm-mlflow",
+    "ddpm-watch",
+}  # what these run is in the light image
 RESOURCES = ("cpu", "memory", "ephemeral-storage")
 
 

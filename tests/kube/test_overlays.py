@@ -182,3 +182,32 @@ def test_the_digest_overlay_names_every_image_by_digest() -> None:
     places = {image.partition("@sha256:")[0] for image in images}
     assert places == {"registry.example/ddpm", "registry.example/ddpm-light"}
     assert all(re.fullmatch(r"[^:@]+@sha256:[0-9a-f]{64}", image) for image in images)
+
+
+def test_the_page_of_a_run_is_off_by_default_and_only_reads() -> None:
+    """No policy opens its port: the page has no login, and port-forward does not need one."""
+    assert "ddpm-watch" not in named(ALL, "Deployment")
+    documents = rendered(OVERLAYS / "watch")
+    [(template, _)] = templates(named(documents, "Deployment")["ddpm-watch"])
+    [container] = containers(template)
+    assert container["image"] == "ddpm-light:dev"
+    mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+    assert mounts["workspace"]["readOnly"] and "--host" in container["args"]
+    for policy in named(documents, "NetworkPolicy").values():
+        labels = policy["spec"]["podSelector"].get("matchLabels", {})
+        assert labels.get("app.kubernetes.io/name") != "ddpm-watch"
+
+
+def test_the_page_combines_with_other_overlays(tmp_path: Path) -> None:
+    """In S3 it mounts no volume; in a profile it has the account of the others."""
+    folder = tmp_path / "overlays/combined"
+    shutil.copytree(OVERLAYS, tmp_path / "overlays")
+    shutil.copytree(PLATFORM, tmp_path / "manifests")
+    folder.mkdir()
+    components = [f"../components/{name}" for name in ("watch", "s3", "profile")]
+    kustomization = {"resources": ["../../manifests"], "components": components}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    [(template, _)] = templates(named(rendered(folder), "Deployment")["ddpm-watch"])
+    assert template["metadata"]["labels"]["ddpm.io/uses-s3"] == "true"
+    assert not any("persistentVolumeClaim" in v for v in template["spec"]["volumes"])
+    assert template["spec"]["serviceAccountName"] == "default-editor"

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ddpm_core import rng
 from ddpm_core.models import cpu
+from ddpm_core.models.conditioning import TextEncoder
 from ddpm_core.models.config import DETAILS, UNetConfig, group_count
 from ddpm_core.models.cpu import CACHED, EXPLICIT_LENGTH
 from ddpm_core.models.execution import prepare_model
@@ -121,6 +122,7 @@ def test_output_has_the_shape_of_the_images(
         ({"dropout": 1.0}, "dropout: got 1.0; must be less than 1"),
         ({"conditioning": "sound"}, "got 'sound'; must be 'none', 'class' or 'text'"),
         ({"conditioning": "class"}, "classes: got 0; must be at least 1 with conditioning class"),
+        ({"cross_attention": True}, "got true; must be false unless conditioning is text"),
         ({"multipliers": (1, 1.3)}, "multipliers: got 1.3; times channels, 8, must be an integer"),
         ({"norm_num_groups": 3}, "norm_num_groups: got 3; must divide"),
         ({"attention_head_dim": 3}, "attention_head_dim: got 3; must divide"),
@@ -243,8 +245,9 @@ def test_dropped_classes_give_the_output_without_class() -> None:
     assert torch.allclose(dropped[1], first[1], atol=1e-6)
 
 
-def test_output_depends_on_text_order_but_not_on_padding() -> None:
-    made = network(conditioning="text")
+@pytest.mark.parametrize("tokens", [False, True])
+def test_output_depends_on_text_order_but_not_on_padding(tokens: bool) -> None:
+    made = network(conditioning="text", cross_attention=tokens)
     x, t = images(made)
     one, other = made(x, t, text("a cat", "tac a")), made(x, t, text("tac a", "tac a"))
     assert not torch.allclose(one[0], other[0], atol=1e-4)
@@ -252,8 +255,9 @@ def test_output_depends_on_text_order_but_not_on_padding() -> None:
     assert not torch.allclose(made(x, t, text("é", "é")), made(x, t, text("e", "e")), atol=1e-4)
 
 
-def test_empty_and_dropped_texts_count_as_no_text() -> None:
-    made = network(conditioning="text")
+@pytest.mark.parametrize("tokens", [False, True])
+def test_empty_and_dropped_texts_count_as_no_text(tokens: bool) -> None:
+    made = network(conditioning="text", cross_attention=tokens)
     x, t = images(made)
     nothing = made(x, t)
     output = made(x, t, text("", "a cat"), torch.tensor([False, True]))
@@ -262,9 +266,38 @@ def test_empty_and_dropped_texts_count_as_no_text() -> None:
     assert all(w.grad is None or w.grad.isfinite().all() for w in made.parameters())
 
 
+def test_each_place_in_the_image_reads_the_bytes_it_needs() -> None:
+    """Without the pooled vector, the bytes alone reach the pixels, differently at each pixel."""
+    made = network(conditioning="text", cross_attention=True)
+    encoder = made.condition
+    assert isinstance(encoder, TextEncoder)
+    with torch.no_grad():
+        encoder.out.weight.zero_()
+        encoder.out.bias.copy_(encoder.null)
+    x, t = images(made)
+    change = made(x, t, text("ab", "ab")) - made(x, t, text("ba", "ab"))
+    assert change[0].abs().max() > 1e-3 and change[0].std() > 0.1 * change[0].abs().max()
+    assert torch.allclose(change[1], torch.zeros_like(change[1]), atol=1e-6)
+
+
+def test_untrained_cross_attention_changes_nothing() -> None:
+    """So a network that was trained without it can be trained further with it."""
+    plain = UNet(config(conditioning="text"))
+    made = UNet(config(conditioning="text", cross_attention=True))
+    for one in (plain, made):
+        initialise(one, uniforms)
+    common = network(conditioning="text").state_dict()
+    plain.load_state_dict(common)
+    assert not made.load_state_dict(common, strict=False).unexpected_keys
+    x, t = images(made)
+    assert torch.equal(made(x, t, text("a", "b")), plain(x, t, text("a", "b")))
+
+
+@pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("conditioning", ["none", "class", "text"])
-def test_every_weight_has_a_gradient(conditioning: str) -> None:
-    made = network(conditioning=conditioning, classes=2, heads=2)
+def test_every_weight_has_a_gradient(conditioning: str, tokens: bool) -> None:
+    tokens = tokens and conditioning == "text"
+    made = network(conditioning=conditioning, classes=2, heads=2, cross_attention=tokens)
     x, t = images(made)
     condition = {"class": torch.tensor([0, 1]), "text": text("one", "two")}.get(conditioning)
     drop = None if condition is None else torch.tensor([False, True])
@@ -295,7 +328,16 @@ def test_dropout_is_called_once_per_residual_block() -> None:
 # Equal results however the network is computed
 
 
-@pytest.mark.parametrize("changes", [{}, DIFFUSERS, {"heads": 2}, {"conditioning": "text"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        DIFFUSERS,
+        {"heads": 2},
+        {"conditioning": "text"},
+        {"conditioning": "text", "cross_attention": True, "heads": 2},
+    ],
+)
 def test_plain_and_optimized_networks_compute_the_same(changes: dict[str, Any]) -> None:
     given = {"conditioning": "class", "classes": 2, "in_channels": 3} | changes
     plain, trained, sampled = network(**given), network(**given), network(**given)
@@ -394,8 +436,8 @@ def test_explicit_attention_equals_scaled_dot_product_attention() -> None:
     longer = torch.cat([qkv, normals("more", (1, 3, 24))], dim=1)
     visible = torch.arange(EXPLICIT_LENGTH + 3)[None] < EXPLICIT_LENGTH
     for function in (attend, cpu.attend_explicitly):
-        assert torch.allclose(function(qkv, 2), expected, atol=1e-5)
-        hidden = function(longer, 2, visible)[:, :EXPLICIT_LENGTH]
+        assert torch.allclose(function(qkv.chunk(3, 2), 2), expected, atol=1e-5)
+        hidden = function(longer.chunk(3, 2), 2, visible)[:, :EXPLICIT_LENGTH]
         assert torch.allclose(hidden, expected, atol=1e-5)
 
 
@@ -485,14 +527,16 @@ def test_initial_weights_do_not_depend_on_the_threads() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimized", [True, False])
-def test_torch_compile_finds_one_graph(optimized: bool) -> None:
+@pytest.mark.parametrize("conditioning", ["class", "text"])
+def test_torch_compile_finds_one_graph(optimized: bool, conditioning: str) -> None:
     import torch._dynamo
 
-    made = network(conditioning="class", classes=2)
+    made = network(conditioning=conditioning, classes=2, cross_attention=conditioning == "text")
     if optimized:
         prepare_model(made, CPU, "fp32", training=True)
     x, t = images(made)
-    condition, drop = torch.tensor([0, 1]), torch.tensor([True, False])
+    condition = torch.tensor([0, 1]) if conditioning == "class" else text("one", "two")
+    drop = torch.tensor([True, False])
     explained = torch._dynamo.explain(made)(x, t, condition, drop)
     torch._dynamo.reset()
     assert explained.graph_break_count == 0

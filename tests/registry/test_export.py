@@ -164,13 +164,20 @@ def test_safetensors_of_a_version_keep_its_guide(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("conditioning", "prediction"),
-    [("none", "v"), ("class", "v"), ("text", "v"), ("none", "edm"), ("class", "wiener")],
+    ("conditioning", "process"),
+    [
+        ("none", {}),
+        ("class", {}),
+        ("text", {}),
+        ("text", {"cross_attention": True}),
+        ("none", {"prediction": "edm"}),
+        ("class", {"prediction": "wiener"}),
+    ],
 )
 def test_onnx_computes_the_same_for_every_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conditioning: str, prediction: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conditioning: str, process: dict[str, Any]
 ) -> None:
-    trained = Trained(tmp_path, conditioning, prediction=prediction)
+    trained = Trained(tmp_path, conditioning, **process)
     trained.export(tmp_path / "out", "onnx")
     network = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
     for batch in (1, 2, 5):
@@ -184,7 +191,7 @@ def test_onnx_computes_the_same_for_every_batch(
         ours = trained.network(*given.values())
         if moments := load_moments(trained.checkpoint):
             alpha_bar = make_schedule("cosine", 50).alphas_bar[given["t"]]
-            ours = make_prediction(prediction, moments).to_x0(ours, given["x"], alpha_bar)
+            ours = make_prediction(process["prediction"], moments).to_x0(ours, given["x"], alpha_bar)
         theirs = network.run(None, {name: tensor.numpy() for name, tensor in given.items()})[0]
         assert np.allclose(ours.numpy(), theirs, atol=1e-4)
     images = run_program(tmp_path / "out", monkeypatch)["images"]

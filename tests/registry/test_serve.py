@@ -8,6 +8,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,9 +26,12 @@ from support.served_models import SHAPES, address, ask, assert_same_images, draw
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.config import Config
 from ddpm_core.errors import UserError
+from ddpm_core.registry.answering import Limits
+from ddpm_core.registry.current import CurrentChampion, Loaded
 from ddpm_core.registry.models import Registry
 from ddpm_core.registry.request import Task, parse, resolve
-from ddpm_core.registry.server import CurrentChampion, Limits, Loaded, application
+from ddpm_core.registry.server import application
+from ddpm_core.registry.serving import Shot
 
 ROW = {
     "step": 4,
@@ -208,6 +212,18 @@ def test_the_next_champion_takes_over_without_a_lost_request(serving: Serving) -
     assert len([1 for before, after in pairwise(kinds) if before != after]) == 1
 
 
+def test_many_clients_at_once_get_their_own_images(serving: Serving) -> None:
+    serving.takes(1)
+    with ThreadPoolExecutor(64) as clients:
+        answers = list(
+            clients.map(lambda seed: serving.ask({"inputs": {"n": 1, "seed": seed}}), range(64))
+        )
+    assert {status for status, _ in answers} == {200}
+    for seed in (0, 31, 63):
+        expected = drawn(serving.checkpoints[0], 1, seed=seed)
+        assert_same_images(answers[seed][1], expected)
+
+
 def test_an_outage_or_a_damaged_version_does_not_stop_serving(
     serving: Serving,
 ) -> None:
@@ -256,10 +272,15 @@ def test_an_unavailable_address_is_an_error(tmp_path: Path) -> None:
 class FailingModel:
     """Validates requests, but cannot draw any image."""
 
+    batch_size = 64
+
     def tasks(self, rows: list[dict[str, Any]], max_work: int = 0) -> list[Task]:
         return [resolve(parse(row), Config(), []) for row in rows]
 
-    def images(self, tasks: list[Task], on_step: Any = None) -> Iterator[dict[str, Any]]:
+    def images(self, tasks: list[Task]) -> Iterator[dict[str, Any]]:
+        return iter(self.draw([]))
+
+    def draw(self, shots: list[Shot], on_step: Any = None) -> list[dict[str, Any]]:
         raise UserError("1 of 1 images are not finite.")
 
 
@@ -272,7 +293,9 @@ def test_a_valid_request_that_fails_is_a_server_error(
 ) -> None:
     champion = CurrentChampion(Config())
     champion.loaded = Loaded(("1", 0), cast(Any, FailingModel()), {"version": "1"})
-    client = TestClient(application(champion, Limits(work=10**9, waiting=1, timeout=1.0)))
+    client = TestClient(
+        application(champion, Limits(work=10**9, waiting=1, timeout=1.0, seconds=60.0))
+    )
     response = client.post("/invocations", json={"inputs": [row]})
     assert (response.status_code, expected in response.json()["message"]) == (status, True)
     assert ("1 of 1 images are not finite" in capsys.readouterr().err) == (status == 500)

@@ -94,8 +94,8 @@ def target(link: Path) -> str:
         return ""
 
 
-def request(body: bytes, headers: str = "") -> bytes:
-    head = f"POST /invocations HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+def request(body: bytes, headers: str = "", path: str = "/invocations") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -164,6 +164,20 @@ def test_drawing_stops_when_its_client_leaves(serving: Serving, printed: Any, re
     assert (status, len(images)) == (200, 1)
     assert time.monotonic() - started < 20
     assert "a client left before its images were drawn" in printed()
+
+
+def test_previews_stop_when_their_client_leaves(serving: Serving, printed: Any) -> None:
+    body = json.dumps({"n": 256, "steps": 600, "previews": True}).encode()
+    with contextlib.closing(serving.connect()) as connection:
+        connection.sendall(request(body, path="/generate"))
+        data = b""
+        while b'"previews"' not in data:
+            data += connection.recv(2**16)
+    started = time.monotonic()
+    status, images = serving.ask(SHORT)
+    assert (status, len(images)) == (200, 1)
+    assert time.monotonic() - started < 20
+    assert printed() == ""
 
 
 def test_the_queue_is_bounded_and_drops_clients_that_left(serving: Serving) -> None:
@@ -338,7 +352,7 @@ def test_sigterm_waits_only_for_complete_requests(serving: Serving) -> None:
     """This is the last test: it stops the server."""
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(
-            contextlib.closing(serving.send({"inputs": [{"n": 256, "steps": 20}]}))
+            contextlib.closing(serving.send({"inputs": [{"n": 64, "steps": 80}]}))
         )
         for part in (b"POST /inv", request(b"x" * 9)[:-1]):
             half = stack.enter_context(contextlib.closing(serving.connect()))

@@ -15,7 +15,6 @@ from ddpm_core.diffusion.process import SCHEDULES, make_schedule
 from ddpm_core.errors import UserError
 from ddpm_core.sampling.animations import (
     FRAMES,
-    GAP,
     HELD,
     MOMENTS,
     TILE,
@@ -24,6 +23,7 @@ from ddpm_core.sampling.animations import (
     noisy,
 )
 from ddpm_core.sampling.images import Pixels
+from ddpm_core.sampling.sheet import GAP
 from ddpm_core.storage.workspace import Workspace
 
 

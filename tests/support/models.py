@@ -32,6 +32,7 @@ def write_checkpoint(
     timesteps: int = 50,
     prediction: str = "v",
     groups: int | None = None,
+    cross_attention: bool = False,
     **facts: Any,
 ) -> Checkpoint:
     """Write a checkpoint of 8x8 gray images: raw weights and an average of decay 0.9.
@@ -47,6 +48,7 @@ def write_checkpoint(
                 "blocks": 1,
                 "attention": [4],
                 "conditioning": conditioning,
+                "cross_attention": cross_attention,
             },
             "diffusion": {"timesteps": timesteps, "prediction": prediction},
             "train": {"ema": [0.9]},
@@ -58,6 +60,7 @@ def write_checkpoint(
         conditioning=conditioning,
         classes=len(CLASSES),
         norm_num_groups=groups,
+        cross_attention=cross_attention,
     )
     folder.mkdir(parents=True)
     for number, name in enumerate(("model", "ema-0.9")):

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from ddpm_core.config import Sample
-from ddpm_core.evaluation.grids import FOLDER
 from ddpm_core.sampling.images import png
 from ddpm_core.scores import (
     AnyRow,
     Results,
     Row,
 )
-from ddpm_core.storage.workspace import Workspace
+from ddpm_core.storage.workspace import PICTURES, Workspace
 
 SAMPLER = {"sampler": "dpmpp", "steps": 20, "precision": "fp32"}
 
@@ -128,7 +127,7 @@ def workspace_of(root: Path, found: Results, side: int = 60) -> Workspace:
     image = png(np.random.default_rng(0).integers(0, 256, (side, side, 1)).astype(np.uint8))
     names = [f"{kind}-{r.step:08d}" for r in found.rows for kind in ("grid", "neighbours")]
     for name in [*names, "real", "neighbours-held-out"]:
-        workspace.storage.write(f"{FOLDER}/{name}.png", image)
+        workspace.storage.write(f"{PICTURES}/{name}.png", image)
     return workspace
 
 

@@ -97,6 +97,26 @@ def test_warm_start_without_classes_takes_the_rest(other: Checkpoint) -> None:
     assert all(torch.equal(tensor, of(other)[name]) for name, tensor in weights.items())
 
 
+def test_warm_start_adds_or_drops_cross_attention(tmp_path: Path) -> None:
+    """Its last layers start at zero, so adding it does not change what the network computes."""
+    origin = write_checkpoint(tmp_path / "text", "text")
+    pooled = replace(HERE, conditioning="text", classes=0)
+    tokens = replace(pooled, cross_attention=True)
+    weights, told = begun(origin, tokens, [])
+    assert told == (
+        "train.init: model.cross_attention is False in train.init, True in this run; its weights "
+        "start from random values."
+    )
+    assert all(torch.equal(weights[name], tensor) for name, tensor in of(origin).items())
+    assert not any(t.any() for name, t in weights.items() if ".cross.out." in name)
+    other = write_checkpoint(tmp_path / "tokens", "text", cross_attention=True)
+    for network in (pooled, HERE):
+        weights, told = begun(other, network, CLASSES)
+        assert "in train.init" in told and torch.equal(
+            weights["conv_in.weight"], of(other)["conv_in.weight"]
+        )
+
+
 def test_warm_start_with_or_without_augmentation(other: Checkpoint) -> None:
     """Only training uses the weights for its parameters: without `edm` they are dropped."""
     network, extra = replace(HERE, augmentation=14), "augmentation.weight"

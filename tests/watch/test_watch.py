@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import urllib.error
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from support.chromium import needs_chromium
 from support.mlflow_server import wait_until
 from support.program import TINY, ddpm, new_run, prepare_run, start
 from support.s3_server import Bucket
@@ -79,7 +79,7 @@ def test_page_runs_only_its_own_script(run: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="Chromium is not installed")
+@needs_chromium
 @pytest.mark.parametrize("width", [1280, 500])
 def test_browser_shows_the_run_without_errors(run: tuple[Path, str], width: int) -> None:
     folder, address = run
