@@ -56,10 +56,10 @@ CASES = {
         "The API server refuses to create worker-0: ", ("-K", "service_account=absent")
     ),
     "secret": Case("CreateContainerConfigError", ("-K", "secrets=[absent]")),
-    "blind": Case("The Training Operator has not created the pods. Either", GPU, BLIND),
+    "blind": Case("Kubeflow's Training Operator has not created the pods. Either", GPU, BLIND),
     # The operator ignores jobs of another controller, as if it were not running.
     "operator": Case(
-        "No controller has picked up the job. Is the Training Operator running",
+        "No controller has picked up the job. Is Kubeflow's Training Operator running",
         change=lambda job: job["spec"]["runPolicy"].update(managedBy="kueue.x-k8s.io/multikueue"),
     ),
     "policy": Case(
