@@ -105,13 +105,13 @@ def train(config: Config, backend: str, job: dict[str, Any], run_id: str) -> Non
         return
     from ddpm_kube import launch
 
-    launch.train(config, job_options(backend, job, config), run_id, os.environ)
+    launch.train(config, job_options(job, config, backend), run_id, os.environ)
 
 
-def job_options(backend: str, job: dict[str, Any], config: Config | None) -> Options:
+def job_options(job: dict[str, Any], config: Config | None, backend: str = AUTO) -> Options:
     """Return the options of a job; defaults are the claim and Secrets of the manifests."""
-    defaults: dict[str, Any] = {"optional_secrets": ["ddpm-s3", "ddpm-mlflow"]}
-    defaults["backend"] = backend
+    secrets = ["ddpm-s3", "ddpm-mlflow"]
+    defaults: dict[str, Any] = {"backend": backend, "optional_secrets": secrets}
     if config is None or "://" not in config.workspace:
         defaults["volumes"] = [{"claim": "ddpm-workspace", "path": "/workspace"}]
     return read({**defaults, **job})
@@ -123,7 +123,7 @@ def check_backend(backend: str, job: dict[str, Any], config: Config | None) -> N
         raise UserError(f"backend: got {backend!r}; must be one of {', '.join(known)}.")
     if backend == PROCESS:
         return
-    options = job_options(backend, job, config)
+    options = job_options(job, config, backend)
     if config is not None:
         from ddpm_kube.spec import JobSpec
 

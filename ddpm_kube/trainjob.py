@@ -54,11 +54,11 @@ class TrainJob:
     pod_name = re.compile(r"-node-0-(\d+)(?:-[a-z0-9]*)?$")
     parts = "node"
     children: tuple[str, ...] = ("JobSet", "Job")
-    advice: dict[str, str] = {  # noqa: RUF012
-        "specified trainingRuntime must be created": (
-            f"Create the TrainingRuntime {RUNTIME} with\n  kubectl apply -k overlays/trainjob"
-        )
-    }
+    # Words of Trainer's webhook, and of Kueue's
+    advice: dict[str, str] = dict.fromkeys(
+        ("specified trainingRuntime must be created", "denied the request: runtime '"),
+        f"Create the TrainingRuntime {RUNTIME} with\n  kubectl apply -k overlays/trainjob",
+    )
 
     def build(self, pod: Json, options: Options, name: str, processes: int) -> Json:
         job = load("trainjob.yaml")

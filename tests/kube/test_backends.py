@@ -264,7 +264,9 @@ def test_a_trainjob_without_a_controller_names_trainer() -> None:
 
 
 class Server:
-    """An API server with the resources of these backends."""
+    """An API server with the resources of these backends; `refusal` is that of a webhook."""
+
+    refusal = ""
 
     def __init__(self, *names: str) -> None:
         self.there = [BACKENDS[name] for name in names]
@@ -281,18 +283,9 @@ class Server:
         return {"items": [{"metadata": {"name": place[3]}}]}
 
     def create_namespaced_custom_object(self, *_: object, **__: object) -> Json:
-        message = (
-            'admission webhook "validator.trainjob.trainer.kubeflow.org" denied the request: '
-            "spec.runtimeRef: not found: specified trainingRuntime must be created before"
-        )
-        raise ApiException(
-            http_resp=SimpleNamespace(
-                status=403,
-                reason="Forbidden",
-                data=json.dumps({"message": message}),
-                getheaders=dict,
-            )
-        )
+        body = json.dumps({"message": self.refusal})
+        response = SimpleNamespace(status=403, reason="", data=body, getheaders=dict)
+        raise ApiException(http_resp=response)
 
 
 def cluster(*names: str) -> Cluster:
@@ -321,8 +314,19 @@ def test_a_cluster_without_controllers_gets_both_commands() -> None:
     assert all(backend.install in str(caught.value) for backend in BACKENDS.values())
 
 
-def test_a_missing_runtime_is_reported_with_its_installation() -> None:
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        'admission webhook "validator.trainjob.trainer.kubeflow.org" denied the request: '
+        'TrainingRuntime "ddpm" not found: specified trainingRuntime must be created before',
+        # Kueue's webhook may look first.
+        "admission webhook \"vtrainjob.kb.io\" denied the request: runtime 'ddpm' not found",
+    ],
+)
+def test_a_missing_runtime_is_reported_with_its_installation(refusal: str) -> None:
+    made = cluster("trainjob").using("trainjob")
+    made.jobs.refusal = refusal
     with pytest.raises(UserError, match="Cannot create the TrainJob: ") as caught:
-        cluster("trainjob").using("trainjob").create({})
+        made.create({})
     assert "kubectl apply -k overlays/trainjob" in str(caught.value)
     assert "Role" not in str(caught.value)

@@ -288,6 +288,7 @@ def test_a_signal_while_the_job_is_created_leaves_no_job(
 # Listing
 
 
+@EITHER
 def test_jobs_are_listed_with_complete_names(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     cli.list_()
     assert capsys.readouterr().out == "No jobs.\n"
@@ -297,5 +298,5 @@ def test_jobs_are_listed_with_complete_names(api: Api, capsys: pytest.CaptureFix
     cli.list_()
     heads, cells = capsys.readouterr().out.splitlines()
     assert heads.split() == ["job", "state", "workers", "age", "run", "launcher"]
-    assert cells.split()[:3] == ["train-run", "Running", "0"]
+    assert cells.split()[:3] == ["train-run", "Running", "1"]
     assert cells.split()[-2:] == [run, "none"]
