@@ -21,6 +21,7 @@ Json = dict[str, Any]
 # A worker that ends this often with the same error, without any progress in between, would fail
 # with it again.
 SAME_ERROR_LIMIT = 3
+PREEMPTED = "Preempted"  # the reason of the event with which Kueue says for whom
 MAX_EVENT = 300  # characters of an event's message; controllers quote entire logs
 REMIND_INTERVAL = 60.0  # seconds between two lines about what a job waits for
 
@@ -35,7 +36,7 @@ START_REASONS = {
 }
 # Warnings that are not printed, because a Problem or the state of a pod contains the same.
 _COVERED = {"FailedScheduling", "Unschedulable", "Failed", "BackOff"}
-_COVERED |= {"FailedCreate", "FailedCreatePod", "FailedCreateService"}
+_COVERED |= {"FailedCreate", "FailedCreatePod", "FailedCreateService", "JobCreationFailed"}
 # Causes come before their consequences.
 _ORDER = ("OOMKilled", "InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff")
 
@@ -183,7 +184,8 @@ class Diagnosis:
             self._print(f"{name}: gone")
         self._states = states
         for event in view.events:
-            if event.get("type") == "Warning" and event["reason"] not in _COVERED:
+            warning = event.get("type") == "Warning" and event["reason"] not in _COVERED
+            if warning or event["reason"] == PREEMPTED:
                 message = event_message(event)[:MAX_EVENT]
                 self._print_once(f"{event_object(event)}: {event['reason']}: {message}")
 
@@ -287,6 +289,8 @@ def creation_problems(event: Json) -> Iterator[Problem]:
     if not re.match("FailedCreate|.*CreationFailed$", str(event.get("reason", ""))):
         return
     message = event_message(event)
+    if "already exists" in message:
+        return
     named = [worker(name) for name in re.findall(r'pods? "([a-z0-9.-]+)"', message, re.I)]
     who = named[0] if named else "a worker"
     # The API server gives no reason apart from these words. It also forbids the operator itself

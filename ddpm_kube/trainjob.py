@@ -113,7 +113,7 @@ class TrainJob:
         """Return conditions like those of a PyTorchJob; a TrainJob that runs has none."""
         status = job.get("status", {})
         jobs = status.get("jobsStatus") or []
-        state = "Running" if any(one.get("ready") for one in jobs) else "Created"
+        state = "Running" if any(one.get("ready") for one in jobs) else "Starting"
         begun = [{"type": state, "status": "True", "message": ""}] if jobs else []
         names = {"Complete": "Succeeded"}
         return begun + [

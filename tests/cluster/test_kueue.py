@@ -153,7 +153,7 @@ def play_preempted(launching: Launching, backend: str) -> list[str]:
     rows = ("sh", "-c", f"cat {workspace}/log.jsonl 2>/dev/null | wc -l")
     wait_until(lambda: int(launching.shell(*rows)) >= 3, f"{backend} trains", 300)
     namespace.apply(urgent(f"urgent-{backend}", backend))
-    launching.prints(launcher, f"suspended (Kueue's queue {backend} has not admitted it)")
+    launching.prints(launcher, "Workload: Preempted: Preempted to accommodate a workload")
     job = job_name(workspace, "train")
     wait_until(lambda: not launching.pods(job), "no worker is left", 120)
     saved = launching.shell("ls", f"{workspace}/snapshots").split()

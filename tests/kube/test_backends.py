@@ -160,7 +160,7 @@ def test_names_of_pods_fit_for_a_run_with_a_long_name() -> None:
     ("status", "state"),
     [
         ({}, ""),
-        ({"jobsStatus": [{"name": "node", "ready": 0, "active": 1}]}, "Created"),
+        ({"jobsStatus": [{"name": "node", "ready": 0, "active": 1}]}, "Starting"),
         ({"jobsStatus": [{"name": "node", "ready": 1, "active": 1}]}, "Running"),
         ({"conditions": [{"type": "Suspended", "status": "True"}]}, "Suspended"),
         # After a resume the condition stays, with status False.
@@ -230,6 +230,9 @@ def test_a_refused_pod_is_explained_by_an_event_of_the_child() -> None:
     assert not problem.permanent
     (problem,) = creation_problems(event("JobSet", "JobCreationFailed", "jobs is forbidden: x", ""))
     assert problem.permanent and problem.worker == "a worker"
+    # JobSet's cache may be late.
+    exists = 'job "run-node-0" creation failed with error: jobs.batch "run-node-0" already exists'
+    assert not list(creation_problems(event("JobSet", "JobCreationFailed", exists, "")))
 
 
 def test_only_the_newest_pod_of_a_worker_counts() -> None:
