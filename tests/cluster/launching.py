@@ -91,8 +91,8 @@ class Launching:
         self.shell("ddpm", "prepare", "-p", "/etc/ddpm/params.yaml", "-w", "/workspace/data-only")
         return self
 
-    def shell(self, *command: str) -> str:
-        return self.namespace.kubectl("exec", "shell", "--", *command, seconds=300)
+    def shell(self, *command: str, seconds: float = 300) -> str:
+        return self.namespace.kubectl("exec", "shell", "--", *command, seconds=seconds)
 
     def workspace(self, name: str) -> str:
         """Create a workspace with data, and return its path."""

@@ -108,7 +108,8 @@ def namespace(launching: Launching) -> Namespace:
 def undisturbed(launching: Launching) -> str:
     """Return the hashes of a training in a pod that nothing interrupts."""
     workspace = launching.workspace("undisturbed")
-    launching.shell("ddpm", "train", "-p", "/etc/ddpm/params.yaml", "-w", workspace)
+    train = ("ddpm", "train", "-p", "/etc/ddpm/params.yaml", "-w", workspace)
+    launching.shell(*train, seconds=800)
     return hashes(launching, "undisturbed", STEPS)
 
 
