@@ -18,12 +18,12 @@ def finish(
     run_id: str,
     summary: Output[Markdown],
 ) -> None:
-    """Delete the PyTorchJob that this run may have left, and write a summary.
+    """Delete the job that this run may have left, and write a summary.
 
     Args:
         status: The state of the run, from KFP, which has no cause of a failure.
-        backend: pytorchjob, or process, which leaves nothing to delete.
-        run_id: KFP's id of the run, after which its PyTorchJob is named.
+        backend: that of the step `train`; process leaves nothing to delete.
+        run_id: KFP's id of the run, after which its job is named.
     """
     from ddpm_kube import tasks
 

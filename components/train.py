@@ -1,4 +1,4 @@
-"""Train in an elastic PyTorchJob that this pod starts and follows, or in this pod."""
+"""Train in an elastic job that this pod starts and follows, or in this pod."""
 
 from kfp import dsl
 from kfp.dsl import HTML, Dataset, Input, Metrics, Model, Output
@@ -20,8 +20,8 @@ def train(
     """Train to train.steps, from the newest complete snapshot if any; return the last step.
 
     Args:
-        backend: pytorchjob, or process: in this pod.
-        job: Options of the PyTorchJob (docs/launcher.md); empty: the defaults.
+        backend: pytorchjob, trainjob, auto, or process: in this pod.
+        job: Options of the job that trains (docs/launcher.md); empty: the defaults.
         patience: How long a worker may be without a node, quota or image, such as 15m.
     """
     from ddpm_kube import tasks

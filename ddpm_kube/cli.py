@@ -22,7 +22,7 @@ from ddpm_core.errors import UserError, require
 from ddpm_core.text import counted
 
 jobs = typer.Typer(
-    help="Train as an elastic PyTorchJob on Kubernetes.",
+    help="Train as an elastic PyTorchJob or TrainJob on Kubernetes.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -39,6 +39,10 @@ def train(
     p: ParamsOption = None,
     w: WorkspaceOption = None,
     s: SetOption = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="pytorchjob, trainjob, or auto: what the cluster has (default)."),
+    ] = None,
     min_replicas: Annotated[
         int | None, typer.Option("--min", help="Training continues while this many workers run.")
     ] = None,
@@ -61,17 +65,20 @@ def train(
     namespace: NamespaceOption = None,
     patience: Annotated[
         str | None,
-        typer.Option(help="To wait for nodes, quota, images and the operator. Default: 15m."),
+        typer.Option(help="To wait for nodes, quota, images and the controller. Default: 15m."),
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the job after it has ended.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job and exit.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the job and exit; for auto, the PyTorchJob.")
+    ] = False,
 ) -> None:
-    """Train in a PyTorchJob and follow it to its end.
+    """Train in a job of the cluster and follow it to its end.
 
     Prints the cause if the job fails, and deletes the job. If training is up to date, creates none.
     """
     given = {"min_replicas": min_replicas, "max_replicas": max_replicas, "image": image}
-    wanted = merge_options(options, {**given, "volumes": volume, "patience": patience}, k or [])
+    named = {**given, "backend": backend, "volumes": volume, "patience": patience}
+    wanted = merge_options(options, named, k or [])
     config = load(p, w, s)
     require("kubernetes", "pipeline")
     from ddpm_kube.launch import preview, train
@@ -88,8 +95,8 @@ def train(
 def list_(namespace: NamespaceOption = None) -> None:
     """List the jobs that launchers created, and their states."""
     require("kubernetes", "pipeline")
-    from ddpm_kube.cluster import locate
     from ddpm_kube.gc import jobs
+    from ddpm_kube.location import locate
 
     found = list(jobs(locate(os.environ, namespace).cluster))
     if not found:
@@ -111,8 +118,8 @@ def gc(
     """Delete jobs that finished, or lost their launcher, some time ago."""
     limit = parse_duration(older_than)
     require("kubernetes", "pipeline")
-    from ddpm_kube.cluster import locate
     from ddpm_kube.gc import collect
+    from ddpm_kube.location import locate
 
     leftover = collect(locate(os.environ, namespace).cluster, limit, dry_run)
     for one in leftover:

@@ -1,17 +1,13 @@
-"""Requests to the Kubernetes API server: as JSON, retried, and with errors for people.
-
-Also where the launcher itself runs: its namespace, and its own pod if it runs in one.
-"""
+"""Requests to the Kubernetes API server: as JSON, retried, and with errors for people."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import tenacity
@@ -22,7 +18,8 @@ from kubernetes.client.exceptions import ApiException
 
 from ddpm_core.console import Outage, warn
 from ddpm_core.errors import UserError
-from ddpm_kube.job import GROUP, PLURAL, VERSION
+from ddpm_kube.backends import BACKENDS, DEFAULT, Backend
+from ddpm_kube.options import AUTO
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -35,15 +32,6 @@ REFUSED = (401, 403)  # API servers also send these for a while after a restart
 RETRY_FOR = 60.0  # seconds from the first failure; longer with more `patience`
 PAUSES = (0.5, 8.0)  # seconds: the first pause, which doubles up to the longest
 TIMEOUTS = (5, 30)  # seconds: to connect, and to read
-INSTALL_OPERATOR = (
-    "kubectl apply --server-side -k "
-    '"github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.4"'
-)
-
-_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-# KFP sets the first in its tasks' pods, users set the second with the downward API, and the host
-# name of a pod is its name.
-_POD_NAMES = ("KFP_POD_NAME", "POD_NAME", "HOSTNAME")
 
 
 class AlreadyExists(Exception):
@@ -52,6 +40,10 @@ class AlreadyExists(Exception):
 
 class NotFound(UserError):
     """The object does not exist (404)."""
+
+
+class MissingResource(UserError):
+    """The cluster does not have this kind of object (404)."""
 
 
 # Retries
@@ -155,23 +147,20 @@ def explained(error: Exception, doing: str) -> Exception:
     # The API server sends the same codes and reasons for a missing object and a missing resource,
     # and for an exceeded quota and a missing permission. Only its words differ.
     if status == 404 and ("page not found" in message or "could not find the requested" in message):
-        return UserError(
-            "This cluster has no resource PyTorchJob: Kubeflow's Training Operator is not "
-            f"installed. Install it with\n  {INSTALL_OPERATOR}"
-        )
+        return MissingResource(f"Cannot {doing}: {message}.")
     if status == 404:
         return NotFound(f"Cannot {doing}: {message}.")
     if status == 403 and "exceeded quota" in message:
         return UserError(f"Cannot {doing}: the namespace's quota is exceeded: {message}.")
-    if status in REFUSED:
+    if status in REFUSED and "denied the request" not in message:
         return UserError(
             f"Not allowed to {doing}: {message}. Bind the launcher's ServiceAccount to the Role "
             "ddpm-launcher (manifests/10-access.yaml)."
         )
     if "failed calling webhook" in message:
         return UserError(
-            f"Cannot {doing}: {message}. The Training Operator's pod does not respond; check "
-            "`kubectl -n kubeflow get pods`."
+            f"Cannot {doing}: {message}. The pod behind this webhook does not respond; the address "
+            "contains its namespace."
         )
     return UserError(f"Cannot {doing}: {message}.")
 
@@ -181,12 +170,12 @@ def _status(error: BaseException) -> int | None:
     return error.status if isinstance(error, ApiException) else None
 
 
-# PyTorchJobs and pods
+# Jobs and pods
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One namespace of a cluster.
+    """One namespace of a cluster, and the kind of jobs that train in it.
 
     Requests are retried for RETRY_FOR or `patience` seconds, whichever is longer.
     """
@@ -195,6 +184,33 @@ class Cluster:
     jobs: client.CustomObjectsApi
     core: client.CoreV1Api
     patience: float = 0.0
+    backend: Backend = DEFAULT
+
+    def using(self, name: str) -> Cluster:
+        """Return this cluster for jobs of a backend; for AUTO the first one that is installed."""
+        return self.installed()[0] if name == AUTO else replace(self, backend=BACKENDS[name])
+
+    def installed(self) -> list[Cluster]:
+        """Return this cluster for each backend that it has. Raises UserError without any."""
+        found = [replace(self, backend=one) for one in BACKENDS.values() if self._serves(one)]
+        if not found:
+            commands = "\n  or\n".join(f"  {one.install}" for one in BACKENDS.values())
+            kinds = " nor ".join(one.kind for one in BACKENDS.values())
+            raise UserError(
+                f"This cluster has neither {kinds}. Install a controller with\n{commands}"
+            )
+        return found
+
+    def _serves(self, backend: Backend) -> bool:
+        def call(*args: Any, **kwargs: Any) -> Json:
+            return parse(self.jobs.get_api_resources(*args, **kwargs, _preload_content=False))
+
+        try:
+            doing = f"look for the resource {backend.kind}"
+            served = self._send(doing, call, backend.group, backend.version)
+        except (NotFound, MissingResource):
+            return False
+        return any(one["name"] == backend.plural for one in served["resources"])
 
     def create(self, job: Json) -> Json:
         """Create a job, and return it as the API server has it. Raises AlreadyExists, UserError.
@@ -209,27 +225,29 @@ class Cluster:
                 create = self.jobs.create_namespaced_custom_object
                 return executor.submit(create, *args, **kwargs).result()
 
-        return self._request("create the PyTorchJob", call, *self._kind, body=job)
+        return self._request(f"create the {self.backend.kind}", call, *self._kind, body=job)
 
     def job(self, name: str) -> Json | None:
         """Return a job; None if it does not exist.
 
-        Raises UserError; without the Training Operator, with the command that installs it.
+        Raises UserError; without the controller, with the command that installs it.
         """
         call = self.jobs.get_namespaced_custom_object
-        return self._find("read the PyTorchJob", call, *self._kind, name)
+        return self._find(f"read the {self.backend.kind}", call, *self._kind, name)
 
     def all_jobs(self, labels: str) -> list[Json]:
         """Return the jobs with these labels."""
         call = self.jobs.list_namespaced_custom_object
-        found = self._request("list PyTorchJobs", call, *self._kind, label_selector=labels)
+        found = self._request(
+            f"list {self.backend.kind}s", call, *self._kind, label_selector=labels
+        )
         return list(found["items"])
 
     def own(self, name: str, owner: Json) -> Json | None:
         """Make `owner`, a pod, the owner of a job, and return the job; None if it is gone."""
         call = self.jobs.patch_namespaced_custom_object
         body = {"metadata": {"ownerReferences": [owner]}}
-        return self._find("patch the PyTorchJob", call, *self._kind, name, body)
+        return self._find(f"patch the {self.backend.kind}", call, *self._kind, name, body)
 
     def delete(self, job: Json) -> None:
         """Delete this job, its pods first; not one that was created with its name since."""
@@ -239,7 +257,7 @@ class Cluster:
         if uid:
             body["preconditions"] = {"uid": uid}
         try:
-            self._find("delete the PyTorchJob", call, *self._kind, name, body=body)
+            self._find(f"delete the {self.backend.kind}", call, *self._kind, name, body=body)
         except AlreadyExists:  # the precondition failed
             return
 
@@ -255,9 +273,7 @@ class Cluster:
         finalizer or a node that is down can keep them for ever.
         """
         name, uid = job["metadata"]["name"], job["metadata"].get("uid")
-        worker = job["spec"]["pytorchReplicaSpecs"].get("Worker", {})
-        pod = worker.get("template", {}).get("spec", {})
-        limit = float(pod.get("terminationGracePeriodSeconds", 30)) + 60.0
+        limit = (self.backend.grace_seconds(job) or 30.0) + 60.0
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             left = self.job(name)
@@ -265,8 +281,8 @@ class Cluster:
                 return True
             time.sleep(1.0)
         warn(
-            f"The PyTorchJob {name} is still being deleted after {limit:.0f} s. To see what blocks "
-            f"it: kubectl -n {self.namespace} get pytorchjob {name} "
+            f"The {self.backend.kind} {name} is still being deleted after {limit:.0f} s. To see "
+            f"what blocks it: kubectl -n {self.namespace} get {self.backend.name} {name} "
             "-o jsonpath={.metadata.finalizers}"
         )
         return False
@@ -279,7 +295,32 @@ class Cluster:
 
         return self._find("read the pod", call, name, self.namespace)
 
+    def pods(self, job: str) -> list[Json]:
+        """Return the pods of a job."""
+
+        def call(*args: Any, **kwargs: Any) -> Json:
+            return parse(self.core.list_namespaced_pod(*args, **kwargs, _preload_content=False))
+
+        selector = f"{self.backend.job_label}={job}"
+        return list(
+            self._request("list pods", call, self.namespace, label_selector=selector)["items"]
+        )
+
     def _request(self, doing: str, call: Call, *args: Any, **kwargs: Any) -> Json:
+        try:
+            return self._send(doing, call, *args, **kwargs)
+        except MissingResource as error:
+            raise UserError(
+                f"This cluster has no resource {self.backend.kind}: {self.backend.controller} is "
+                f"not installed. Install it with\n  {self.backend.install}"
+            ) from error
+        except UserError as error:
+            for words, advice in self.backend.advice.items():
+                if words in str(error):
+                    raise UserError(f"{error} {advice}") from error
+            raise
+
+    def _send(self, doing: str, call: Call, *args: Any, **kwargs: Any) -> Json:
         def send() -> Json:
             return call(*args, **kwargs, _request_timeout=TIMEOUTS)
 
@@ -294,7 +335,7 @@ class Cluster:
 
     @property
     def _kind(self) -> tuple[str, str, str, str]:
-        return GROUP, VERSION, self.namespace, PLURAL
+        return self.backend.group, self.backend.version, self.namespace, self.backend.plural
 
 
 def connect(namespace: str | None, pod_namespace: str | None, patience: float = 0.0) -> Cluster:
@@ -328,57 +369,3 @@ def connect(namespace: str | None, pod_namespace: str | None, patience: float = 
         client.CoreV1Api(api),
         patience,
     )
-
-
-# The launcher's own place
-
-
-@dataclass(frozen=True)
-class Location:
-    """The cluster of the launcher, and its own pod.
-
-    `pod` is None on a person's machine, and for jobs in another namespace than the pod's.
-    """
-
-    cluster: Cluster
-    pod: Json | None
-
-    @property
-    def image(self) -> str:
-        """Return the image of the pod's main container; empty without a pod."""
-        containers = self.pod["spec"]["containers"] if self.pod else []
-        # KFP adds containers to the pods of its tasks and calls ours "main".
-        chosen = [c for c in containers if c["name"] in ("main", "launcher")] or containers[:1]
-        return str(chosen[0]["image"]) if chosen else ""
-
-    @property
-    def owner(self) -> Json | None:
-        """Return the owner reference with which a job is deleted together with the pod."""
-        if self.pod is None:
-            return None
-        metadata = self.pod["metadata"]
-        return {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "name": metadata["name"],
-            "uid": metadata["uid"],
-        }
-
-
-def locate(
-    environment: Mapping[str, str], namespace: str | None = None, patience: float = 0.0
-) -> Location:
-    """Find the cluster and the launcher's own pod. Raises UserError without a cluster."""
-    in_pod = "KUBERNETES_SERVICE_HOST" in environment and _NAMESPACE.exists()
-    pod_namespace = _NAMESPACE.read_text().strip() if in_pod else None
-    cluster = connect(namespace, pod_namespace, patience)
-    if pod_namespace is None or pod_namespace != cluster.namespace:
-        return Location(cluster, None)
-    name = next((environment[key] for key in _POD_NAMES if environment.get(key)), "")
-    pod = cluster.pod(name) if name else None
-    if pod is None:
-        raise UserError(
-            f"The launcher's own pod, {name!r}, is not in the namespace {pod_namespace}. Set "
-            "POD_NAME to its name (downward API, metadata.name)."
-        )
-    return Location(cluster, pod)

@@ -11,17 +11,18 @@ from typing import Any
 
 from ddpm_core.config.durations import in_words
 from ddpm_core.console import say
-from ddpm_kube.job import CONTAINER
-from ddpm_kube.logs import Logs, short
+from ddpm_kube.backends import CONTAINERS, condition, one_line, worker
+from ddpm_kube.logs import Logs
 from ddpm_kube.spec import JobSpec
-from ddpm_kube.watch import WORKLOAD, View
+from ddpm_kube.watch import WORKLOAD, View, moment
 
 Json = dict[str, Any]
 
 # A worker that ends this often with the same error, without any progress in between, would fail
 # with it again.
 SAME_ERROR_LIMIT = 3
-MAX_EVENT = 300  # characters of an event's message; the operator quotes entire logs
+PREEMPTED = "Preempted"  # the reason of the event with which Kueue says for whom
+MAX_EVENT = 300  # characters of an event's message; controllers quote entire logs
 REMIND_INTERVAL = 60.0  # seconds between two lines about what a job waits for
 
 # Kubernetes' own words
@@ -35,7 +36,7 @@ START_REASONS = {
 }
 # Warnings that are not printed, because a Problem or the state of a pod contains the same.
 _COVERED = {"FailedScheduling", "Unschedulable", "Failed", "BackOff"}
-_COVERED |= {"FailedCreatePod", "FailedCreateService"}
+_COVERED |= {"FailedCreate", "FailedCreatePod", "FailedCreateService", "JobCreationFailed"}
 # Causes come before their consequences.
 _ORDER = ("OOMKilled", "InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff")
 
@@ -69,7 +70,7 @@ class Diagnosis:
     """
 
     def __init__(self, spec: JobSpec, print_line: Callable[[str], None] = say) -> None:
-        self._spec, self._print = spec, print_line
+        self._spec, self._backend, self._print = spec, spec.backend, print_line
         self._since: dict[tuple[str, str], float] = {}  # when each problem was first seen
         self._suspended_since: float | None = None
         self._remind_at: float | None = None
@@ -82,10 +83,10 @@ class Diagnosis:
         `now` is in seconds, of a clock that only runs while `view` is current.
         """
         self._report_changes(view)
-        state, message = condition(view.job)
+        state, message = condition(self._backend, view.job)
         if state == "Failed":
             return _job_failure(view, logs, message)
-        if is_suspended(view.job):
+        if view.job and self._backend.is_suspended(view.job):
             self._wait_for_queue(view, now)
             return ""
         if self._suspended_since is not None:
@@ -151,22 +152,19 @@ class Diagnosis:
         """Yield what may be wrong if there are too few pods and no event says why."""
         if view.job is None or len(view.pods) >= self._spec.options.min_replicas:
             return
+        backend, controller = self._backend, self._backend.controller
         if not view.events_readable:
             message = (
-                "The Training Operator has not created the pods. Either it is not running, or a "
-                "quota or Pod Security refuses them. This launcher may not read the events that "
-                f"say which: {self._command(f'describe pytorchjob {self._spec.name}')}."
+                f"{controller} has not created the pods. Either it is not running, or a quota or "
+                "Pod Security refuses them. This launcher may not read the events that say which: "
+                f"{self._command(f'describe {backend.name} {self._spec.name}')}."
             )
         elif state or view.events:
-            message = (
-                "The Training Operator has not created the pods. Check its log: "
-                "`kubectl -n kubeflow logs deployment/training-operator`."
-            )
+            message = f"{controller} has not created the pods. Check its log: `{backend.logs}`."
         else:
             message = (
-                "No controller has picked up the job. Is the Training Operator running and "
-                "watching this namespace? Check `kubectl -n kubeflow get deployment "
-                "training-operator`."
+                f"No controller has picked up the job. Is {controller} running and watching this "
+                f"namespace? Check `{backend.deployment}`."
             )
         yield Problem("", "NoPods", message)
 
@@ -174,8 +172,10 @@ class Diagnosis:
         return f"run `kubectl -n {self._spec.namespace} {arguments}`"
 
     def _report_changes(self, view: View) -> None:
-        state = condition(view.job)[0] or self._states.get("job", "")  # empty while it is resumed
-        states = {short(name): pod_state(pod) for name, pod in view.pods.items()}
+        state = condition(self._backend, view.job)[0] or self._states.get(
+            "job", ""
+        )  # empty while it is resumed
+        states = {worker(name): pod_state(pod) for name, pod in newest(view.pods).items()}
         states |= {"job": state} if state else {}
         for name, text in sorted(states.items()):
             if self._states.get(name) != text:
@@ -184,7 +184,8 @@ class Diagnosis:
             self._print(f"{name}: gone")
         self._states = states
         for event in view.events:
-            if event.get("type") == "Warning" and event["reason"] not in _COVERED:
+            warning = event.get("type") == "Warning" and event["reason"] not in _COVERED
+            if warning or event["reason"] == PREEMPTED:
                 message = event_message(event)[:MAX_EVENT]
                 self._print_once(f"{event_object(event)}: {event['reason']}: {message}")
 
@@ -197,11 +198,11 @@ class Diagnosis:
 
 def _job_failure(view: View, logs: Logs, message: str) -> str:
     """Return the cause of a job's failure, as far as it can be seen."""
-    problems = [p for name, pod in view.pods.items() for p in pod_problems(name, pod)]
+    problems = [p for name, pod in newest(view.pods).items() for p in pod_problems(name, pod)]
     problem = _most_causal([p for p in problems if p.permanent])
     if problem:
         return problem.message
-    states = [f"{short(name)}: {pod_state(pod)}" for name, pod in sorted(view.last_seen.items())]
+    states = [f"{worker(name)}: {pod_state(pod)}" for name, pod in sorted(view.last_seen.items())]
     error = logs.last_error() or next(filter(None, map(_last_message, view.last_seen.values())), "")
     details = f"The workers' last error: {error}" if error else "; ".join(states)
     return f"The job failed: {message}. {details}".rstrip(". ") + "."
@@ -211,7 +212,7 @@ def _repeated_error(logs: Logs) -> str:
     """Return an error with which a worker has ended SAME_ERROR_LIMIT times without progress."""
     for (pod, message), count in logs.failure_counts().items():
         if count >= SAME_ERROR_LIMIT:
-            return f"{short(pod)} failed {count} times with the same error: {message}"
+            return f"{worker(pod)} failed {count} times with the same error: {message}"
     return ""
 
 
@@ -225,11 +226,17 @@ def _most_causal(problems: list[Problem]) -> Problem | None:
 # Problems
 
 
+def newest(pods: dict[str, Json]) -> dict[str, Json]:
+    """Return the newest pod of each worker: the pods of a TrainJob's worker have several names."""
+    ages = sorted(pods, key=lambda name: str(pods[name]["metadata"].get("creationTimestamp", "")))
+    return {name: pods[name] for name in {worker(name): name for name in ages}.values()}
+
+
 def find_problems(view: View, replicas: int) -> Iterator[Problem]:
     """Yield the problems of the pods, and of workers whose pods could not be created."""
-    for name, pod in view.pods.items():
+    for name, pod in newest(view.pods).items():
         yield from pod_problems(name, pod)
-    existing = {short(name) for name in view.pods}
+    existing = {worker(name) for name in view.pods}
     for event in view.events if len(existing) < replicas else ():
         for problem in creation_problems(event):
             # Once any worker existed, a refusal may be long over; its event is kept for an hour.
@@ -240,88 +247,70 @@ def find_problems(view: View, replicas: int) -> Iterator[Problem]:
 
 def pod_problems(name: str, pod: Json) -> Iterator[Problem]:
     """Yield what keeps a worker's pod from running."""
-    worker, status = short(name), pod["status"]
+    who, status = worker(name), pod["status"]
     for one in status.get("conditions", []):
         if one["type"] == "PodScheduled" and one.get("reason") == "Unschedulable":
             yield Problem(
-                worker,
+                who,
                 "Unschedulable",
-                f"{worker} is Unschedulable: {_one_line(one.get('message'))}. Request less (cpu, "
+                f"{who} is Unschedulable: {one_line(one.get('message'))}. Request less (cpu, "
                 "memory, gpu, node_selector, tolerations), or add nodes.",
             )
     if status.get("phase") == "Failed" and status.get("reason"):
-        reason, message = status["reason"], _one_line(status.get("message"))
-        yield Problem(worker, reason, f"{worker} was ended by its node: {reason}: {message}.")
+        reason, message = status["reason"], one_line(status.get("message"))
+        yield Problem(who, reason, f"{who} was ended by its node: {reason}: {message}.")
     container = _container_status(pod)
     waiting = container.get("state", {}).get("waiting", {})
-    reason, message = waiting.get("reason", ""), _one_line(waiting.get("message"))
+    reason, message = waiting.get("reason", ""), one_line(waiting.get("message"))
     if reason in IMAGE_REASONS:
         image = _container_spec(pod)["image"]
         yield Problem(
-            worker,
+            who,
             reason,
-            f"{worker} cannot get its image: {reason} of {image!r}: {message}.",
+            f"{who} cannot get its image: {reason} of {image!r}: {message}.",
             permanent=reason in ("InvalidImageName", "ErrImageNeverPull"),
         )
     elif reason in START_REASONS:
-        yield Problem(worker, reason, f"{worker} cannot start: {reason}: {message}.")
+        yield Problem(who, reason, f"{who} cannot start: {reason}: {message}.")
     ends = [container.get(state, {}).get("terminated", {}) for state in ("state", "lastState")]
     if any(end.get("reason") == "OOMKilled" for end in ends):
         limit = _container_spec(pod)["resources"]["limits"]["memory"]
         yield Problem(
-            worker,
+            who,
             "OOMKilled",
-            f"{worker} was OOMKilled: it used more than its memory limit, {limit}. Raise memory, "
+            f"{who} was OOMKilled: it used more than its memory limit, {limit}. Raise memory, "
             "or lower train.batch_size, train.microbatches or shm.",
             permanent=True,
         )
 
 
 def creation_problems(event: Json) -> Iterator[Problem]:
-    """Yield why the operator could not create a pod or service."""
-    if not str(event.get("reason", "")).startswith("FailedCreate"):
+    """Yield why a controller could not create a pod or another object of a job."""
+    if not re.match("FailedCreate|.*CreationFailed$", str(event.get("reason", ""))):
         return
     message = event_message(event)
-    named = re.search(r'"[a-z0-9.-]+-(worker-\d+)"', message)
-    worker = named[1] if named else "a worker"
+    if "already exists" in message:
+        return
+    named = [worker(name) for name in re.findall(r'pods? "([a-z0-9.-]+)"', message, re.I)]
+    who = named[0] if named else "a worker"
     # The API server gives no reason apart from these words. It also forbids the operator itself
     # to create pods for a while after a restart.
     forbidden = "is forbidden" in message and "cannot create resource" not in message
     if "exceeded quota" in message:
         yield Problem(
-            worker,
+            who,
             "exceeded quota",
-            f"The quota of the namespace does not allow {worker}: {message}. Request less (cpu, "
+            f"The quota of the namespace does not allow {who}: {message}. Request less (cpu, "
             "memory, gpu, max_replicas), or wait until other pods have ended.",
         )
     elif forbidden or "denied the request" in message or "is invalid" in message:
-        text = f"The API server refuses to create {worker}: {message}."
-        yield Problem(worker, "refused", text, permanent=True)
+        text = f"The API server refuses to create {who}: {message}."
+        yield Problem(who, "refused", text, permanent=True)
     else:
-        yield Problem(worker, event["reason"], f"{worker} cannot be created: {message}.")
+        yield Problem(who, event["reason"], f"{who} cannot be created: {message}.")
 
 
 # Reading Kubernetes objects
-
-
-def condition(job: Json | None) -> tuple[str, str]:
-    """Return the state of a job and its message: the newest true condition; empty without one."""
-    status = (job or {}).get("status", {})
-    held = [c for c in status.get("conditions") or [] if c.get("status") == "True"]
-    for kind in ("Failed", "Succeeded", "Suspended"):
-        for one in held:
-            if one["type"] == kind:
-                return kind, _one_line(one.get("message"))
-    return (held[-1]["type"], _one_line(held[-1].get("message"))) if held else ("", "")
-
-
-def is_finished(job: Json) -> bool:
-    return condition(job)[0] in ("Succeeded", "Failed")
-
-
-def is_suspended(job: Json | None) -> bool:
-    """Return whether the job must not run at present; Kueue decides that, or a person."""
-    return bool((job or {}).get("spec", {}).get("runPolicy", {}).get("suspend"))
 
 
 def queue_reason(view: View) -> str:
@@ -332,10 +321,9 @@ def queue_reason(view: View) -> str:
     created = view.job["metadata"].get("creationTimestamp", "") if view.job else ""
     pending = []
     for event in view.events:
-        moment = str(event.get("lastTimestamp") or event.get("eventTime") or "")
         is_reason = event["involvedObject"].get("kind") == WORKLOAD and event["reason"] == "Pending"
-        if is_reason and moment >= created:
-            pending.append((moment, event_message(event)))
+        if is_reason and moment(event) >= created:
+            pending.append((moment(event), event_message(event)))
     return max(pending, default=("", ""))[1]
 
 
@@ -364,11 +352,11 @@ def pod_state(pod: Json) -> str:
 def event_object(event: Json) -> str:
     """Return the worker that an event is about, or the kind of any other object."""
     about = event["involvedObject"]
-    return short(about["name"]) if about.get("kind") == "Pod" else str(about.get("kind"))
+    return worker(about["name"]) if about.get("kind") == "Pod" else str(about.get("kind"))
 
 
 def event_message(event: Json) -> str:
-    return _one_line(event.get("message"))
+    return one_line(event.get("message"))
 
 
 def _last_message(pod: Json) -> str:
@@ -383,13 +371,9 @@ def _last_message(pod: Json) -> str:
 
 def _container_spec(pod: Json) -> Json:
     """Return the spec of our container; a cluster may add containers before it."""
-    return next(one for one in pod["spec"]["containers"] if one["name"] == CONTAINER)
+    return next(one for one in pod["spec"]["containers"] if one["name"] in CONTAINERS)
 
 
 def _container_status(pod: Json) -> Json:
     statuses: list[Json] = pod["status"].get("containerStatuses", [])
-    return next((status for status in statuses if status["name"] == CONTAINER), {})
-
-
-def _one_line(text: str | None) -> str:
-    return " ".join((text or "no message").split()).rstrip(".")
+    return next((status for status in statuses if status["name"] in CONTAINERS), {})

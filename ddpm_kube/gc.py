@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from ddpm_kube.backends import ENDED, condition, is_finished
 from ddpm_kube.cluster import Cluster
-from ddpm_kube.diagnose import condition, is_finished
+from ddpm_kube.diagnose import is_running
 from ddpm_kube.job import MANAGED, RUN_ID
 from ddpm_kube.spec import label_value
 
@@ -19,7 +20,7 @@ _LABELS = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 
 @dataclass(frozen=True)
 class ListedJob:
-    """A job as `ddpm jobs list` shows it.
+    """A job as `ddpm jobs list` shows it; `workers` is the number of those that run.
 
     `age` is in seconds; so is `idle`, since the job finished or lost its launcher; None: neither.
     """
@@ -32,26 +33,26 @@ class ListedJob:
     launcher: str
     idle: float | None
     job: Json
+    cluster: Cluster  # for jobs of this kind
 
 
 def jobs(cluster: Cluster) -> Iterator[ListedJob]:
     """Yield every job that a launcher created, the oldest first."""
     now = datetime.now(UTC)
-    found = cluster.all_jobs(_LABELS)
-    for job in sorted(found, key=lambda one: str(one["metadata"]["creationTimestamp"])):
+    for job, of_kind in sorted(_find(cluster, _LABELS), key=lambda one: _created(one[0])):
         metadata = job["metadata"]
         launcher, lost_at = _launcher(cluster, job)
-        ends = [end for end in (_finished_at(job), lost_at) if end]
-        status = job.get("status", {}).get("replicaStatuses", {}).get("Worker", {})
+        ends = [end for end in (_finished_at(of_kind, job), lost_at) if end]
         yield ListedJob(
             name=metadata["name"],
             run_id=metadata["labels"].get(RUN_ID, ""),
-            state=condition(job)[0] or "New",
-            workers=status.get("active", 0),
+            state=condition(of_kind.backend, job)[0] or "New",
+            workers=sum(map(is_running, of_kind.pods(metadata["name"]))),
             age=_seconds_between(metadata["creationTimestamp"], now),
             launcher=launcher,
             idle=_seconds_between(min(ends), now) if ends else None,
             job=job,
+            cluster=of_kind,
         )
 
 
@@ -63,24 +64,32 @@ def collect(cluster: Cluster, older_than: float, dry_run: bool) -> list[ListedJo
     leftover = [one for one in jobs(cluster) if one.idle is not None and one.idle >= older_than]
     for one in leftover:
         if not dry_run:
-            cluster.delete(one.job)
+            one.cluster.delete(one.job)
     return leftover
 
 
 def remove_run(cluster: Cluster, run_id: str) -> list[str]:
     """Delete the jobs of a run in any state; return the names of those that are gone then."""
-    found = cluster.all_jobs(f"{_LABELS},{RUN_ID}={label_value(run_id)}")
-    for job in found:
-        cluster.delete(job)
-    return [str(job["metadata"]["name"]) for job in found if cluster.wait_until_gone(job)]
+    found = _find(cluster, f"{_LABELS},{RUN_ID}={label_value(run_id)}")
+    for job, of_kind in found:
+        of_kind.delete(job)
+    return [str(job["metadata"]["name"]) for job, of_kind in found if of_kind.wait_until_gone(job)]
 
 
-def _finished_at(job: Json) -> str | None:
-    if not is_finished(job):
+def _find(cluster: Cluster, labels: str) -> list[tuple[Json, Cluster]]:
+    """Return the jobs of every kind that the cluster has, each with the cluster for its kind."""
+    return [(job, of_kind) for of_kind in cluster.installed() for job in of_kind.all_jobs(labels)]
+
+
+def _created(job: Json) -> str:
+    return str(job["metadata"]["creationTimestamp"])
+
+
+def _finished_at(cluster: Cluster, job: Json) -> str | None:
+    if not is_finished(cluster.backend, job):
         return None
-    status = job["status"]
-    held = [c for c in status["conditions"] if c["type"] in ("Succeeded", "Failed")]
-    return str(status.get("completionTime") or held[-1]["lastTransitionTime"])
+    held = [c for c in cluster.backend.conditions(job) if c["type"] in ENDED]
+    return str(job["status"].get("completionTime") or held[-1]["lastTransitionTime"])
 
 
 def _launcher(cluster: Cluster, job: Json) -> tuple[str, str | None]:

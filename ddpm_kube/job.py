@@ -1,7 +1,7 @@
-"""The PyTorchJob of a JobSpec: train.yaml, patched with the options and the params.
+"""The job of a JobSpec: the pod of train.yaml, patched with options and params, in a backend's job.
 
 train.yaml is manifests/jobs/20-train.yaml, so a job of `ddpm jobs train` and one of `kubectl apply`
-are the same except for what this module sets.
+are the same except for what this module and the backend set.
 
 The params travel in an annotation of the workers' pods, which the downward API mounts as a file. So
 the job needs no other object: nothing else must be created, owned, cleaned up or permitted, nobody
@@ -12,32 +12,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ddpm_core.runtime import log_records
-from ddpm_kube.options import Options, amount
+from ddpm_kube.manifests import load
+from ddpm_kube.options import Claim, Options, amount
 from ddpm_kube.spec import JobSpec, label_value
 
-GROUP, VERSION, PLURAL = "kubeflow.org", "v1", "pytorchjobs"
-CONTAINER = "pytorch"  # the name that the operator requires
 SPEC_HASH = "ddpm.io/spec-hash"
 RUN_ID = "ddpm.io/run-id"
 MANAGED = {"app.kubernetes.io/managed-by": "ddpm-launcher"}
 PARAMS = "ddpm.io/params"
 
-_TEMPLATE = Path(__file__).parent / "train.yaml"
 _PARAMS_FOLDER = "/etc/ddpm"
 
 Json = dict[str, Any]
-
-
-def load_template() -> Json:
-    """Return train.yaml; what YAML anchors share is copied, so each part can be patched."""
-    loaded: Json = json.loads(json.dumps(yaml.safe_load(_TEMPLATE.read_text(encoding="utf-8"))))
-    return loaded
 
 
 def build(spec: JobSpec, owner: Json | None = None) -> Json:
@@ -45,34 +34,19 @@ def build(spec: JobSpec, owner: Json | None = None) -> Json:
 
     `owner` is a reference to the launcher's pod; Kubernetes deletes the job together with it.
     """
-    options, job = spec.options, load_template()
+    options = spec.options
     own_labels = {**options.labels, RUN_ID: label_value(spec.run_id)}
     queue = {"kueue.x-k8s.io/queue-name": options.queue} if options.queue else {}
-
-    body = job["spec"]
-    body["nprocPerNode"] = str(spec.processes)
-    body["elasticPolicy"] |= {
-        "minReplicas": options.min_replicas,
-        "maxReplicas": options.max_replicas,
-        "rdzvId": spec.name,
-        "rdzvConf": [{"key": "last_call_timeout", "value": str(options.join_seconds)}],
-        "maxRestarts": options.max_restarts,
-    }
-    body["runPolicy"] |= {
-        "backoffLimit": options.backoff_limit,
-        "activeDeadlineSeconds": options.deadline_seconds,
-        "schedulingPolicy": {"minAvailable": options.min_replicas},
-    }
-    worker = body["pytorchReplicaSpecs"]["Worker"]
-    worker["replicas"] = options.max_replicas
-    _patch_pod(worker["template"], spec, own_labels)
+    pod = load("train.yaml")["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    _patch_pod(pod, spec, own_labels)
+    job = spec.backend.build(pod, options, spec.name, spec.processes)
 
     metadata = job["metadata"]
     metadata |= {
         "name": spec.name,
         "namespace": spec.namespace,
         "labels": {**own_labels, **metadata["labels"], **MANAGED, **queue},
-        "annotations": {SPEC_HASH: spec_hash({**body, "labels": queue})},
+        "annotations": {SPEC_HASH: spec_hash({**job["spec"], "labels": queue})},
     }
     if owner:
         metadata["ownerReferences"] = [owner]
@@ -175,23 +149,22 @@ def _patch_volumes(pod: Json, options: Options) -> None:
     volumes["tmp"]["emptyDir"] = {"sizeLimit": options.tmp}
     volumes["shm"]["emptyDir"]["sizeLimit"] = options.max_shm
     del volumes["workspace"]
-    for claim_name in sorted({claim.claim for claim in options.volumes}):
-        name = _volume_name(claim_name)
-        volumes[name] = {"name": name, "persistentVolumeClaim": {"claimName": claim_name}}
-    pod["volumes"] = list(volumes.values())
-
     container = pod["containers"][0]
     mounts = [mount for mount in container["volumeMounts"] if mount["name"] != "workspace"]
     for claim in options.volumes:
-        mount: Json = {"name": _volume_name(claim.claim), "mountPath": claim.path}
+        name = _volume_name(claim)
+        volumes[name] = {"name": name, "persistentVolumeClaim": {"claimName": claim.claim}}
+        mount: Json = {"name": name, "mountPath": claim.path}
         mount |= {"subPath": claim.sub_path} if claim.sub_path else {}
         mount |= {"readOnly": True} if claim.read_only else {}
         mounts.append(mount)
-    container["volumeMounts"] = mounts
+    pod["volumes"], container["volumeMounts"] = list(volumes.values()), mounts
 
 
-def _volume_name(claim: str) -> str:
-    return "claim-" + hashlib.sha256(claim.encode()).hexdigest()[:8]
+def _volume_name(claim: Claim) -> str:
+    """Return a name for each mount: a TrainJob mounts a volume only once."""
+    text = f"{claim.claim}:{claim.path}"
+    return "claim-" + hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _tolerations(options: Options) -> list[Json]:

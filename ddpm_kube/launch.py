@@ -21,19 +21,19 @@ from ddpm_core.console import say, warn
 from ddpm_core.errors import Interrupted, UserError
 from ddpm_core.storage.workspace import LOG, SNAPSHOTS, Workspace
 from ddpm_core.tracking.rows import read_rows
-from ddpm_kube.cluster import AlreadyExists, Cluster, Location, locate
+from ddpm_kube.backends import Backend, condition, is_finished, worker
+from ddpm_kube.cluster import AlreadyExists, Cluster
 from ddpm_kube.diagnose import (
     MAX_EVENT,
     Diagnosis,
-    condition,
     event_message,
     event_object,
-    is_finished,
     pod_state,
 )
 from ddpm_kube.job import SPEC_HASH, build
-from ddpm_kube.logs import Logs, short
-from ddpm_kube.options import Options
+from ddpm_kube.location import Location, locate
+from ddpm_kube.logs import Logs
+from ddpm_kube.options import AUTO, Options
 from ddpm_kube.spec import JobSpec
 from ddpm_kube.watch import JobWatch, View, WatchLost
 
@@ -74,7 +74,7 @@ def train(
     namespace: str | None = None,
     keep: bool = False,
 ) -> Outcome | None:
-    """Train in a PyTorchJob, and delete it afterwards unless `keep`; None if nothing is to do.
+    """Train in a job, and delete it afterwards unless `keep`; None if nothing is to do.
 
     Raises:
         UserError: the job failed, with the cause. WatchLost: it may still be running.
@@ -82,11 +82,13 @@ def train(
     """
     with interrupted_by_signals():
         location = locate(environment, namespace, options.patience_seconds)
+        location = location.using(options.backend)
         spec = make_spec(config, options, run_id, location)
-        # Fails without the operator, or without permission.
+        # Fails without the controller, or without permission.
         earlier = location.cluster.job(spec.name)
-        if (earlier is None or is_over(earlier)) and is_trained(config, location):
-            say("train: up to date; no PyTorchJob is created.")
+        over = earlier is None or is_over(spec.backend, earlier)
+        if over and is_trained(config, location):
+            say(f"train: up to date; no {spec.backend.kind} is created.")
             if earlier and not keep:
                 clean_up(location.cluster, earlier)
             return None
@@ -124,14 +126,17 @@ def preview(
     environment: Mapping[str, str],
     namespace: str | None = None,
 ) -> Json:
-    """Return the job that `train` would create."""
+    """Return the job that `train` would create, without a request to find what the cluster has."""
     location = locate(environment, namespace)
+    if options.backend != AUTO:
+        location = location.using(options.backend)
     return build(make_spec(config, options, run_id, location), location.owner)
 
 
 def make_spec(config: Config, options: Options, run_id: str, location: Location) -> JobSpec:
-    image = options.image or location.image
-    return JobSpec(config, options, run_id, location.cluster.namespace, image)
+    cluster, image = location.cluster, options.image or location.image
+    chosen = options.model_copy(update={"backend": cluster.backend.name})
+    return JobSpec(config, chosen, run_id, cluster.namespace, image)
 
 
 def open_workspace(config: Config, location: Location) -> Workspace | None:
@@ -182,42 +187,43 @@ def create_or_find(location: Location, job: Json) -> Json:
     Raises UserError if a job with other settings has its name, or a finished one cannot be removed.
     """
     cluster, name = location.cluster, job["metadata"]["name"]
+    kind, resource = cluster.backend.kind, cluster.backend.name
     while True:
         try:
             created = cluster.create(job)
         except AlreadyExists:
             found = cluster.job(name)
         else:
-            say(f"Created the PyTorchJob {cluster.namespace}/{name}.")
+            say(f"Created the {kind} {cluster.namespace}/{name}.")
             return created
         if found is None:
             continue
-        if is_over(found):
-            say(f"Removing the PyTorchJob {name} of an earlier attempt first.")
+        if is_over(cluster.backend, found):
+            say(f"Removing the {kind} {name} of an earlier attempt first.")
             if not cluster.remove(found):
                 raise UserError(
-                    f"Cannot remove the PyTorchJob {cluster.namespace}/{name} of an earlier "
+                    f"Cannot remove the {kind} {cluster.namespace}/{name} of an earlier "
                     "attempt. Remove what blocks it (a finalizer, a pod on a node that is down), "
                     "or use another run id."
                 )
             continue
         if is_different(found, job):
             raise UserError(
-                f"The PyTorchJob {cluster.namespace}/{name} is running with different settings. "
+                f"The {kind} {cluster.namespace}/{name} is running with different settings. "
                 "Wait for it, use another run id, or delete it: "
-                f"kubectl -n {cluster.namespace} delete pytorchjob {name}"
+                f"kubectl -n {cluster.namespace} delete {resource} {name}"
             )
         if location.owner:
             found = cluster.own(name, location.owner)
             if found is None or "deletionTimestamp" in found["metadata"]:
                 continue  # the previous launcher has deleted it in the meantime
-        say(f"The PyTorchJob {cluster.namespace}/{name} is already running; following it.")
+        say(f"The {kind} {cluster.namespace}/{name} is already running; following it.")
         return found
 
 
-def is_over(job: Json) -> bool:
+def is_over(backend: Backend, job: Json) -> bool:
     """Return whether a job has ended or is being deleted."""
-    return "deletionTimestamp" in job["metadata"] or is_finished(job)
+    return "deletionTimestamp" in job["metadata"] or is_finished(backend, job)
 
 
 def is_different(job: Json, wanted: Json) -> bool:
@@ -235,7 +241,7 @@ def follow(cluster: Cluster, spec: JobSpec) -> None:
             view = watch.wait(LOOK_INTERVAL)
             seen = seen or view.job is not None
             if seen and (view.job is None or "deletionTimestamp" in view.job["metadata"]):
-                raise UserError(f"Another process deleted the PyTorchJob {spec.name}.")
+                raise UserError(f"Another process deleted the {spec.backend.kind} {spec.name}.")
             logs.follow(view.pods)
             # During an outage the view is old, and the problem in it may be over. So the
             # patience with it does not run out then.
@@ -248,7 +254,7 @@ def follow(cluster: Cluster, spec: JobSpec) -> None:
                 explain(view, logs)
                 say(f"Giving up: {failure}")  # cleaning up may take a while
                 raise UserError(failure)
-            if condition(view.job)[0] == "Succeeded":
+            if condition(spec.backend, view.job)[0] == "Succeeded":
                 logs.finish(10.0)
                 return
 
@@ -257,7 +263,7 @@ def explain(view: View, logs: Logs) -> None:
     """Print all that is known of a failed job, before it is deleted."""
     for name, pod in sorted(view.last_seen.items()):
         lines = logs.tail(name)
-        say(f"--- {short(name)}: {pod_state(pod)}; {'last lines' if lines else 'no output'}")
+        say(f"--- {worker(name)}: {pod_state(pod)}; {'last lines' if lines else 'no output'}")
         for line in lines:
             say(f"    {line}")
     say("--- events:")
@@ -291,8 +297,8 @@ def clean_up(cluster: Cluster, job: Json) -> None:
     except UserError as error:
         namespace, name = cluster.namespace, job["metadata"]["name"]
         warn(
-            f"{error} The PyTorchJob {namespace}/{name} is left for `ddpm jobs gc`; to delete it "
-            f"now: `kubectl -n {namespace} delete pytorchjob {name}`."
+            f"{error} The {cluster.backend.kind} {namespace}/{name} is left for `ddpm jobs gc`; "
+            f"to delete it now: `kubectl -n {namespace} delete {cluster.backend.name} {name}`."
         )
 
 

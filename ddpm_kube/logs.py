@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Self
 from ddpm_core.console import say
 from ddpm_core.runtime import log_records
 from ddpm_core.runtime.log_records import Error, Progress
+from ddpm_kube.backends import CONTAINERS, worker
 from ddpm_kube.cluster import ERRORS, PAUSES, Cluster, Retry
-from ddpm_kube.job import CONTAINER
 from ddpm_kube.watch import lines
 
 # The time of a line, and its number among the lines of that time: CRI-O gives the same time to all
@@ -73,7 +73,7 @@ class Logs:
             for status in pod["status"].get("containerStatuses", []):
                 container = status.get("containerID")
                 previous = status.get("lastState", {}).get("terminated", {}).get("containerID")
-                if status["name"] != CONTAINER:
+                if status["name"] not in CONTAINERS:
                     continue
                 if previous and previous not in self._threads:
                     self._start(name, pod, previous, is_previous=True)
@@ -149,7 +149,7 @@ class Logs:
         return self._cluster.core.read_namespaced_pod_log(
             pod,
             self._cluster.namespace,
-            container=CONTAINER,
+            container=self._cluster.backend.container,
             follow=not is_previous,
             previous=is_previous,
             timestamps=True,
@@ -180,7 +180,7 @@ class Logs:
             else:
                 self._learn(pod, place, record)
         if record is None:
-            self._print(f"[{short(pod)}] {text}")
+            self._print(f"[{worker(pod)}] {text}")
 
     def _learn(self, pod: str, place: Place, record: Error | Progress) -> None:
         """Count a failure, or forget those that training has left behind.
@@ -199,11 +199,6 @@ class Logs:
             later = {f: at for f, at in self._failures.items() if at > self._advanced_at}
             self._failures = later
             self._counts = Counter((failure.pod, failure.message) for failure in later)
-
-
-def short(pod: str) -> str:
-    """Return worker-0 of JOB-worker-0."""
-    return "-".join(pod.rsplit("-", 2)[1:])
 
 
 def _sortable(match: re.Match[str]) -> str:

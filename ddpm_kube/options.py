@@ -1,4 +1,4 @@
-"""The options of a PyTorchJob's pods (docs/launcher.md): a frozen, validated section."""
+"""The options of a job and its pods (docs/launcher.md): a frozen, validated section."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ddpm_core.errors import Invalid, Problem, UserError, got, invalid
 from ddpm_core.problems import problems_of
 
 PLACE = "the options of the job"  # in errors
+AUTO = "auto"  # the backend that the cluster has
 
 _UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _UNITS |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -78,6 +79,9 @@ class Options(Section):
     Defaults are those of train.yaml where both mean the same.
     """
 
+    backend: Literal["auto", "pytorchjob", "trainjob"] = Field(
+        "auto", description="a PyTorchJob or a TrainJob; auto: what the cluster has"
+    )
     image: str = Field("", description="empty: the image of the launcher's own pod")
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
     image_pull_secrets: Names = ()

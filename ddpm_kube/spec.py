@@ -1,4 +1,4 @@
-"""One training as a PyTorchJob: its params, the options of its pods, its name, and their checks."""
+"""One training as a job: its params, the options of its pods, its name, and their checks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ddpm_core.config import Config
 from ddpm_core.errors import Problem, got, invalid
 from ddpm_core.text import masked
 from ddpm_core.tracking.run import flatten
+from ddpm_kube.backends import Backend, of_name
 from ddpm_kube.options import PLACE, Options, amount
 
 # Names of environment variables that usually hold secrets.
@@ -22,8 +23,8 @@ _SECRET = re.compile(
 )
 _MAX_PARAMS = 200 * 1024  # bytes; all annotations of an object together may have 256 KiB
 _RESERVED = ("/tmp", "/dev/shm", "/etc/ddpm")  # mounted by the job itself
-# The operator names pods and services NAME-worker-12; Kubernetes allows 63 characters for those.
-_MAX_NAME = 52
+# Controllers name pods NAME-worker-12 or NAME-node-0-123-x7k2p; Kubernetes allows 63 characters.
+_MAX_NAME = 46
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,13 @@ class JobSpec:
             _check_paths,
             _check_secrets,
         )
-        if problems := [problem for check in checks for problem in check(self)]:
+        problems = [problem for check in checks for problem in check(self)]
+        if problems := [*problems, *self.backend.problems(self.options)]:
             raise invalid(problems, PLACE)
+
+    @property
+    def backend(self) -> Backend:
+        return of_name(self.options.backend)
 
     @property
     def name(self) -> str:
@@ -76,7 +82,7 @@ class JobSpec:
 
 
 def job_name(run_id: str, stage: str) -> str:
-    """Return a DNS label of at most 52 characters that starts with a letter.
+    """Return a DNS label of at most 46 characters that starts with a letter.
 
     The same run and stage give the same name, so a restarted launcher finds its job. Where
     characters had to be replaced or cut, a hash of the input keeps the names of two runs apart.

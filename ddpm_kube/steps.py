@@ -23,9 +23,11 @@ from ddpm_core.errors import UserError, invalid
 from ddpm_core.registry.gate import FAULTS, failed, verdicts
 from ddpm_core.storage.workspace import Workspace
 from ddpm_core.text import masked
-from ddpm_kube.options import Options, read
+from ddpm_kube.backends import BACKENDS
+from ddpm_kube.options import AUTO, Options, read
 
 CONFIG_MAP = Path("/etc/ddpm/params.yaml")  # where pods mount the ConfigMap ddpm-params
+PROCESS = "process"  # the backend that trains in the pod of the component
 PASS = "pass"  # the result of `gate` for a checkpoint that may be registered
 MAX_PARTS = 8  # sampling pods; each costs about 59 kB of the 1 MB that Argo stores uncompressed
 
@@ -96,19 +98,20 @@ def train_here(config: Config) -> None:
 
 
 def train(config: Config, backend: str, job: dict[str, Any], run_id: str) -> None:
-    """Train in a PyTorchJob named after KFP's run `run_id`, or in this pod. Raises UserError."""
+    """Train in a job named after KFP's run `run_id`, or in this pod. Raises UserError."""
     check_backend(backend, job, config)
-    if backend == "process":
+    if backend == PROCESS:
         train_here(config)
         return
     from ddpm_kube import launch
 
-    launch.train(config, job_options(job, config), run_id, os.environ)
+    launch.train(config, job_options(job, config, backend), run_id, os.environ)
 
 
-def job_options(job: dict[str, Any], config: Config | None) -> Options:
-    """Return the options of a PyTorchJob; defaults are the claim and Secrets of the manifests."""
-    defaults: dict[str, Any] = {"optional_secrets": ["ddpm-s3", "ddpm-mlflow"]}
+def job_options(job: dict[str, Any], config: Config | None, backend: str = AUTO) -> Options:
+    """Return the options of a job; defaults are the claim and Secrets of the manifests."""
+    secrets = ["ddpm-s3", "ddpm-mlflow"]
+    defaults: dict[str, Any] = {"backend": backend, "optional_secrets": secrets}
     if config is None or "://" not in config.workspace:
         defaults["volumes"] = [{"claim": "ddpm-workspace", "path": "/workspace"}]
     return read({**defaults, **job})
@@ -116,11 +119,11 @@ def job_options(job: dict[str, Any], config: Config | None) -> Options:
 
 def check_backend(backend: str, job: dict[str, Any], config: Config | None) -> None:
     """Raise UserError if training could not start. Without a Config fewer checks are possible."""
-    if backend not in ("pytorchjob", "process"):
-        raise UserError(f"backend: got {backend!r}; must be pytorchjob or process.")
-    if backend == "process":
+    if backend not in (known := (AUTO, *BACKENDS, PROCESS)):
+        raise UserError(f"backend: got {backend!r}; must be one of {', '.join(known)}.")
+    if backend == PROCESS:
         return
-    options = job_options(job, config)
+    options = job_options(job, config, backend)
     if config is not None:
         from ddpm_kube.spec import JobSpec
 
@@ -128,17 +131,17 @@ def check_backend(backend: str, job: dict[str, Any], config: Config | None) -> N
 
 
 def clean_up(backend: str, run_id: str) -> str:
-    """Delete the PyTorchJob of a run if it exists, and return a sentence about it."""
-    if backend != "pytorchjob":
+    """Delete the job of a run if it exists, and return a sentence about it."""
+    if backend == PROCESS:
         return ""
-    from ddpm_kube.cluster import locate
     from ddpm_kube.gc import remove_run
+    from ddpm_kube.location import locate
 
     try:
         names = remove_run(locate(os.environ).cluster, run_id)
     except UserError as error:
-        return f"Cannot check for a leftover PyTorchJob. {error}"
-    return f"Deleted the PyTorchJob {', '.join(names)}." if names else ""
+        return f"Cannot check for a leftover job. {error}"
+    return f"Deleted the job {', '.join(names)}." if names else ""
 
 
 def list_parts(config: Config, workspace: Workspace) -> list[str]:

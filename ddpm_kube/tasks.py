@@ -209,7 +209,7 @@ def register(settings: str, registered: Artifact, decision: Artifact) -> str:
 
 
 def finish(state: str, inputs: Sequence[Any], backend: str, run_id: str, summary: Artifact) -> None:
-    """Delete the PyTorchJob that a run may have left, and write a summary."""
+    """Delete the job that a run may have left, and write a summary."""
     with reported("finish"):
         cleaned = steps.clean_up(backend, run_id)
         outcome, text = summarize(state, inputs, run_id, cleaned)

@@ -31,12 +31,10 @@ from ddpm_kube.cluster import (
     is_transient,
     parse,
 )
-from ddpm_kube.job import GROUP, PLURAL, VERSION
 
 WATCH_SECONDS = 50  # after which the server ends a watch, and the next one starts
 TIMEOUTS = (5, WATCH_SECONDS + 15)  # seconds: to connect, and to read
-JOB_LABEL = "training.kubeflow.org/job-name"
-WORKLOAD = "Workload"  # the object with which Kueue queues a job, named pytorchjob-JOB-HASH
+WORKLOAD = "Workload"  # the object with which Kueue queues a job, named KIND-JOB-HASH
 
 Json = dict[str, Any]
 
@@ -49,8 +47,9 @@ class WatchLost(Unavailable):
 class View:
     """What is known of a job. Names of pods are keys.
 
-    `last_seen` keeps each pod's last state: the operator deletes the pods of a failed job.
-    `events` are those of this job, its pods, deleted pods included, and its Kueue workload.
+    `last_seen` keeps each pod's last state: controllers delete the pods of a failed job.
+    `events` are those of this job, its pods, deleted pods included, and of the objects of `kinds`,
+    which the launcher does not watch.
     """
 
     job: Json | None = None
@@ -58,6 +57,7 @@ class View:
     last_seen: dict[str, Json] = field(default_factory=dict)
     events: list[Json] = field(default_factory=list)
     events_readable: bool = True  # whether the launcher may read events
+    kinds: tuple[str, ...] = (WORKLOAD,)
     _uids: set[str] = field(default_factory=set)
     _unmatched: list[Json] = field(default_factory=list)  # events of other objects, or not yet
 
@@ -88,8 +88,7 @@ class View:
         known = {event["metadata"]["uid"]: at for at, event in enumerate(self.events)}
         unmatched = []
         for event in self._unmatched:
-            about = event["involvedObject"]
-            if about.get("uid") not in self._uids and about.get("kind") != WORKLOAD:
+            if not self._is_ours(event):
                 unmatched.append(event)
             elif (uid := event["metadata"]["uid"]) in known:
                 self.events[known[uid]] = event
@@ -98,25 +97,36 @@ class View:
                 self.events.append(event)
         self._unmatched = unmatched
 
+    def _is_ours(self, event: Json) -> bool:
+        """Return whether an event is about this job, not an earlier one of its name."""
+        about = event["involvedObject"]
+        if about.get("uid") in self._uids:
+            return True
+        created = self.job["metadata"].get("creationTimestamp", "") if self.job else None
+        return about.get("kind") in self.kinds and created is not None and moment(event) >= created
+
 
 class JobWatch:
     """Watches one job into a View, with a thread each for the job, its pods and its events."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
-        self.view = View()
+        self._backend = cluster.backend
+        self.view = View(kinds=(WORKLOAD, *self._backend.children))
         self._name = name
         self._changes: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._limit = max(RETRY_FOR, cluster.patience)
-        namespace = cluster.namespace
+        namespace, kind = cluster.namespace, self._backend
         self._calls: dict[str, Callable[..., Any]] = {
             "jobs": partial(
                 cluster.jobs.list_namespaced_custom_object,
-                *(GROUP, VERSION, namespace, PLURAL),
+                *(kind.group, kind.version, namespace, kind.plural),
                 field_selector=f"metadata.name={name}",
             ),
             "pods": partial(
-                cluster.core.list_namespaced_pod, namespace, label_selector=f"{JOB_LABEL}={name}"
+                cluster.core.list_namespaced_pod,
+                namespace,
+                label_selector=f"{kind.job_label}={name}",
             ),
             "events": partial(cluster.core.list_namespaced_event, namespace),
         }
@@ -228,8 +238,8 @@ class JobWatch:
             return True
         about = str(item["involvedObject"].get("name", ""))
         if item["involvedObject"].get("kind") == WORKLOAD:
-            return about.startswith(f"pytorchjob-{self._name}-")
-        return about == self._name or about.startswith(f"{self._name}-worker-")
+            return about.startswith(f"{self._backend.name}-{self._name}-")
+        return about == self._name or about.startswith(f"{self._name}-{self._backend.parts}-")
 
     def _explain(self, error: Exception, kind: str, was_permitted: bool) -> Exception:
         """Return the exception that `wait` raises.
@@ -250,6 +260,11 @@ class JobWatch:
             f"{what} The job {self._name} may still be running; run the same command to follow it "
             "again."
         )
+
+
+def moment(event: Json) -> str:
+    """Return the time of an event's last occurrence."""
+    return str(event.get("lastTimestamp") or event.get("eventTime") or "")
 
 
 def lines(response: Any) -> Iterator[bytes]:

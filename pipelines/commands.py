@@ -123,9 +123,11 @@ def submit(
     tracking: Annotated[str, typer.Option(help='URI of MLflow; "": as in the params.')] = (
         "http://ddpm-mlflow:5000"
     ),
-    backend: Annotated[str, typer.Option(help="pytorchjob, or process.")] = "pytorchjob",
+    backend: Annotated[
+        str, typer.Option(help="pytorchjob, trainjob, auto: what the cluster has, or process.")
+    ] = "auto",
     job: Annotated[
-        Path | None, typer.Option(help="A YAML file of options of the PyTorchJob.")
+        Path | None, typer.Option(help="A YAML file of options of the job that trains.")
     ] = None,
     patience: Annotated[
         str, typer.Option(help="How long a worker may be without a node, quota or image.")

@@ -63,7 +63,7 @@ def ddpm(
     overrides: list = [],  # noqa: B006
     source: str = "",
     tracking: str = "http://ddpm-mlflow:5000",
-    backend: str = "pytorchjob",
+    backend: str = "auto",
     job: dict = {},  # noqa: B006
     patience: str = "15m",
     worst: float = 0.0,
@@ -77,8 +77,9 @@ def ddpm(
         overrides: `section.key=value`, with priority over everything else.
         source: prepare.source, for example dvc:REPO#PATH@REV; empty: as in the params.
         tracking: The URI of MLflow; empty: as in the params.
-        backend: pytorchjob, or process, which trains in the component's own pod.
-        job: Options of the PyTorchJob, such as workers and resources; empty: the defaults.
+        backend: pytorchjob, trainjob, auto (what the cluster has), or process, which trains in the
+            component's own pod.
+        job: Options of the job that trains, such as workers and resources; empty: the defaults.
         patience: How long a worker may be without a node, quota or image, such as 15m.
         worst: The highest score that may be registered; 0: no limit.
     """
@@ -105,7 +106,7 @@ def ddpm(
             patience=patience,
             data=data.outputs["data"],
         )
-        # It follows a PyTorchJob, or trains in its own pod.
+        # It follows a job of workers, or trains in its own pod.
         reached = ("s3", "mlflow", "api")
         configure(
             trained, cpu="100m", memory="512Mi", limit="4Gi", hours=240, retries=2, uses=reached

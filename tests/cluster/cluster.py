@@ -87,6 +87,11 @@ def applied(text: str, *more: str) -> str:
     return str(wait_until(lambda: kubectl(*asked, given=text), "documents are applied", 120))
 
 
+def has(resource: str) -> bool:
+    """Return whether the cluster has a kind of objects."""
+    return bool(kubectl("get", "crd", resource, "--ignore-not-found", "-o", "name").strip())
+
+
 class Namespace:
     """A namespace with the platform of `manifests/`, deleted after the tests that use it."""
 
@@ -231,7 +236,7 @@ class Namespace:
 
     def explain(self, lines: int = 40) -> str:
         """Return events, the state of each pod, and the end of its logs."""
-        sections = [self._asked("get", "pods,jobs,pytorchjobs", "-o", "wide")]
+        sections = [self._asked("get", self._kinds(), "-o", "wide")]
         sections.append(self._asked("get", "events", "--sort-by=.lastTimestamp"))
         for pod in self._asked("get", "pods", "-o", "name").split():
             log = self._asked(
@@ -239,6 +244,10 @@ class Namespace:
             )
             sections.append(f"--- {pod}\n{log}")
         return "\n".join(sections)
+
+    def _kinds(self) -> str:
+        more = ("trainjobs.trainer.kubeflow.org", "workloads.kueue.x-k8s.io")
+        return ",".join(["pods,jobs,pytorchjobs", *filter(has, more)])
 
     def _asked(self, *arguments: str) -> str:
         try:

@@ -11,16 +11,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from cluster import IMAGE, ROOT, Document, Namespace, documents, wait_until
+import pytest
+from cluster import IMAGE, ROOT, Document, Namespace, documents, has, wait_until
 
 from ddpm_core.config import load as params
 from ddpm_kube import cli, options
+from ddpm_kube.backends import BACKENDS, worker
 from ddpm_kube.job import build
 from ddpm_kube.spec import JobSpec
 
 API = {"ddpm.io/uses-api": "true"}
 PARAMS = "test-params"
-JOB_LABEL = "training.kubeflow.org/job-name"
 # What a worker of a tiny network needs. The requests are small, so that the workers of three test
 # files fit on two cores at once: a worker without a node ends its launcher. One core is one thread:
 # two threads wait for each other when other pods use the second core.
@@ -37,6 +38,15 @@ device: cpu
 """
 
 
+TRAINJOB = pytest.mark.skipif(
+    not has("trainjobs.trainer.kubeflow.org"), reason="the cluster has no Kubeflow Trainer v2"
+)
+# For tests of both kinds of jobs
+EITHER = pytest.mark.parametrize(
+    "backend", ["pytorchjob", pytest.param("trainjob", marks=TRAINJOB)]
+)
+
+
 @contextmanager
 def own_namespace(about: str, *more: str) -> Iterator[Namespace]:
     """Create a namespace with what launchers need of manifests/, and with these files of it."""
@@ -45,6 +55,8 @@ def own_namespace(about: str, *more: str) -> Iterator[Namespace]:
         namespace.create(platform=False)
         files = ("10-access.yaml", "10-network.yaml", "20-storage.yaml", *more)
         namespace.apply(documents(*(ROOT / "manifests" / name for name in files)))
+        if has("trainjobs.trainer.kubeflow.org"):
+            namespace.apply(documents(ROOT / "overlays" / "trainjob" / "runtime"))
         yield namespace
     finally:
         namespace.delete()
@@ -79,8 +91,8 @@ class Launching:
         self.shell("ddpm", "prepare", "-p", "/etc/ddpm/params.yaml", "-w", "/workspace/data-only")
         return self
 
-    def shell(self, *command: str) -> str:
-        return self.namespace.kubectl("exec", "shell", "--", *command, seconds=300)
+    def shell(self, *command: str, seconds: float = 300) -> str:
+        return self.namespace.kubectl("exec", "shell", "--", *command, seconds=seconds)
 
     def workspace(self, name: str) -> str:
         """Create a workspace with data, and return its path."""
@@ -88,11 +100,18 @@ class Launching:
         self.shell("cp", "-r", "/workspace/data-only/data", f"/workspace/{name}/data")
         return f"/workspace/{name}"
 
-    def arguments(self, workspace: str, *more: str, options: Iterable[str] = ()) -> list[str]:
+    def arguments(
+        self,
+        workspace: str,
+        *more: str,
+        options: Iterable[str] = (),
+        backend: str = "pytorchjob",
+    ) -> list[str]:
         """Return the arguments of `ddpm jobs train` in a pod; `options` are OPTION=VALUE."""
         given = [part for option in (*SMALL, *options) for part in ("-K", option)]
         fixed = ["jobs", "train", "-p", "/etc/ddpm/params.yaml", "-w", workspace]
-        return [*fixed, "--volume", "ddpm-workspace:/workspace", *given, *more]
+        fixed += ["--backend", backend, "--volume", "ddpm-workspace:/workspace"]
+        return [*fixed, *given, *more]
 
     def launch(
         self,
@@ -140,18 +159,31 @@ class Launching:
         )
         return self.namespace.phase(pod)
 
-    def patch(self, job: str, **spec: Any) -> None:
-        """Change a job; try again if the operator's webhook is too busy to answer."""
+    def patch(self, job: str, kind: str = "pytorchjob", **spec: Any) -> None:
+        """Change a job; try again if a webhook is too busy to answer."""
         change = ("--type=merge", "-p", json.dumps({"spec": spec}))
-        asked = ("patch", "pytorchjob", job, *change)
+        asked = ("patch", kind, job, *change)
         wait_until(lambda: self.namespace.kubectl(*asked), f"{job} is patched", 120)
 
-    def jobs(self) -> dict[str, Document]:
-        return {job["metadata"]["name"]: job for job in self.namespace.list("pytorchjobs")}
+    def jobs(self, backend: str = "pytorchjob") -> dict[str, Document]:
+        found = self.namespace.list(BACKENDS[backend].plural)
+        return {job["metadata"]["name"]: job for job in found}
+
+    def pods(self, job: str) -> list[Document]:
+        """Return the pods of a job, of whichever kind."""
+        labels = [backend.job_label for backend in BACKENDS.values()]
+        return [pod for label in labels for pod in self.namespace.list("pods", f"{label}={job}")]
+
+    def worker(self, job: str, number: int) -> Document | None:
+        """Return the pod of a worker; None while it has none."""
+        found = [p for p in self.pods(job) if worker(p["metadata"]["name"]) == f"worker-{number}"]
+        return max(found, key=lambda p: str(p["metadata"]["creationTimestamp"]), default=None)
 
     def left(self, job: str) -> list[str]:
         """Return everything that exists of a job, as KIND/NAME."""
-        kinds = "pytorchjobs,pods,services,configmaps,secrets"
+        kinds = "pytorchjobs,jobs,pods,services,configmaps,secrets"
+        if has("trainjobs.trainer.kubeflow.org"):
+            kinds += ",trainjobs,jobsets"
         found = self.namespace.kubectl("get", kinds, "-o", "name").split()
         return [name for name in found if f"/{job}" in name]
 
@@ -173,7 +205,12 @@ def made_here(launching: Launching, workspace: str, *more: str) -> Document:
 
 
 def pod_of(job: Document) -> Document:
-    return dict(job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"])
+    """Return the pod in a PyTorchJob, or the one with which a TrainJob patches its runtime."""
+    if job["kind"] == "PyTorchJob":
+        return dict(job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"])
+    (patch,) = job["spec"]["runtimePatches"]
+    (workers,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    return dict(workers["template"]["spec"]["template"]["spec"])
 
 
 def _moment(lines: list[str], part: str) -> datetime:

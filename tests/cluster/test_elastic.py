@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Namespace, wait_until
-from launching import Launching, own_namespace
+from cluster import Namespace, has, wait_until
+from launching import EITHER, Launching, own_namespace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support import runs
 from support.program import ddpm, start, write_params
 
+from ddpm_kube.backends import BACKENDS
 from ddpm_kube.spec import job_name
 
 pytestmark = pytest.mark.timeout(1500)
@@ -139,52 +140,59 @@ def tensors(launching: Launching, folder: str) -> runs.Tensors:
         return runs.tensors((name, file.read()) for name, file in members.items() if file)
 
 
-def pod(namespace: Namespace, name: str) -> str:
-    """Return the uid of a pod; empty if it does not exist."""
-    options = ("--ignore-not-found", "-o", "jsonpath={.metadata.uid}")
-    return namespace.kubectl("get", "pod", name, *options).strip()
+def delete(launching: Launching, job: str, number: int) -> None:
+    """Delete a worker, and wait for its replacement."""
+
+    def uid() -> str:
+        pod = launching.worker(job, number)
+        return str(pod["metadata"]["uid"]) if pod else ""
+
+    gone, pod = uid(), launching.worker(job, number)
+    assert pod
+    launching.namespace.kubectl("delete", "pod", pod["metadata"]["name"], "--wait=false")
+    wait_until(lambda: uid() not in ("", gone), f"worker {number} of {job} is there again", 180)
 
 
-def delete(namespace: Namespace, name: str) -> None:
-    """Delete a worker, and wait for its replacement with the same name."""
-    gone = pod(namespace, name)
-    namespace.kubectl("delete", "pod", name, "--wait=false")
-    wait_until(lambda: pod(namespace, name) not in ("", gone), f"{name} is there again", 180)
+def do(launching: Launching, job: str, script: str) -> None:
+    """Run a script for the training process of worker 0."""
+    pod = launching.worker(job, 0)
+    assert pod
+    command = ("exec", pod["metadata"]["name"], "--", "python", "-c", TRAINING + script)
+    launching.namespace.kubectl(*command, seconds=300)
 
 
-def do(namespace: Namespace, worker: str, script: str) -> None:
-    """Run a script for the training process of a worker."""
-    command = ("exec", worker, "--", "python", "-c", TRAINING + script)
-    namespace.kubectl(*command, seconds=300)
+def scale(launching: Launching, backend: str, job: str, workers: int) -> None:
+    """Set the number of workers, as docs/elastic.md says."""
+    if backend == "pytorchjob":
+        launching.patch(job, pytorchReplicaSpecs={"Worker": {"replicas": workers}})
+    else:
+        launching.patch(f"{job}-node-0", "job", parallelism=workers, completions=workers)
 
 
-def scale(launching: Launching, job: str, workers: int) -> None:
-    launching.patch(job, pytorchReplicaSpecs={"Worker": {"replicas": workers}})
-
-
-def play_elastic(launching: Launching) -> None:
+def play_elastic(launching: Launching, backend: str) -> None:
     """Delete and scale the workers of a training, which must succeed."""
-    namespace, job = launching.namespace, job_name("/workspace/elastic", "train")
-    launching.launch("launcher", launching.arguments(launching.workspace("elastic"), *TWO))
-    grows(launching, "elastic", world=2)
-    delete(namespace, f"{job}-worker-1")
-    grows(launching, "elastic", world=2)
-    delete(namespace, f"{job}-worker-0")
-    grows(launching, "elastic", world=2)
-    scale(launching, job, 1)
-    grows(launching, "elastic", world=1)
-    do(namespace, f"{job}-worker-0", STOP)
-    scale(launching, job, 2)
-    do(namespace, f"{job}-worker-0", UNTIL_TOLD + GO_ON)
-    grows(launching, "elastic", world=2)
-    assert launching.ends("launcher", 600) == "Succeeded", launching.output("launcher")
+    workspace = launching.workspace(backend)
+    job, launcher = job_name(workspace, "train"), f"launcher-{backend}"
+    launching.launch(launcher, launching.arguments(workspace, *TWO, backend=backend))
+    grows(launching, backend, world=2)
+    delete(launching, job, 1)
+    grows(launching, backend, world=2)
+    delete(launching, job, 0)
+    grows(launching, backend, world=2)
+    scale(launching, backend, job, 1)
+    grows(launching, backend, world=1)
+    do(launching, job, STOP)
+    scale(launching, backend, job, 2)
+    do(launching, job, UNTIL_TOLD + GO_ON)
+    grows(launching, backend, world=2)
+    assert launching.ends(launcher, 600) == "Succeeded", launching.output(launcher)
 
 
 def play_tracked(launching: Launching) -> list[list[float]]:
     """Stop MLflow during a training for a while, and return the history of its loss."""
     namespace, workspace = launching.namespace, launching.workspace("tracked")
     namespace.ready("ddpm-mlflow", 400)
-    worker = f"{job_name(workspace, 'train')}-worker-0"
+    job = job_name(workspace, "train")
     tracked = ("-S", "tracking.uri=http://ddpm-mlflow:5000", "-S", "train.batch_size=32", *SLOW)
     launching.launch("launcher-tracked", launching.arguments(workspace, *tracked))
     grows(launching, "tracked", world=1)
@@ -195,10 +203,10 @@ def play_tracked(launching: Launching) -> list[list[float]]:
         120,
     )
     grows(launching, "tracked", world=1)
-    do(namespace, worker, STOP)
+    do(launching, job, STOP)
     namespace.kubectl("scale", "deployment", "ddpm-mlflow", "--replicas=1")
     namespace.ready("ddpm-mlflow", 400)
-    do(namespace, worker, GO_ON)
+    do(launching, job, GO_ON)
     grows(launching, "tracked", world=1, by=1)  # so that MLflow returns during the training
     printed = launching.output("launcher-tracked")
     assert launching.ends("launcher-tracked", 600) == "Succeeded", printed
@@ -209,38 +217,39 @@ def play_tracked(launching: Launching) -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def stories(launching: Launching) -> Iterator[dict[str, Future[Any]]]:
-    """Run both trainings at the same time."""
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            "elastic": pool.submit(play_elastic, launching),
-            "tracked": pool.submit(play_tracked, launching),
-        }
+    """Run all trainings at the same time."""
+    backends = [name for name, one in BACKENDS.items() if has(f"{one.plural}.{one.group}")]
+    with ThreadPoolExecutor(3) as pool:
+        elastic = {name: pool.submit(play_elastic, launching, name) for name in backends}
+        yield {**elastic, "tracked": pool.submit(play_tracked, launching)}
 
 
+@EITHER
 def test_deleting_and_scaling_workers_gives_the_same_model(
     stories: dict[str, Future[Any]],
     launching: Launching,
     namespace: Namespace,
     undisturbed: Future[Path],
+    backend: str,
 ) -> None:
-    stories["elastic"].result()
-    logged = rows(launching, "elastic")
+    stories[backend].result()
+    logged = rows(launching, backend)
     worlds = [row["world_size"] for row in logged]
     assert set(worlds) == {1, 2}
     changes = [b for a, b in zip([0, *worlds], worlds, strict=False) if a != b]
-    printed = launching.output("launcher")
+    printed = launching.output(f"launcher-{backend}")
     assert f"Processes: {', then '.join(str(world) for world in changes)}." in printed
-    job = job_name("/workspace/elastic", "train")
+    job = job_name(f"/workspace/{backend}", "train")
     wait_until(lambda: not launching.left(job), "the job and its pods are gone", 60)
 
     folder = undisturbed.result(900)
-    initial = folder.parent / "start"
+    initial = folder.parent / f"start-{backend}"
     (initial / "workspace").mkdir(parents=True)
     (initial / "workspace" / "data").symlink_to(folder / "workspace" / "data")
     write_params(initial, SETTINGS)
     before = runs.of_file(runs.at_start(initial))
     here = runs.of_file(runs.final(folder, STEPS))
-    there = runs.of_file(tensors(launching, f"/workspace/elastic/snapshots/step-{STEPS:08d}"))
+    there = runs.of_file(tensors(launching, f"/workspace/{backend}/snapshots/step-{STEPS:08d}"))
     assert runs.distance(there, here, before) <= SAME_MODEL
     assert [row["step"] for row in logged] == [row["step"] for row in runs.rows(folder)]
 

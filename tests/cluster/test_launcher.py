@@ -13,7 +13,7 @@ import bare
 import pytest
 import yaml
 from cluster import BELOW, IMAGE, Document, KubectlFailed, Namespace, applied, kubectl, wait_until
-from launching import JOB_LABEL, TINY, Launching, made_here, own_namespace, pod_of
+from launching import EITHER, TINY, Launching, made_here, own_namespace, pod_of
 
 from ddpm_kube.spec import job_name
 
@@ -36,13 +36,16 @@ def namespace(launching: Launching) -> Namespace:
     return launching.namespace
 
 
+@EITHER
 def test_the_schema_of_the_cluster_knows_every_field(
-    launching: Launching, namespace: Namespace
+    launching: Launching, namespace: Namespace, backend: str
 ) -> None:
+    # Those in a TrainingRuntime are in no TrainJob.
+    secrets = ("secrets=[a]", "optional_secrets=[b]") if backend == "pytorchjob" else ()
     job = made_here(
         launching,
         "/workspace/schema",
-        *("queue=q", "secrets=[a]", "optional_secrets=[b]", "node_selector={a: b}"),
+        *(f"backend={backend}", "queue=q", "node_selector={a: b}", *secrets),
         *("tolerations=[{key: a, operator: Exists}]", "image_pull_secrets=[c]", "env={A: b}"),
     )
     check = ("--dry-run=server", "--validate=strict")
@@ -62,7 +65,7 @@ def test_a_suspended_job_is_awaited_and_a_finished_one_removed(
     launching.prints("launcher-whole", "Created the PyTorchJob")
     launching.patch(name, runPolicy={"suspend": True})
     launching.prints("launcher-whole", "suspended (Kueue's queue research has not admitted it)")
-    wait_until(lambda: not pods_of(namespace, name), "no worker is left", 120)
+    wait_until(lambda: not launching.pods(name), "no worker is left", 120)
     launching.patch(name, runPolicy={"suspend": False})
     assert launching.ends("launcher-whole") == "Succeeded"
     output = launching.output("launcher-whole")
@@ -103,10 +106,6 @@ def test_a_missing_operator_is_reported_with_its_installation(
     assert "Traceback" not in done.stderr
 
 
-def pods_of(namespace: Namespace, job: str) -> list[Document]:
-    return namespace.list("pods", f"{JOB_LABEL}={job}")
-
-
 def going(job: Document) -> bool:
     return "deletionTimestamp" in job["metadata"]
 
@@ -126,36 +125,38 @@ def kill_launcher(namespace: Namespace, pod: str) -> None:
         namespace.exec(pod, "python", "-c", KILL)
 
 
+@EITHER
 def test_an_adopted_job_is_deleted_with_its_new_launcher(
-    launching: Launching, namespace: Namespace
+    launching: Launching, namespace: Namespace, backend: str
 ) -> None:
-    arguments = launching.arguments(launching.workspace("adopted"), *ENDLESS)
-    name = job_name("/workspace/adopted", "train")
-    launching.launch("launcher-1", arguments, command=["python", "-c", BELOW])
-    launching.prints("launcher-1", "[worker-0] train: ")
-    uid = launching.jobs()[name]["metadata"]["uid"]
-    kill_launcher(namespace, "launcher-1")
-    assert launching.ends("launcher-1") == "Failed"
-    assert not going(launching.jobs()[name])
+    workspace = launching.workspace(f"adopted-{backend}")
+    arguments = launching.arguments(workspace, *ENDLESS, backend=backend)
+    name, first, second = job_name(workspace, "train"), f"first-{backend}", f"second-{backend}"
+    launching.launch(first, arguments, command=["python", "-c", BELOW])
+    launching.prints(first, "[worker-0] train: ")
+    uid = launching.jobs(backend)[name]["metadata"]["uid"]
+    kill_launcher(namespace, first)
+    assert launching.ends(first) == "Failed"
+    assert not going(launching.jobs(backend)[name])
 
-    launching.launch("launcher-2", arguments)
-    launching.prints("launcher-2", "is already running; following it")
-    launching.prints("launcher-2", "[worker-0] train: ")
+    launching.launch(second, arguments)
+    launching.prints(second, "is already running; following it")
+    launching.prints(second, "[worker-0] train: ")
     # KFP removes the first launcher's pod after a while: the second one must own the job by then.
-    namespace.kubectl("delete", "pod", "launcher-1")
-    (owner,) = launching.jobs()[name]["metadata"]["ownerReferences"]
-    assert owner["name"] == "launcher-2"
-    assert launching.jobs()[name]["metadata"]["uid"] == uid
+    namespace.kubectl("delete", "pod", first)
+    (owner,) = launching.jobs(backend)[name]["metadata"]["ownerReferences"]
+    assert owner["name"] == second
+    assert launching.jobs(backend)[name]["metadata"]["uid"] == uid
 
-    namespace.kubectl("delete", "pod", "launcher-2", "--wait=false")
+    namespace.kubectl("delete", "pod", second, "--wait=false")
     wait_until(
-        lambda: name not in (jobs := launching.jobs()) or going(jobs[name]),
+        lambda: name not in (jobs := launching.jobs(backend)) or going(jobs[name]),
         "the job is deleted",
         10,
         pause=0.2,
     )
     wait_until(lambda: not launching.left(name), "nothing is left", 120)
-    saved = launching.shell("ls", "/workspace/adopted/snapshots").split()
+    saved = launching.shell("ls", f"{workspace}/snapshots").split()
     assert saved, "snapshots stay after the job is deleted"
 
 

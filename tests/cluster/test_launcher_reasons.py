@@ -1,4 +1,4 @@
-"""The launcher, as a pod with little patience, names the cause of a failed PyTorchJob in time.
+"""The launcher, as a pod with little patience, names the cause of a failed job in time.
 
 Each cause comes from a real pod, quota, policy or account. Four cases run at a time.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 from cluster import ROOT, Document, Namespace, documents, wait_until
-from launching import TINY, Launching, made_here, own_namespace, pod_of
+from launching import TINY, TRAINJOB, Launching, made_here, own_namespace, pod_of
 
 from ddpm_kube.spec import job_name
 
@@ -44,6 +44,7 @@ class Case:
     account: str = "ddpm-launcher"
     change: Callable[[Document], object] | None = None
     timed: bool = True
+    backend: str = "pytorchjob"
 
 
 CASES = {
@@ -56,10 +57,10 @@ CASES = {
         "The API server refuses to create worker-0: ", ("-K", "service_account=absent")
     ),
     "secret": Case("CreateContainerConfigError", ("-K", "secrets=[absent]")),
-    "blind": Case("The Training Operator has not created the pods. Either", GPU, BLIND),
+    "blind": Case("Kubeflow's Training Operator has not created the pods. Either", GPU, BLIND),
     # The operator ignores jobs of another controller, as if it were not running.
     "operator": Case(
-        "No controller has picked up the job. Is the Training Operator running",
+        "No controller has picked up the job. Is Kubeflow's Training Operator running",
         change=lambda job: job["spec"]["runPolicy"].update(managedBy="kueue.x-k8s.io/multikueue"),
     ),
     "policy": Case(
@@ -72,7 +73,25 @@ CASES = {
     "no-data": Case(
         "worker-0 failed 3 times with the same error: There are no prepared data", timed=False
     ),
+    # What differs for a TrainJob: its Job creates the pods, whose container has another name.
+    "v2-memory": Case(
+        "worker-0 was OOMKilled", ("-K", "memory=150Mi", "-K", "shm=8Mi"), backend="trainjob"
+    ),
+    "v2-quota": Case("does not allow worker-0: ", GPU, backend="trainjob"),
+    "v2-account": Case(
+        "The API server refuses to create worker-0: ",
+        ("-K", "service_account=absent"),
+        backend="trainjob",
+    ),
+    "v2-operator": Case(
+        "No controller has picked up the job. Is Kubeflow Trainer running",
+        change=lambda job: job["spec"].update(managedBy="kueue.x-k8s.io/multikueue"),
+        backend="trainjob",
+    ),
 }
+PLAYED = [
+    name for name, case in CASES.items() if case.backend != "trainjob" or not TRAINJOB.args[0]
+]
 
 
 @pytest.fixture(scope="module")
@@ -115,20 +134,23 @@ def outputs(launching: Launching) -> dict[str, str]:
     def play(name: str) -> str:
         case, workspace, pod = CASES[name], f"/workspace/{name}", f"launcher-{name}"
         if case.change:
-            job = made_here(launching, workspace)
+            job = made_here(launching, workspace, f"backend={case.backend}")
             case.change(job)
             launching.namespace.apply(job)
-        arguments = launching.arguments(workspace, *PATIENCE, *case.arguments)
+        arguments = launching.arguments(workspace, *PATIENCE, *case.arguments, backend=case.backend)
         launching.launch(pod, arguments, case.account)
         with suppress(AssertionError):  # the test of this case fails instead
             launching.ends(pod)
         return launching.output(pod)
 
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(CASES, pool.map(play, CASES), strict=True))
+        return dict(zip(PLAYED, pool.map(play, PLAYED), strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=TRAINJOB if c.backend == "trainjob" else ()) for n, c in CASES.items()],
+)
 def test_the_cause_is_reported_in_a_minute_and_nothing_is_left(
     launching: Launching, namespace: Namespace, outputs: dict[str, str], name: str
 ) -> None:

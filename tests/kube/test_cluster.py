@@ -16,8 +16,9 @@ from kubernetes.config import kube_config
 
 from ddpm_core.errors import UserError
 from ddpm_kube import cluster, gc, launch, watch
-from ddpm_kube.cluster import RETRY_FOR, Cluster, Location, Retry, connect
+from ddpm_kube.cluster import RETRY_FOR, Cluster, Retry, connect
 from ddpm_kube.job import MANAGED, RUN_ID
+from ddpm_kube.location import Location
 from ddpm_kube.watch import JobWatch, WatchLost
 
 UNAVAILABLE = ApiException(status=503, reason="away")
@@ -215,6 +216,10 @@ class Held:
 
     def delete_namespaced_custom_object(self, *_: object, **__: object) -> None:
         self.job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+
+    def get_api_resources(self, group: str, *_: object, **__: object) -> Any:
+        listed = {"resources": [{"name": "pytorchjobs"}] if group == "kubeflow.org" else []}
+        return SimpleNamespace(data=json.dumps(listed))
 
     def list_namespaced_custom_object(self, *_: object, **__: object) -> Json:
         return {"items": [self.job]}

@@ -187,10 +187,13 @@ PULLING = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
 UNSCHEDULABLE = {"type": "PodScheduled", "reason": "Unschedulable", "message": "0/3 nodes fit"}
 WAITS = {
     "controller": (View(job=job()), "No controller has picked up the job."),
-    "pods": (View(job=job(**CREATED)), "The Training Operator has not created the pods. Check"),
+    "pods": (
+        View(job=job(**CREATED)),
+        "Kubeflow's Training Operator has not created the pods.",
+    ),
     "blind": (
         View(job=job(**CREATED), events_readable=False),
-        "The Training Operator has not created the pods. Either",
+        "Kubeflow's Training Operator has not created the pods. Either",
     ),
     "quota": (
         View(job=job(**CREATED), events=[event("FailedCreatePod", FULL)]),

@@ -21,9 +21,10 @@ from support.s3_server import Bucket
 from ddpm_core.config import load as params
 from ddpm_core.errors import UserError
 from ddpm_kube import cli, cluster, launch, options, steps, watch
-from ddpm_kube.cluster import Location
+from ddpm_kube.backends import BACKENDS
 from ddpm_kube.job import RUN_ID, build
 from ddpm_kube.launch import Outcome
+from ddpm_kube.location import Location
 from ddpm_kube.spec import JobSpec
 from ddpm_kube.watch import WatchLost
 
@@ -38,13 +39,20 @@ def kubeconfig(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def api(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
+def api(
+    request: pytest.FixtureRequest, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Api]:
+    """Start an API server with PyTorchJobs, or with the kind of jobs that EITHER names."""
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
     monkeypatch.setattr(launch, "LOOK_INTERVAL", 0.05)
     for module in (cluster, watch):
         monkeypatch.setattr(module, "PAUSES", (0.1, 0.1))
     with api_server(kubeconfig) as server:
+        server.backend = BACKENDS[getattr(request, "param", "pytorchjob")]
         yield server
+
+
+EITHER = pytest.mark.parametrize("api", BACKENDS, indirect=True)
 
 
 def train(keep: bool = False, patience: str = "15m") -> Outcome | None:
@@ -92,6 +100,7 @@ def in_s3(bucket: Bucket, trained: Path, tmp_path: Path, monkeypatch: pytest.Mon
     return write_params(tmp_path, TINY.replace("workspace: workspace", f"workspace: {uri}"))
 
 
+@EITHER
 @pytest.mark.parametrize("left", [None, "Succeeded"])
 def test_no_job_is_created_if_training_is_up_to_date(
     api: Api, in_s3: Path, capsys: pytest.CaptureFixture[str], left: str | None
@@ -99,11 +108,12 @@ def test_no_job_is_created_if_training_is_up_to_date(
     """A launcher may have been lost before its job ended."""
     given = options.read({"image": "ddpm:dev"})
     if left:
-        api.make(build(JobSpec(params.load(in_s3), given, "run", "ddpm", "ddpm:dev")))
+        chosen = given.model_copy(update={"backend": api.backend.name})
+        api.make(build(JobSpec(params.load(in_s3), chosen, "run", "ddpm", "ddpm:dev")))
         api.state = left
-        api.listed("pytorchjobs")
+        api.listed(api.backend.plural)
     assert launch.train(params.load(in_s3), given, "run", {}) is None
-    assert capsys.readouterr().err == "train: up to date; no PyTorchJob is created.\n"
+    assert capsys.readouterr().err == f"train: up to date; no {api.backend.kind} is created.\n"
     assert api.asked["making"] == 0 and api.job is None
     assert api.asked["delete"] == (1 if left else 0)
 
@@ -176,6 +186,7 @@ def outage(api: Api, status: int, seconds: float) -> Callable[[str, int], int]:
     return answer
 
 
+@EITHER
 def test_a_launcher_that_was_killed_finds_its_job_again(api: Api, kubeconfig: Path) -> None:
     """The job may have been running for months."""
     killed = start(kubeconfig)
@@ -189,7 +200,7 @@ def test_a_launcher_that_was_killed_finds_its_job_again(api: Api, kubeconfig: Pa
     api.state = "Succeeded"
     _, output = again.communicate(timeout=60)
     assert again.returncode == 0, output
-    assert "The PyTorchJob ddpm/train-s3-bucket-run-" in output
+    assert f"The {api.backend.kind} ddpm/train-s3-bucket-run-" in output
     assert "is already running; following it." in output
     assert api.asked["delete"] == 1 and api.job is None
 
@@ -277,6 +288,7 @@ def test_a_signal_while_the_job_is_created_leaves_no_job(
 # Listing
 
 
+@EITHER
 def test_jobs_are_listed_with_complete_names(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     cli.list_()
     assert capsys.readouterr().out == "No jobs.\n"
@@ -286,5 +298,5 @@ def test_jobs_are_listed_with_complete_names(api: Api, capsys: pytest.CaptureFix
     cli.list_()
     heads, cells = capsys.readouterr().out.splitlines()
     assert heads.split() == ["job", "state", "workers", "age", "run", "launcher"]
-    assert cells.split()[:3] == ["train-run", "Running", "0"]
+    assert cells.split()[:3] == ["train-run", "Running", "1"]
     assert cells.split()[-2:] == [run, "none"]

@@ -121,6 +121,7 @@ def test_only_the_launcher_has_a_token_with_few_permissions() -> None:
     allowed = {name: set(rule["verbs"]) for rule in role["rules"] for name in rule["resources"]}
     assert allowed == {
         "pytorchjobs": {"get", "list", "watch", "create", "patch", "delete"},
+        "trainjobs": {"get", "list", "watch", "create", "patch", "delete"},
         "pods": {"get", "list", "watch"},
         "events": {"list", "watch"},
         "pods/log": {"get"},
@@ -162,7 +163,6 @@ def test_policies_deny_all_except_what_a_pod_uses() -> None:
     deny = policies.pop("ddpm-deny-all")["spec"]
     assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     carried = set(itertools.chain(*(t["metadata"]["labels"].items() for _, t, _ in PODS)))
-    carried |= {("training.kubeflow.org/operator-name", "pytorchjob-controller")}  # the operator's
     carried |= labels_of_tasks()
     for name, policy in policies.items():
         rules = [r for key in ("ingress", "egress") for r in policy["spec"].get(key, [])]

@@ -28,7 +28,8 @@ from support.documents import (
 
 ALL = [*read(PLATFORM), *read(JOBS)]
 NAMES = sorted(file.parent.name for file in OVERLAYS.glob("*/Kustomization"))
-ELSEWHERE = ("LocalQueue",)  # kinds of Kueue, checked on a cluster (tests/cluster)
+# Kinds of Kueue and Trainer, checked on a cluster (tests/cluster)
+ELSEWHERE = ("LocalQueue", "TrainJob", "TrainingRuntime")
 
 
 def test_no_overlay_deletes_what_the_pods_of_kfp_mount() -> None:
@@ -144,7 +145,9 @@ def test_each_overlay_renders_to_valid_documents(name: str) -> None:
     documents = rendered(OVERLAYS / name, OVERLAYS / name / "jobs")
     for document in documents:
         assert document["kind"] in ELSEWHERE or mistakes(document) == [], document["metadata"]
-    assert {"Deployment", "Job", "PyTorchJob"} <= {d["kind"] for d in documents}
+    kinds = {d["kind"] for d in documents}
+    trains = {"TrainJob", "TrainingRuntime"} if name == "trainjob" else {"PyTorchJob"}
+    assert {"Deployment", "Job"} | trains <= kinds and not kinds & {"PyTorchJob"} - trains
     for template in (t for d in documents for t, _ in templates(d)):
         for volume in template["spec"]["volumes"]:
             assert "emptyDir" not in volume or "sizeLimit" in volume["emptyDir"]

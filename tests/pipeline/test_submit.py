@@ -50,7 +50,7 @@ train: {steps: 8, batch_size: 8}
             {"source": "dvc:https://ghp_TOKEN@github.com/me/registry.git#photos@v1"},
             "A URI in the inputs contains a password or token",
         ),
-        ({"backend": "slurm"}, "must be pytorchjob or process"),
+        ({"backend": "slurm"}, "must be one of auto, pytorchjob, trainjob, process"),
         ({"params": TINY + "#" * 10_000}, "more than 10,000 bytes"),
     ],
 )

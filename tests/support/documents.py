@@ -52,6 +52,11 @@ def mistakes(document: Document) -> list[str]:
     return list(_mistakes(document, name, f"{document.get('kind')}"))
 
 
+def mistakes_in_pod(job_template: Document) -> list[str]:
+    """Return the mistakes of a Job's template within an object that has no model here."""
+    return list(_mistakes(job_template, "V1JobTemplateSpec", "template"))
+
+
 def _mistakes(value: Any, kind: str, where: str) -> Iterator[str]:
     if match := re.fullmatch(r"list\[(.+)\]", kind):
         if not isinstance(value, list):
@@ -95,6 +100,9 @@ def templates(document: Document) -> list[tuple[Document, int]]:
     spec = document.get("spec", {})
     if document["kind"] == "PyTorchJob":
         return [(r["template"], r.get("replicas", 1)) for r in spec["pytorchReplicaSpecs"].values()]
+    if document["kind"] == "TrainingRuntime":
+        jobs = spec["template"]["spec"]["replicatedJobs"]
+        return [(one["template"]["spec"]["template"], 1) for one in jobs]
     if document["kind"] in ("Deployment", "Job"):
         return [(spec["template"], spec.get("replicas", spec.get("parallelism", 1)))]
     return []

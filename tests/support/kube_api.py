@@ -1,4 +1,4 @@
-"""A small API server over HTTP: a namespace with at most one PyTorchJob and its pod."""
+"""A small API server over HTTP: a namespace with at most one job and its pod."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from ddpm_kube.backends import BACKENDS, Backend
+
 ROUND = 0.2  # seconds of a watch
 CREATED = "2026-01-01T00:00:00Z"
 Plain = dict[str, Any]
@@ -23,14 +25,15 @@ class Api(ThreadingHTTPServer):
     """`job` is the created job, `asked` counts the requests by kind, such as "watch pods".
 
     `status(request, number)` returns the HTTP status for the n-th request of a kind; 0: the server
-    breaks the connection. `state` is the condition of the job, `conditions` are those of its pod;
-    `slow` is how many seconds it takes to create a job.
+    breaks the connection. `backend` is the kind of jobs that the server has, `state` the state of
+    the job, `conditions` are those of its pod; `slow` is how many seconds it takes to create a job.
     """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.backend: Backend = BACKENDS["pytorchjob"]
         self.job: Plain | None = None
         self.state, self.message, self.slow = "Running", "It runs.", 0.0
         self.conditions: list[Plain] = []
@@ -48,20 +51,32 @@ class Api(ThreadingHTTPServer):
     def listed(self, kind: str) -> list[Plain]:
         if self.job is None or kind == "events":
             return []
-        condition = {"type": self.state, "status": "True", "message": self.message}
-        self.job["status"] = {"conditions": [condition]}
-        if kind == "pytorchjobs":
+        self.job["status"] = job_status(self.backend.name, self.state, self.message)
+        if kind == self.backend.plural:
             return [self.job]
-        return [worker(self.job["metadata"]["name"], self.conditions)]
+        return [worker(self.backend, self.job["metadata"]["name"], self.conditions)]
 
 
-def worker(job: str, conditions: list[Plain]) -> Plain:
+def job_status(backend: str, state: str, message: str) -> Plain:
+    """Return the status of a job as its controller writes it."""
+    if backend == "pytorchjob":
+        return {"conditions": [{"type": state, "status": "True", "message": message}]}
+    status: Plain = {"jobsStatus": [{"name": "node", "ready": int(state == "Running")}]}
+    if state in ("Succeeded", "Failed"):  # a TrainJob that runs has no condition
+        kind = {"Succeeded": "Complete"}.get(state, state)
+        moment = {"lastTransitionTime": CREATED}
+        status["conditions"] = [{"type": kind, "status": "True", "message": message, **moment}]
+    return status
+
+
+def worker(backend: Backend, job: str, conditions: list[Plain]) -> Plain:
     """Return a running pod; with conditions, one that is pending."""
-    status = {"name": "pytorch", "state": {"running": {}}}
+    name = f"{job}-worker-0" if backend.name == "pytorchjob" else f"{job}-node-0-0-x7k2p"
+    status = {"name": backend.container, "state": {"running": {}}}
     waiting = {"phase": "Pending", "conditions": conditions}
     return {
-        "metadata": {"name": f"{job}-worker-0", "uid": "p-1", "resourceVersion": "1"},
-        "spec": {"containers": [{"name": "pytorch", "image": "ddpm:dev"}]},
+        "metadata": {"name": name, "uid": "p-1", "resourceVersion": "1"},
+        "spec": {"containers": [{"name": backend.container, "image": "ddpm:dev"}]},
         "status": waiting if conditions else {"phase": "Running", "containerStatuses": [status]},
     }
 
@@ -92,10 +107,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
-        kind = next(k for k in ("pytorchjobs", "pods", "events") if f"/{k}" in path)
+        backend = self.server.backend
+        if path.startswith("/apis/") and path.count("/") == 3:  # which resources a group has
+            there = path == f"/apis/{backend.group}/{backend.version}"
+            resources = [{"name": backend.plural}]
+            self._answer(200, {"resources": resources}) if there else self._answer(404, {})
+            return
+        kind = next(k for k in (backend.plural, "pods", "events") if f"/{k}" in path)
         if not path.endswith(kind):
             if self._allowed(f"get {kind}"):
-                self._answer(200 if self.server.job else 404, self.server.job or {})
+                missing = {"message": f"{kind} not found"}
+                self._answer(200 if self.server.job else 404, self.server.job or missing)
         elif "watch=True" in query:
             if self._allowed(f"watch {kind}"):
                 self._watched(kind)

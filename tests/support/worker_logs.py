@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from ddpm_kube.backends import DEFAULT
 from ddpm_kube.logs import Logs
 
 POD = "run-worker-0"
@@ -39,7 +40,7 @@ def followed(read: Read) -> tuple[Logs, list[str]]:
         return Answer(read(previous))
 
     core = SimpleNamespace(read_namespaced_pod_log=answer)
-    cluster: Any = SimpleNamespace(namespace="ddpm", core=core, patience=0.0)
+    cluster: Any = SimpleNamespace(namespace="ddpm", core=core, patience=0.0, backend=DEFAULT)
     return Logs(cluster, printed.append), printed
 
 
