@@ -191,7 +191,8 @@ def test_onnx_computes_the_same_for_every_batch(
         ours = trained.network(*given.values())
         if moments := load_moments(trained.checkpoint):
             alpha_bar = make_schedule("cosine", 50).alphas_bar[given["t"]]
-            ours = make_prediction(process["prediction"], moments).to_x0(ours, given["x"], alpha_bar)
+            prediction = make_prediction(process["prediction"], moments)
+            ours = prediction.to_x0(ours, given["x"], alpha_bar)
         theirs = network.run(None, {name: tensor.numpy() for name, tensor in given.items()})[0]
         assert np.allclose(ours.numpy(), theirs, atol=1e-4)
     images = run_program(tmp_path / "out", monkeypatch)["images"]
