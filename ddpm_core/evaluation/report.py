@@ -49,7 +49,7 @@ DRAWN = {
     "guidance": (
         "Conditions and guidance",
         "A row for each class or prompt, from the same noise. "
-        "Guidance 0 ignores the condition, and 1 is none.",
+        "Guidance 0 ignores the condition; at 1 the condition applies without guidance.",
         ".png",
     ),
     "interpolation": (
