@@ -128,16 +128,28 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 
 def _fast_bf16(device: torch.device) -> bool:
-    """Return whether bf16 is fast: GPUs since Ampere, CPUs with AMX tiles or AVX512-BF16.
+    """Return whether bf16 is fast: GPUs since Ampere, CPUs with AMX tiles, AMD's with AVX512-BF16.
 
-    Measured with AVX512-BF16 on two cores: a training step is 1.3 to 1.7 times as fast as in fp32,
-    a denoising step 1.4 to 1.7 times.
+    Measured on two cores of an EPYC: a training step is 1.3 to 1.7 times as fast as in fp32, a
+    denoising step 1.4 to 1.7 times. On a Xeon whose AMX is hidden from the machine, a training step
+    took 1.26 times as long as in fp32: with AVX512-BF16 it multiplies no more numbers per cycle.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and (
-        torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    )
+    if device.type != "cpu":
+        return False
+    if torch.cpu._is_amx_tile_supported():
+        return True
+    return torch.cpu._is_avx512_bf16_supported() and "GenuineIntel" not in _processor()
+
+
+@functools.cache
+def _processor() -> str:
+    """Return the description of the first processor on Linux, "" elsewhere."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    except OSError:
+        return ""
 
 
 def compiles_training(device: torch.device) -> bool:
