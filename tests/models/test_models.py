@@ -158,9 +158,10 @@ def test_a_config_survives_json() -> None:
 
 
 def test_config_of_an_earlier_version_keeps_its_norm_groups() -> None:
-    """Earlier versions wrote configs without DETAILS."""
+    """Earlier versions wrote configs without DETAILS and without cross-attention."""
     fields = asdict(config(channels=16))
-    made = UNet(UNetConfig.from_dict({n: v for n, v in fields.items() if n not in DETAILS}))
+    later = (*DETAILS, "cross_attention")
+    made = UNet(UNetConfig.from_dict({n: v for n, v in fields.items() if n not in later}))
     norms = [norm for norm in made.modules() if isinstance(norm, Norm)]
     assert all(norm.num_groups == group_count(norm.num_channels) for norm in norms)
     assert {(norm.num_groups, norm.eps) for norm in norms} == {(n, 1e-6) for n in (4, 8, 12, 16)}

@@ -18,6 +18,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 from support.mlflow_server import put_store
 from support.models import write_checkpoint
 from support.scored import row
@@ -197,6 +198,14 @@ def test_onnx_computes_the_same_for_every_batch(
         assert np.allclose(ours.numpy(), theirs, atol=1e-4)
     images = run_program(tmp_path / "out", monkeypatch)["images"]
     assert images.shape == (4, 1, 8, 8) and images.dtype == np.uint8 and images.std() > 1
+
+
+def test_safetensors_name_cross_attention(tmp_path: Path) -> None:
+    trained = Trained(tmp_path, "text", cross_attention=True)
+    trained.export(tmp_path / "out", "safetensors")
+    assert json.loads((tmp_path / "out/config.json").read_text())["network"]["cross_attention"]
+    weights = load_file(tmp_path / "out" / AVERAGE)
+    assert "condition.null_token" in weights and "middle.0.cross.query.weight" in weights
 
 
 def test_onnx_without_its_exporter_names_the_extra(

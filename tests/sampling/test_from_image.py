@@ -66,6 +66,7 @@ def test_strength_0_gives_the_image_and_1_forgets_it(run: Path, tmp_path: Path) 
     assert np.array_equal(new, other) and not np.array_equal(partly, new)
 
 
+@pytest.mark.slow
 def test_full_strength_gives_the_samples_of_the_newest(run: Path, tmp_path: Path) -> None:
     new = drawn(run, tmp_path / "new", strength=1.0)
     given = settings("sample.count=5", "sample.batch_size=5", "sample.steps=4", "sample.png=true")
