@@ -160,7 +160,7 @@ def test_the_cause_is_reported_in_a_minute_and_nothing_is_left(
     assert last.startswith("ddpm jobs: ")
     assert case.message in last
     assert "--- events:" in outputs[name]
-    started = "is already running" if case.change else "Created the PyTorchJob"
+    started = "is already running" if case.change else "Created the "
     took = launching.seconds_between(pod, started, "Giving up: ")
     assert took <= WITHIN or not case.timed
     assert not launching.left(job_name(f"/workspace/{name}", "train"))
