@@ -37,6 +37,8 @@ START_REASONS = {
 # Warnings that are not printed, because a Problem or the state of a pod contains the same.
 _COVERED = {"FailedScheduling", "Unschedulable", "Failed", "BackOff"}
 _COVERED |= {"FailedCreate", "FailedCreatePod", "FailedCreateService", "JobCreationFailed"}
+# Kueue's webhook denies a new object whose owner, newer still, it does not know yet.
+_OWNER_UNKNOWN = re.compile(r'denied the request: [\w.]+ "[^"]+" not found')
 # Causes come before their consequences.
 _ORDER = ("OOMKilled", "InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff")
 
@@ -296,6 +298,7 @@ def creation_problems(event: Json) -> Iterator[Problem]:
     # The API server gives no reason apart from these words. It also forbids the operator itself
     # to create pods for a while after a restart.
     forbidden = "is forbidden" in message and "cannot create resource" not in message
+    denied = "denied the request" in message and not _OWNER_UNKNOWN.search(message)
     if "exceeded quota" in message:
         yield Problem(
             who,
@@ -303,7 +306,7 @@ def creation_problems(event: Json) -> Iterator[Problem]:
             f"The quota of the namespace does not allow {who}: {message}. Request less (cpu, "
             "memory, gpu, max_replicas), or wait until other pods have ended.",
         )
-    elif forbidden or "denied the request" in message or "is invalid" in message:
+    elif forbidden or denied or "is invalid" in message:
         text = f"The API server refuses to create {who}: {message}."
         yield Problem(who, "refused", text, permanent=True)
     else:

@@ -101,7 +101,7 @@ def test_a_missing_operator_is_reported_with_its_installation(
             timeout=REPORTED_WITHIN,
         )
     assert done.returncode == 1
-    assert "This cluster has no resource PyTorchJob" in done.stderr
+    assert "This cluster has neither PyTorchJob nor TrainJob" in done.stderr
     assert "kubectl apply --server-side -k " in done.stderr
     assert "Traceback" not in done.stderr
 
