@@ -58,13 +58,13 @@ def test_the_schema_of_the_cluster_knows_every_field(
 def test_a_suspended_job_is_awaited_and_a_finished_one_removed(
     launching: Launching, namespace: Namespace
 ) -> None:
-    arguments = launching.arguments(launching.workspace("whole"), options=["queue=research"])
+    arguments = launching.arguments(launching.workspace("whole"))
     name = job_name("/workspace/whole", "train")
     # With a part of a core the worker is still starting when the job is suspended.
     launching.launch("launcher-whole", [*arguments, "-K", "cpu_limit=300m", "--keep"])
     launching.prints("launcher-whole", "Created the PyTorchJob")
     launching.patch(name, runPolicy={"suspend": True})
-    launching.prints("launcher-whole", "suspended (Kueue's queue research has not admitted it)")
+    launching.prints("launcher-whole", "The job is suspended; waiting until it is resumed.")
     wait_until(lambda: not launching.pods(name), "no worker is left", 120)
     launching.patch(name, runPolicy={"suspend": False})
     assert launching.ends("launcher-whole") == "Succeeded"

@@ -31,6 +31,7 @@ from ddpm_core import cli
 from ddpm_core.runtime import log_records
 from ddpm_core.storage.workspace import Workspace
 from ddpm_kube import cluster, launch, logs
+from ddpm_kube.backends import DEFAULT
 from ddpm_kube.logs import Logs
 from ddpm_kube.watch import View
 
@@ -144,7 +145,10 @@ def test_a_node_clock_that_is_ahead_loses_no_line() -> None:
         return Answer([f"{ahead.isoformat()} a"])
 
     api: Any = SimpleNamespace(
-        namespace="ddpm", patience=0.0, core=SimpleNamespace(read_namespaced_pod_log=answer)
+        namespace="ddpm",
+        patience=0.0,
+        backend=DEFAULT,
+        core=SimpleNamespace(read_namespaced_pod_log=answer),
     )
     followed_until(complete, Logs(api, str))
     assert asked[0] == 0 and asked[1] > 10
