@@ -127,7 +127,7 @@ def serve(
         typer.Option(min=0.1, metavar="SECONDS", help="Time limit of a request, with its wait."),
     ] = 600.0,
 ) -> None:
-    """Serve the champion over HTTP: a page to draw images, and an API.
+    """Serve the champion: a page to draw images, and an API.
 
     A new champion replaces the old one without losing a request.
     """

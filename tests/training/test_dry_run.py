@@ -49,7 +49,7 @@ def test_dry_run_names_what_it_assumes_about_the_images(
 
 
 def test_dry_run_reports_whether_diffusers_supports_the_network(tmp_path: Path) -> None:
-    assert "diffusers   This network can be exported." in said(tmp_path, preset="dtd")
+    assert "diffusers   This network can be exported." in said(tmp_path, preset="cifar10")
     told = said(tmp_path, "model.conditioning=text")
     assert "diffusers   model.conditioning: got text; must be none or class" in told
 
