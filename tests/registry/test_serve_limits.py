@@ -352,7 +352,7 @@ def test_sigterm_waits_only_for_complete_requests(serving: Serving) -> None:
     """This is the last test: it stops the server."""
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(
-            contextlib.closing(serving.send({"inputs": [{"n": 64, "steps": 80}]}))
+            contextlib.closing(serving.send({"inputs": [{"n": 64, "steps": 300}]}))
         )
         for part in (b"POST /inv", request(b"x" * 9)[:-1]):
             half = stack.enter_context(contextlib.closing(serving.connect()))
