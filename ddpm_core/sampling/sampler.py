@@ -120,8 +120,9 @@ class ImageSampler:
 
         def part(rows: Tensor) -> Tensor:
             noise = BatchNoise([origins[row] for row in rows.tolist()], self._shape, self._device)
-            own = None if condition is None else condition[rows.cpu()].to(self._device)
-            start = original and original.take(rows)
+            on_device = rows.to(self._device)
+            own = None if condition is None else condition.to(self._device)[on_device]
+            start = original and original.take(on_device)
             if on_step is None:
                 return self.draw(noise, own, start)
             estimate: Tensor
@@ -135,8 +136,8 @@ class ImageSampler:
 
             return self.draw(noise, own, start, report, see)
 
-        rows = torch.arange(len(origins), device=self._device)
-        pixels: Pixels = in_halves(part, rows).cpu().numpy()
+        rows = torch.arange(len(origins))  # on the CPU: reading them must not wait for the device
+        pixels: Pixels = in_halves(part, rows, self._device).cpu().numpy()
         return pixels
 
     def noise(self, indices: Sequence[int]) -> BatchNoise:
@@ -298,8 +299,8 @@ def _class_numbers(names: list[str], wanted: Sequence[str]) -> list[int]:
     return [names.index(name) for name in wanted]
 
 
-def in_halves(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Return `work(rows)`, on a CPU computed in two halves side by side.
+def in_halves(work: Callable[[Tensor], Tensor], rows: Tensor, device: torch.device | str) -> Tensor:
+    """Return `work(rows)`; if it runs on a CPU, computed in two halves side by side.
 
     `work` must treat each of the rows (n,) separately. Each half gets half of PyTorch's threads.
     Settings of a thread, such as autocast or `no_grad`, must be made inside `work`.
@@ -311,7 +312,7 @@ def in_halves(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     is odd.
     """
     threads = torch.get_num_threads()
-    if rows.device.type != "cpu" or threads % 2 or len(rows) == 1:
+    if torch.device(device).type != "cpu" or threads % 2 or len(rows) == 1:
         return work(rows)
 
     def half(rows: Tensor) -> Tensor:

@@ -116,8 +116,8 @@ def test_no_step_waits_for_the_device(apart: tuple[Path, dict[str, Record]]) -> 
         "training/trainer.py:gather_times",
         "training/validation.py:_noise_levels",  # once per run
         "training/validation.py:_losses",  # once per measurement
-        "sampling/sampler.py:images",  # the grid of a milestone
-        "sampling/sampler.py:_draw",
+        "sampling/sampler.py:batch",  # the grid of a milestone
+        "sampling/sampler.py:draw",
     }
     assert train.waits["training/state.py:_host"] > 0
     batches = 2 * 3  # 20 images in batches of 8, of two checkpoints

@@ -96,7 +96,7 @@ def test_each_half_has_half_of_the_threads(threads: int, shares: list[int]) -> N
         return rows * 2
 
     torch.set_num_threads(threads)
-    assert in_halves(work, torch.arange(5)).tolist() == [0, 2, 4, 6, 8]
+    assert in_halves(work, torch.arange(5), "cpu").tolist() == [0, 2, 4, 6, 8]
     assert seen == shares
 
 
@@ -106,7 +106,7 @@ def test_thread_count_is_restored_after_an_error() -> None:
 
     torch.set_num_threads(2)
     with pytest.raises(ValueError, match="no images"):
-        in_halves(work, torch.arange(2))
+        in_halves(work, torch.arange(2), "cpu")
     seen: list[int] = []
     later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     later.start()
