@@ -120,20 +120,20 @@ def draw(
         Path | None, typer.Option("--output", "-o", help="The file of one KIND: .gif or .png.")
     ] = None,
 ) -> None:
-    """Draw pictures of what a network does.
+    """Draw figures of what a network does.
 
     They show how noise becomes images, classes or prompts under growing guidance, the way between
     two images, and how images become noise. Without KIND, they become part of the report.
     """
     config = load(p, w, s, trained=True)
     workspace = Workspace.open(config.workspace)
-    from ddpm_core.sampling.pictures import draw_for_report, draw_picture
+    from ddpm_core.sampling.figures import draw_figure, draw_for_report
 
     if kind is not None:
-        typer.echo(draw_picture(config, workspace, kind, output))
+        typer.echo(draw_figure(config, workspace, kind, output))
         return
     if output is not None:
-        raise UserError("--output: requires KIND. Without KIND, pictures go into the report.")
+        raise UserError("--output: requires KIND. Without KIND, figures go into the report.")
     from ddpm_core.evaluation.report import render_report
 
     typer.echo(draw_for_report(config, workspace))

@@ -16,7 +16,7 @@ from ddpm_core.evaluation.chart import chart
 from ddpm_core.evaluation.curves import curves, loss_curves
 from ddpm_core.evaluation.pages import environment
 from ddpm_core.scores import SPACES, AnyRow, Results, Row, best, is_scored, ranked, read_results
-from ddpm_core.storage.workspace import PICTURES, REPORT, RESULTS, Workspace, picture_name
+from ddpm_core.storage.workspace import PICTURES, REPORT, RESULTS, Workspace, figure_name
 from ddpm_core.text import shown, throughout
 from ddpm_core.tracking.validation import trend
 
@@ -39,7 +39,7 @@ CHECKSUMS = {
     "state.modified": "last change, nanoseconds since 1970",
     "state.commit": "commit",
 }
-# The pictures of `ddpm draw`: title, text and the end of the name.
+# The figures of `ddpm draw`: title, text and the end of the name.
 DRAWN = {
     "denoising": (
         "From noise to images",
@@ -189,11 +189,11 @@ def _grids(
 
 
 def _drawn(row: Row | None, images: Images) -> list[dict[str, Any]]:
-    """Return the pictures that `ddpm draw` made of the best checkpoint, with their titles."""
+    """Return the figures that `ddpm draw` made of the best checkpoint, with their titles."""
     if row is None:
         return []
     files = [
-        (title, text, images.get(picture_name(kind, row.evidence.weights), end))
+        (title, text, images.get(figure_name(kind, row.evidence.weights), end))
         for kind, (title, text, end) in DRAWN.items()
     ]
     return [{"title": title, "text": text, "image": image} for title, text, image in files if image]

@@ -103,7 +103,7 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def picture_name(kind: str, weights: str) -> str:
+def figure_name(kind: str, weights: str) -> str:
     """Return the name in PICTURES of what weights with this SHA-256 have drawn, without its end."""
     return f"{kind}-{weights[:16]}"
 

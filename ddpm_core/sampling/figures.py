@@ -1,6 +1,6 @@
-"""Pictures of what a network does: denoising, guidance, and the way between two images.
+"""Figures of what a network does: denoising, guidance, and the way between two images.
 
-A picture is drawn from one checkpoint with the settings of `sample`, to a file of the user or into
+A figure is drawn from one checkpoint with the settings of `sample`, to a file of the user or into
 the evaluation report.
 """
 
@@ -30,7 +30,7 @@ from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.sampling.sheet import save_animation, sheet
 from ddpm_core.scores import read_results
 from ddpm_core.storage.staging import staged_file
-from ddpm_core.storage.workspace import PICTURES, Workspace, picture_name
+from ddpm_core.storage.workspace import PICTURES, Workspace, figure_name
 
 TILE = 96  # pixels per side that images are enlarged or reduced to
 FRAMES = 40  # of the denoising, at most
@@ -129,7 +129,7 @@ def destruction(subject: Subject) -> bytes:
     return animations.strip_of_prepared(subject.config, subject.workspace)
 
 
-# The pictures of the report, in its order, with the ends of their names.
+# The figures of the report, in its order, with the ends of their names.
 KINDS: dict[str, tuple[str, Callable[[Subject], bytes]]] = {
     "denoising": (".gif", denoising),
     "guidance": (".png", guidance),
@@ -138,17 +138,17 @@ KINDS: dict[str, tuple[str, Callable[[Subject], bytes]]] = {
 }
 
 
-def draw_picture(config: Config, workspace: Workspace, kind: str, output: Path | None) -> str:
-    """Write a picture to a file, by default KIND.gif or .png; return a message that names it.
+def draw_figure(config: Config, workspace: Workspace, kind: str, output: Path | None) -> str:
+    """Write a figure to a file, by default KIND.gif or .png; return a message that names it.
 
     Raises:
         UserError: The kind or the end of the file's name is wrong, the file cannot be written, or
-            there is no such picture of the network.
+            there is no such figure of the network.
     """
     end, draw = _lookup(kind)
     path = output or Path(f"{kind}{end}")
     if path.suffix.lower() != end:
-        raise UserError(f"Cannot write {path.name!r}: the name of this picture must end in {end}.")
+        raise UserError(f"Cannot write {path.name!r}: the name of this figure must end in {end}.")
     subject = _subject(config, workspace)
     with memory.translate_errors():
         content = draw(subject)
@@ -160,21 +160,21 @@ def draw_picture(config: Config, workspace: Workspace, kind: str, output: Path |
 
 
 def draw_for_report(config: Config, workspace: Workspace) -> str:
-    """Write all pictures of a network beside the scores; return a message that lists them."""
+    """Write all figures of a network beside the scores; return a message that lists them."""
     if read_results(workspace) is None:
         raise UserError(
-            f"{workspace.uri} has no scores, so there is no report for the pictures. For one "
-            "picture, name its KIND.",
+            f"{workspace.uri} has no scores, so there is no report for the figures. For one "
+            "figure, name its KIND.",
             run=("evaluate",),
         )
     subject = _subject(config, workspace)
     weights = subject.checkpoint.weights_hash(config.sample.ema)
     drawn = [kind for kind in KINDS if kind != "guidance" or not _guidance_problems(subject)]
-    with progress("draw", len(drawn), "pictures") as advance, memory.translate_errors():
+    with progress("draw", len(drawn), "figures") as advance, memory.translate_errors():
         for kind in drawn:
             end, draw = KINDS[kind]
             content = draw(subject)
-            workspace.storage.write(f"{PICTURES}/{picture_name(kind, weights)}{end}", content)
+            workspace.storage.write(f"{PICTURES}/{figure_name(kind, weights)}{end}", content)
             advance(1)
     return f"Drew {', '.join(drawn)} with step {subject.checkpoint.step}."
 
