@@ -31,7 +31,7 @@ test-slow: .venv/installed  ## the other tests that need no cluster: pipelines, 
 	$(PYTEST) -m slow
 
 test-cluster: .venv/installed  ## the tests on the Kubernetes that KUBECONFIG names
-	$(PYTEST) tests/cluster --timeout 900
+	$(PYTEST) -n 3 tests/cluster --timeout 900
 
 IMAGE ?= ddpm:dev
 LIGHT_IMAGE ?= ddpm-light:dev

@@ -38,7 +38,7 @@ START_REASONS = {
 _COVERED = {"FailedScheduling", "Unschedulable", "Failed", "BackOff"}
 _COVERED |= {"FailedCreate", "FailedCreatePod", "FailedCreateService", "JobCreationFailed"}
 # Kueue's webhook denies a new object whose owner, newer still, it does not know yet.
-_OWNER_UNKNOWN = re.compile(r'denied the request: [\w.]+ "[^"]+" not found')
+_OWNER_UNKNOWN = re.compile(r'denied the request: [\w.-]+ "[^"]+" not found')
 # Causes come before their consequences.
 _ORDER = ("OOMKilled", "InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff")
 

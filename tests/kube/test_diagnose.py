@@ -274,6 +274,7 @@ def test_a_refusal_ends_the_job_at_once(refusal: str) -> None:
         # Kueue may hear of the owner later than of the pod.
         'admission webhook "mpod.kb.io" denied the request: PyTorchJob.kubeflow.org "r" not found',
         'admission webhook "mpod.kb.io" denied the request: Job.batch "run-node-0" not found',
+        'admission webhook "mjob.kb.io" denied the request: JobSet.jobset.x-k8s.io "r" not found',
         'pods is forbidden: User "operator" cannot create resource "pods" in API group ""',
     ],
 )
