@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -58,13 +58,14 @@ def sample(
     """
     config = load(p, w, s, trained=True)
     edit = {"strength": strength, "mask": mask, "passes": passes, "count": count, "output": output}
-    _check_options(image, shard, {name: value for name, value in edit.items() if value is not None})
+    given: dict[str, Any] = {name: value for name, value in edit.items() if value is not None}
+    _check_options(image, shard, given)
     if image is not None:
         from ddpm_core.sampling.from_image import Edit, draw_from_image
 
-        wanted = Edit(image, mask, strength, passes or 5, count or 8)
-        workspace, folder = Workspace.open(config.workspace), output or Path("edited")
-        typer.echo(draw_from_image(config, workspace, wanted, folder))
+        folder = given.pop("output", Path("edited"))
+        workspace = Workspace.open(config.workspace)
+        typer.echo(draw_from_image(config, workspace, Edit(image, **given), folder))
         return
     from ddpm_core.runtime.distributed import world
     from ddpm_core.sampling.plan import parse_shard

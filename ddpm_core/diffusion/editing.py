@@ -27,6 +27,7 @@ from ddpm_core.diffusion.samplers import (
     Rule,
     SamplerSettings,
     prepare,
+    run,
 )
 
 # The streams of noise. The first is that of `samplers.sample`, so that an image which is redrawn
@@ -107,7 +108,10 @@ def edit(
     levels, rule, denoise = prepare(network, schedule.first(timesteps), prediction, settings)
     if original.strength < 1.0:
         start = q_sample(images, start, levels[0].alpha_bar)
-    return _walk(rule, denoise, start, levels, noise, replace(original, images=images), on_step)
+    if original.redrawn is None:
+        return run(rule, denoise, start, levels, noise, on_step)
+    kept = replace(original, images=images)
+    return _repaint(rule, denoise, start, levels, noise, kept, original.redrawn, on_step)
 
 
 def timesteps_of(strength: float, timesteps: int) -> int:
@@ -116,16 +120,14 @@ def timesteps_of(strength: float, timesteps: int) -> int:
 
 
 def route(levels: int, original: Original) -> list[int]:
-    """Return the positions that are visited, from 0 (the noisiest level) to `levels` (clean).
+    """Return the positions that a mask visits, from 0 (the noisiest level) to `levels` (clean).
 
-    A step to the next position is an update, and a step back adds noise again. Without a mask there
-    are no steps back. With one, counting from the last noisy level, every `length` positions lead
-    back `passes` - 1 times. Lugmayr et al. (2022), appendix B, go back one position at a time,
-    which has the same distribution.
+    A step to the next position is an update, and a step back adds noise again. Counting from the
+    last noisy level, every `length` positions lead back `passes` - 1 times. Lugmayr et al. (2022),
+    appendix B, go back one position at a time, which has the same distribution.
     """
     length = original.length or max(1, round(levels / 25))
-    again = 0 if original.redrawn is None else original.passes - 1
-    left = dict.fromkeys(range(levels - 1, length - 1, -length), again)
+    left = dict.fromkeys(range(levels - 1, length - 1, -length), original.passes - 1)
     position, visited = 0, [0]
     while position < levels:
         if left.get(position, 0):
@@ -138,13 +140,14 @@ def route(levels: int, original: Original) -> list[int]:
 
 
 @torch.no_grad()
-def _walk(
+def _repaint(
     rule: Rule,
     denoise: Denoise,
     x: Tensor,
     levels: Sequence[Level],
     noise: Noise,
     original: Original,
+    redrawn: Tensor,
     on_step: Callable[[int], None] | None,
 ) -> Tensor:
     """Apply a rule along `route`. After each update, kept pixels become the given ones."""
@@ -158,9 +161,8 @@ def _walk(
             continue
         count += 1
         x, previous = rule(denoise, x, level, target, previous, partial(noise, count, SAMPLER))
-        if original.redrawn is not None:
-            known = q_sample(original.images, noise(count, KNOWN), target.alpha_bar)
-            x = torch.where(original.redrawn, x, known)
+        known = q_sample(original.images, noise(count, KNOWN), target.alpha_bar)
+        x = torch.where(redrawn, x, known)
         if on_step is not None:
             on_step(count)
     return x

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 MAX_BODY = 2**20  # bytes
 LINES = "application/x-ndjson"
-STRENGTH = 0.6  # of an image without a mask
 # One at a time, beside the event loop: decoding an image takes memory and time.
 _reader = ThreadPoolExecutor(1, "reading")
 
@@ -66,7 +65,7 @@ class Generate(asked.Request):
     strength: Annotated[float, Field(ge=0.0, le=1.0)] | None = Field(
         None,
         description="the share of the time up to which noise is added to `image`; 0: unchanged, "
-        f"1: no trace of it. Default: {STRENGTH}; with a mask 1",
+        "1: no trace of it. Default: 0.6; with a mask 1",
     )
     mask: Encoded | None = Field(
         None, description="white where `image` is redrawn, black where it is kept"
@@ -228,10 +227,7 @@ def original_of(checkpoint: Checkpoint, wanted: Generate) -> Original:
     from ddpm_core.registry.uploads import read_upload
 
     assert wanted.image is not None
-    strength = wanted.strength
-    if strength is None:
-        strength = STRENGTH if wanted.mask is None else 1.0
-    return read_upload(checkpoint, wanted.image, wanted.mask, strength)
+    return read_upload(checkpoint, wanted.image, wanted.mask, wanted.strength)
 
 
 async def openapi(request: Request) -> Response:

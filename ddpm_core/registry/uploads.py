@@ -6,22 +6,23 @@ import base64
 import binascii
 import warnings
 
-import torch
-
 from ddpm_core.checkpoint import Checkpoint
 from ddpm_core.data.decode import stored_kind
 from ddpm_core.diffusion.editing import Original
 from ddpm_core.errors import Problem, got, invalid
-from ddpm_core.sampling.from_image import read_original, square_rule
-from ddpm_core.sampling.images import to_model
+from ddpm_core.sampling.from_image import read_original, square_rule, start_from
 
 MAX_PIXELS = 2**22  # of an image before it is scaled
 MAX_SCANS = 50  # of a progressive JPEG; each takes the time of a whole image, and few bytes
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP")  # MPO: the JPEG files of some phones
 
 
-def read_upload(checkpoint: Checkpoint, image: str, mask: str | None, strength: float) -> Original:
+def read_upload(
+    checkpoint: Checkpoint, image: str, mask: str | None, strength: float | None
+) -> Original:
     """Return what to start from, of one image: base64 files become squares of the model.
+
+    `strength` is as in `start_from`.
 
     Raises:
         UserError: a file has an unsupported type or is too large, damaged or unusable as a mask.
@@ -37,8 +38,7 @@ def read_upload(checkpoint: Checkpoint, image: str, mask: str | None, strength: 
         raise invalid(problems, "the request")
     rule = square_rule(checkpoint)
     pixels, redrawn = read_original(found["image"], found.get("mask"), rule)
-    masks = None if redrawn is None else torch.from_numpy(redrawn)[None, None]
-    return Original(to_model(torch.from_numpy(pixels[None])), strength, masks)
+    return start_from(pixels, redrawn, strength)
 
 
 def _content(text: str) -> bytes:

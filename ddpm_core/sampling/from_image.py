@@ -22,7 +22,7 @@ from ddpm_core.errors import Problem, UserError
 from ddpm_core.runtime import memory
 from ddpm_core.runtime.device import choose_device
 from ddpm_core.sampling import plan
-from ddpm_core.sampling.images import Pixels, enlarge, grid, png, to_model
+from ddpm_core.sampling.images import Pixels, grid_png, png, to_model
 from ddpm_core.sampling.loading import load_sampler
 from ddpm_core.sampling.run import warn_truncated
 from ddpm_core.storage.staging import output_folder
@@ -32,6 +32,7 @@ from ddpm_core.text import counted
 GIVEN = "given.png"  # the image as the network sees it
 STRENGTH = 0.6  # of an image without a mask
 SHOWN = 62  # images in the grid beside the given one and the mask
+PASSES = 5  # under a mask
 REDRAWN = 128  # gray of pixels in the grid that are redrawn; from this gray on, a mask is white
 
 BLACK = (0, 0, 0)  # where a mask is transparent or padded: kept
@@ -46,7 +47,7 @@ class Edit:
     Attributes:
         image: The file, in any format that `ddpm prepare` reads.
         mask: A file of the same proportions, white where pixels are redrawn, or None.
-        strength: As in `Original`; None: 1 with a mask, STRENGTH without.
+        strength: As in `start_from`.
         passes: As in `Original`.
         count: The number of images.
     """
@@ -54,7 +55,7 @@ class Edit:
     image: Path
     mask: Path | None = None
     strength: float | None = None
-    passes: int = 5
+    passes: int = PASSES
     count: int = 8
 
 
@@ -118,6 +119,19 @@ def read_original(
     raise UserError("The image cannot be used:", problems)
 
 
+def start_from(
+    image: Pixels, redrawn: Mask | None, strength: float | None, passes: int = PASSES
+) -> Original:
+    """Return one image of `read_original` to start from.
+
+    The strength is by default STRENGTH, and 1 with a mask.
+    """
+    if strength is None:
+        strength = STRENGTH if redrawn is None else 1.0
+    masks = None if redrawn is None else torch.from_numpy(redrawn)[None, None]
+    return Original(to_model(torch.from_numpy(image[None])), strength, masks, passes)
+
+
 def _square(image: Image.Image, rule: SquareRule) -> Pixels:
     square = make_square(image, rule)
     values = np.asarray(square if rule.channels == 3 else square.convert("L"))
@@ -142,16 +156,9 @@ def _draw(
     """Return the images, uint8 (count, H, W, C)."""
     settings = config.sample
     sampler = load_sampler(checkpoint, settings, choose_device(config.device))
-    strength = wanted.strength
-    if strength is None:
-        strength = STRENGTH if mask is None else 1.0
     size, drawn = min(settings.batch_size, wanted.count), []
-    original = Original(
-        to_model(torch.from_numpy(image[None])).expand(size, -1, -1, -1),
-        strength,
-        None if mask is None else torch.from_numpy(mask).expand(size, 1, -1, -1),
-        wanted.passes,
-    )
+    one = start_from(image, mask, wanted.strength, wanted.passes)
+    original = one.take(torch.zeros(size, dtype=torch.int64))
     advice = f"sample.batch_size {settings.batch_size}: lower it."
     with progress("sample", wanted.count, "images") as advance, memory.translate_errors(advice):
         for start in range(0, wanted.count, size):
@@ -170,4 +177,4 @@ def _write(folder: Path, drawn: Pixels, image: Pixels, mask: Mask | None) -> Non
     if mask is not None:
         first.append(np.where(mask[:, :, None], np.uint8(REDRAWN), image))
     tiles = np.stack([*first, *drawn[:SHOWN]])
-    (folder / GRID).write_bytes(png(enlarge(grid(tiles), 512)))
+    (folder / GRID).write_bytes(grid_png(tiles))

@@ -20,7 +20,7 @@ from ddpm_core.config import Config
 from ddpm_core.console import say
 from ddpm_core.errors import Corrupt, UserError
 from ddpm_core.sampling import plan
-from ddpm_core.sampling.images import Pixels, enlarge, grid, png
+from ddpm_core.sampling.images import Pixels, grid_png, png
 from ddpm_core.sampling.plan import Recipe, Shard
 from ddpm_core.sampling.shards import ShardStore, npy, record_of
 from ddpm_core.storage import MANIFEST, sha256_of
@@ -180,7 +180,7 @@ def _write_extras(config: Config, workspace: Workspace, recipe: Recipe) -> dict[
 
     key = samples_key(recipe.step)
     first = np.stack(list(islice(_images(config, workspace, key), SHOWN)))
-    made = {GRID: png(enlarge(grid(first), 512))}
+    made = {GRID: grid_png(first)}
     checkpoint = look_at_checkpoint(workspace, recipe.step)
     conditions = Conditions(
         checkpoint.network.conditioning, checkpoint.training_data, config.sample

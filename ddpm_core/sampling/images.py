@@ -58,6 +58,11 @@ def enlarge(pixels: Pixels, smallest: int) -> Pixels:
     return pixels.repeat(factor, axis=0).repeat(factor, axis=1)
 
 
+def grid_png(pixels: Pixels) -> bytes:
+    """Return a grid of images (N, H, W, C) as a PNG, with small ones enlarged for people."""
+    return png(enlarge(grid(pixels), 512))
+
+
 def png(pixels: Pixels) -> bytes:
     """Encode an image (H, W, C) as PNG."""
     stream = io.BytesIO()

@@ -16,7 +16,7 @@ from ddpm_core.console import warn
 from ddpm_core.errors import Interrupted
 from ddpm_core.models.config import UNetConfig
 from ddpm_core.models.unet import UNet
-from ddpm_core.sampling.images import enlarge, grid, png
+from ddpm_core.sampling.images import grid_png
 from ddpm_core.sampling.loading import read_moments
 from ddpm_core.sampling.sampler import ImageSampler
 from ddpm_core.storage import Mirror
@@ -126,4 +126,4 @@ def preview(
     found = contents.tensors.get(MOMENTS)
     moments = read_moments(found, network, MOMENTS) if found else None
     sampler = ImageSampler(model, settings.data, sample, config.diffusion, moments=moments)
-    return {GRID: png(enlarge(grid(sampler.images(range(count))), 512))}
+    return {GRID: grid_png(sampler.images(range(count)))}
