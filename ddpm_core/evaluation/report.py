@@ -15,6 +15,7 @@ from ddpm_core.evaluation import verdict
 from ddpm_core.evaluation.chart import chart
 from ddpm_core.evaluation.curves import curves, loss_curves
 from ddpm_core.evaluation.pages import environment
+from ddpm_core.sampling.figures import KINDS
 from ddpm_core.scores import SPACES, AnyRow, Results, Row, best, is_scored, ranked, read_results
 from ddpm_core.storage.workspace import PICTURES, REPORT, RESULTS, Workspace, figure_name
 from ddpm_core.text import shown, throughout
@@ -38,31 +39,6 @@ CHECKSUMS = {
     "state.sha256": "SHA-256 that detects changes",
     "state.modified": "last change, nanoseconds since 1970",
     "state.commit": "commit",
-}
-# The figures of `ddpm draw`: title, text and the end of the name.
-DRAWN = {
-    "denoising": (
-        "From noise to images",
-        "Above: the noisy images. Below: what the network estimates them to become.",
-        ".gif",
-    ),
-    "guidance": (
-        "Conditions and guidance",
-        "A row for each class or prompt, from the same noise. "
-        "Guidance 0 ignores the condition; at 1 the condition applies without guidance.",
-        ".png",
-    ),
-    "interpolation": (
-        "Between two samples",
-        "A model that memorizes jumps from one image to "
-        "another on the way; others change smoothly.",
-        ".png",
-    ),
-    "destruction": (
-        "From an image to noise",
-        "What training sees: both schedules, and their signal-to-noise ratio at each step.",
-        ".png",
-    ),
 }
 GRIDS = 24  # checkpoints whose samples are shown
 PHOTO = 200_000  # pixels; larger images are embedded with lossy compression
@@ -192,11 +168,9 @@ def _drawn(row: Row | None, images: Images) -> list[dict[str, Any]]:
     """Return the figures that `ddpm draw` made of the best checkpoint, with their titles."""
     if row is None:
         return []
-    files = [
-        (title, text, images.get(figure_name(kind, row.evidence.weights), end))
-        for kind, (title, text, end) in DRAWN.items()
-    ]
-    return [{"title": title, "text": text, "image": image} for title, text, image in files if image]
+    weights = row.evidence.weights
+    files = [(one, images.get(figure_name(kind, weights), one.end)) for kind, one in KINDS.items()]
+    return [{"title": one.title, "text": one.text, "image": image} for one, image in files if image]
 
 
 def _source(facts: dict[str, str]) -> dict[str, list[tuple[str, str]]]:

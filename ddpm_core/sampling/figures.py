@@ -129,12 +129,43 @@ def destruction(subject: Subject) -> bytes:
     return animations.strip_of_prepared(subject.config, subject.workspace)
 
 
-# The figures of the report, in its order, with the ends of their names.
-KINDS: dict[str, tuple[str, Callable[[Subject], bytes]]] = {
-    "denoising": (".gif", denoising),
-    "guidance": (".png", guidance),
-    "interpolation": (".png", interpolation),
-    "destruction": (".png", destruction),
+@dataclass(frozen=True)
+class Kind:
+    """A kind of figure: how its file's name ends, its title and text in the report, its drawing."""
+
+    end: str
+    title: str
+    text: str
+    draw: Callable[[Subject], bytes]
+
+
+KINDS = {  # in the order of the report
+    "denoising": Kind(
+        ".gif",
+        "From noise to images",
+        "Above: the noisy images. Below: what the network estimates them to become.",
+        denoising,
+    ),
+    "guidance": Kind(
+        ".png",
+        "Conditions and guidance",
+        "A row for each class or prompt, from the same noise. "
+        "Guidance 0 ignores the condition; at 1 the condition applies without guidance.",
+        guidance,
+    ),
+    "interpolation": Kind(
+        ".png",
+        "Between two samples",
+        "A model that memorizes jumps from one image to "
+        "another on the way; others change smoothly.",
+        interpolation,
+    ),
+    "destruction": Kind(
+        ".png",
+        "From an image to noise",
+        "What training sees: both schedules, and their signal-to-noise ratio at each step.",
+        destruction,
+    ),
 }
 
 
@@ -145,13 +176,15 @@ def draw_figure(config: Config, workspace: Workspace, kind: str, output: Path | 
         UserError: The kind or the end of the file's name is wrong, the file cannot be written, or
             there is no such figure of the network.
     """
-    end, draw = _lookup(kind)
+    if kind not in KINDS:
+        raise UserError(f"KIND: got {kind!r}; must be one of {', '.join(KINDS)}.")
+    end = KINDS[kind].end
     path = output or Path(f"{kind}{end}")
     if path.suffix.lower() != end:
         raise UserError(f"Cannot write {path.name!r}: the name of this figure must end in {end}.")
     subject = _subject(config, workspace)
     with memory.translate_errors():
-        content = draw(subject)
+        content = KINDS[kind].draw(subject)
     path.parent.mkdir(parents=True, exist_ok=True)
     with staged_file(path) as staging:
         staging.write_bytes(content)
@@ -172,9 +205,8 @@ def draw_for_report(config: Config, workspace: Workspace) -> str:
     drawn = [kind for kind in KINDS if kind != "guidance" or not _guidance_problems(subject)]
     with progress("draw", len(drawn), "figures") as advance, memory.translate_errors():
         for kind in drawn:
-            end, draw = KINDS[kind]
-            content = draw(subject)
-            workspace.storage.write(f"{PICTURES}/{figure_name(kind, weights)}{end}", content)
+            name = f"{figure_name(kind, weights)}{KINDS[kind].end}"
+            workspace.storage.write(f"{PICTURES}/{name}", KINDS[kind].draw(subject))
             advance(1)
     return f"Drew {', '.join(drawn)} with step {subject.checkpoint.step}."
 
@@ -185,12 +217,6 @@ def _guidance_problems(subject: Subject) -> list[Problem]:
     guided = settings.model_copy(update={"guidance": SCALES[-1], "guide": None})
     conditioning = subject.checkpoint.network.conditioning
     return guided.problems(conditioning, trained.diffusion.timesteps, trained.train.label_drop)
-
-
-def _lookup(kind: str) -> tuple[str, Callable[[Subject], bytes]]:
-    if kind not in KINDS:
-        raise UserError(f"KIND: got {kind!r}; must be one of {', '.join(KINDS)}.")
-    return KINDS[kind]
 
 
 def _subject(config: Config, workspace: Workspace) -> Subject:
