@@ -11,6 +11,8 @@ from typing import Any
 
 from ddpm_core.errors import require
 
+LIVE_SCRIPT = Path(__file__).parent / "live.js"  # of all pages that follow something
+
 
 @functools.cache  # it keeps compiled templates
 def environment(*folders: Path) -> Any:

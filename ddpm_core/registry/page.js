@@ -1,7 +1,6 @@
 // Draws images with POST /generate and shows them while they are drawn. Every few seconds it fetches
 // which version answers; the form keeps what its reader has chosen.
 "use strict";
-const byId = (id) => document.getElementById(id);
 const PIXELATED = 128; // pixels a side, below which enlarged images stay sharp
 const BLEND = 12; // images from one seed to another
 let model = null; // what the server tells of its model
@@ -276,18 +275,6 @@ function update(view) {
   if (changed) byId("original").hidden = true; // it has the size of another model
 }
 
-async function refresh() {
-  try {
-    const response = await fetch("live");
-    if (!response.ok) throw new Error(response.statusText);
-    update(await response.json());
-    byId("offline").hidden = true;
-  } catch {
-    byId("offline").hidden = false;
-  }
-  setTimeout(refresh, 5000);
-}
-
 byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
   draw(request());
@@ -337,4 +324,4 @@ byId("remove").addEventListener("click", () => {
   byId("original").hidden = true;
   byId("file").value = "";
 });
-refresh();
+follow(update, 5000);

@@ -1,38 +1,30 @@
 """The page of `ddpm serve`, on which a person draws images.
 
-GET /         the page
-GET /live     what it shows of the champion as JSON, which the page fetches every few seconds
-GET /page.js  its script, which draws with POST /generate
+GET /                   the page
+GET /live               what it shows of the champion as JSON, which it fetches every few seconds
+GET /live.js, /page.js  its scripts, which draw with POST /generate
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ddpm_core.config.identity import flat
-from ddpm_core.evaluation.pages import environment
+from ddpm_core.config.results import SamplerName
+from ddpm_core.evaluation.pages import LIVE_SCRIPT, environment
 from ddpm_core.registry.current import CurrentChampion, Loaded
 from ddpm_core.registry.request import MAX_IMAGES
-from ddpm_core.runtime.http import PAGE_HEADERS
+from ddpm_core.runtime.http import PAGE_HEADERS, page_routes
 from ddpm_core.text import shown, throughout
 
 _FOLDER = Path(__file__).parent
 CAPTIONS = 50  # of the training data, suggested as texts
-
-
-async def page(request: Request) -> Response:
-    text = await run_in_threadpool(_rendered, "page.html.j2", {})
-    return HTMLResponse(text, headers=PAGE_HEADERS)
-
-
-async def script(request: Request) -> Response:
-    return FileResponse(_FOLDER / "page.js", media_type="text/javascript", headers=PAGE_HEADERS)
 
 
 async def live(request: Request) -> Response:
@@ -40,7 +32,10 @@ async def live(request: Request) -> Response:
     return JSONResponse(found, headers=PAGE_HEADERS)
 
 
-ROUTES = [Route("/", page), Route("/page.js", script), Route("/live", live)]
+def routes() -> list[Route]:
+    """Return the routes of the page."""
+    page = page_routes(lambda: _rendered("page.html.j2", {}), LIVE_SCRIPT, _FOLDER / "page.js")
+    return [*page, Route("/live", live)]
 
 
 def view(champion: CurrentChampion) -> dict[str, Any]:
@@ -83,6 +78,7 @@ def _form(loaded: Loaded) -> dict[str, Any]:
         "classes": data.classes,
         "captions": [shown(text) for text, _ in data.captions[:CAPTIONS]],
         "sample": config.sample,
+        "samplers": get_args(SamplerName),
         "timesteps": config.diffusion.timesteps,
         "guided": by_condition or config.sample.guide is not None,
         "most": MAX_IMAGES,

@@ -60,7 +60,7 @@ def application(champion: CurrentChampion, limits: Limits) -> Starlette:
             Route("/invocations", invocations, methods=["POST"]),
             Route("/generate", generate, methods=["POST"]),
             Route("/openapi.json", openapi),
-            *page.ROUTES,
+            *page.routes(),
             Route("/ping", health),
             Route("/health", health),
             Route("/ready", ready),

@@ -7,12 +7,17 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
-from starlette.responses import JSONResponse, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ddpm_core.errors import UserError
@@ -85,6 +90,20 @@ class SingleLength:
             message = "The request has both Transfer-Encoding and Content-Length. Send one of them."
             app = error_response(400, "BAD_REQUEST", message, {"Connection": "close"})
         await app(scope, receive, send)
+
+
+def page_routes(render: Callable[[], str], *scripts: Path) -> list[Route]:
+    """Return the routes of a page, GET /, and of its scripts, each under its name."""
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(await run_in_threadpool(render), headers=PAGE_HEADERS)
+
+    async def script(request: Request) -> Response:
+        path = named[request.url.path.rpartition("/")[2]]
+        return FileResponse(path, media_type="text/javascript", headers=PAGE_HEADERS)
+
+    named = {path.name: path for path in scripts}
+    return [Route("/", page), *(Route(f"/{name}", script) for name in named)]
 
 
 def error_response(

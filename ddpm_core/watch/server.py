@@ -15,17 +15,18 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ddpm_core.console import say
 from ddpm_core.errors import UserError
-from ddpm_core.evaluation.pages import environment
+from ddpm_core.evaluation.pages import LIVE_SCRIPT, environment
 from ddpm_core.runtime.http import (
     PAGE_HEADERS,
     SingleLength,
     error_response,
     listen,
+    page_routes,
     run_server,
 )
 from ddpm_core.storage.workspace import Workspace
@@ -49,8 +50,7 @@ def application(workspace: Workspace) -> Starlette:
     """Return the web application of a workspace."""
     app = Starlette(
         routes=[
-            Route("/", page),
-            Route("/watch.js", script),
+            *page_routes(_page, LIVE_SCRIPT, _FOLDER / "watch.js"),
             Route("/live", live),
             Route("/grid/{step:int}.png", grid),
             Route("/health", health),
@@ -62,13 +62,8 @@ def application(workspace: Workspace) -> Starlette:
     return app
 
 
-async def page(request: Request) -> Response:
-    text = environment(_FOLDER).get_template("page.html.j2").render()
-    return HTMLResponse(text, headers=PAGE_HEADERS)
-
-
-async def script(request: Request) -> Response:
-    return FileResponse(_FOLDER / "watch.js", media_type="text/javascript", headers=PAGE_HEADERS)
+def _page() -> str:
+    return str(environment(_FOLDER).get_template("page.html.j2").render())
 
 
 async def health(request: Request) -> Response:

@@ -1,7 +1,6 @@
 // Fetches the state of the run every two seconds. The slider stays where the reader has put it; at
 // its right end it follows the run.
 "use strict";
-const byId = (id) => document.getElementById(id);
 let steps = []; // of the milestones with a grid
 const parts = {}; // the HTML of each part, as it was fetched
 
@@ -30,17 +29,5 @@ function update(view) {
   show();
 }
 
-async function refresh() {
-  try {
-    const response = await fetch("live");
-    if (!response.ok) throw new Error(await response.text());
-    update(await response.json());
-    byId("offline").hidden = true;
-  } catch {
-    byId("offline").hidden = false;
-  }
-  setTimeout(refresh, 2000);
-}
-
 byId("slider").addEventListener("input", show);
-refresh();
+follow(update, 2000);
