@@ -128,6 +128,11 @@ def parse(response: Any) -> Json:
     return loaded
 
 
+def as_json(call: Callable[..., Any]) -> Call:
+    """Return a request of the client that returns the JSON object instead of the client's own."""
+    return lambda *args, **kwargs: parse(call(*args, **kwargs, _preload_content=False))
+
+
 def error_message(error: BaseException) -> str:
     """Return the message of the API server, or of the connection, in one line."""
     if not isinstance(error, ApiException):
@@ -202,9 +207,7 @@ class Cluster:
         return found
 
     def _serves(self, backend: Backend) -> bool:
-        def call(*args: Any, **kwargs: Any) -> Json:
-            return parse(self.jobs.get_api_resources(*args, **kwargs, _preload_content=False))
-
+        call = as_json(self.jobs.get_api_resources)
         try:
             doing = f"look for the resource {backend.kind}"
             served = self._send(doing, call, backend.group, backend.version)
@@ -289,22 +292,14 @@ class Cluster:
 
     def pod(self, name: str) -> Json | None:
         """Return a pod; None if it does not exist."""
-
-        def call(*args: Any, **kwargs: Any) -> Json:
-            return parse(self.core.read_namespaced_pod(*args, **kwargs, _preload_content=False))
-
+        call = as_json(self.core.read_namespaced_pod)
         return self._find("read the pod", call, name, self.namespace)
 
     def pods(self, job: str) -> list[Json]:
         """Return the pods of a job."""
-
-        def call(*args: Any, **kwargs: Any) -> Json:
-            return parse(self.core.list_namespaced_pod(*args, **kwargs, _preload_content=False))
-
-        selector = f"{self.backend.job_label}={job}"
-        return list(
-            self._request("list pods", call, self.namespace, label_selector=selector)["items"]
-        )
+        call, selector = as_json(self.core.list_namespaced_pod), f"{self.backend.job_label}={job}"
+        found = self._request("list pods", call, self.namespace, label_selector=selector)
+        return list(found["items"])
 
     def _request(self, doing: str, call: Call, *args: Any, **kwargs: Any) -> Json:
         try:

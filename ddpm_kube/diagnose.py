@@ -174,9 +174,8 @@ class Diagnosis:
         return f"run `kubectl -n {self._spec.namespace} {arguments}`"
 
     def _report_changes(self, view: View) -> None:
-        state = condition(self._backend, view.job)[0] or self._states.get(
-            "job", ""
-        )  # empty while it is resumed
+        # The condition is empty while a job is resumed.
+        state = condition(self._backend, view.job)[0] or self._states.get("job", "")
         states = {worker(name): pod_state(pod) for name, pod in newest(view.pods).items()}
         states |= {"job": state} if state else {}
         for name, text in sorted(states.items()):
