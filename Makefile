@@ -23,12 +23,12 @@ help:  ## this list
 demo: .venv/installed  ## digits from nothing to a registered model, in a few minutes
 	$(BIN)/ddpm run
 
-PYTEST := $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder
 test: lint  ## lint, types, then the tests that take no longer than some seconds each
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -n 4 -m "not slow"
 
 test-slow: .venv/installed  ## the other tests that need no cluster: pipelines, servers, killed runs
-	$(PYTEST) -m slow
+	$(PYTEST) -n 4 -m slow
 
 test-cluster: .venv/installed  ## the tests on the Kubernetes that KUBECONFIG names
 	$(PYTEST) -n 3 tests/cluster --timeout 900

@@ -1,4 +1,4 @@
-"""Waiting requests share batches, and nobody's images change."""
+"""Waiting requests share batches, which changes no image."""
 
 from __future__ import annotations
 
